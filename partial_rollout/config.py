@@ -1,0 +1,101 @@
+"""The `partial_rollout` configuration block, typed and checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from partial_rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BLOCK = "partial_rollout"
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be {allowed} (set {BLOCK}.{key}=...)")
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """Name under which the prompt manager is found from any shell."""
+
+    name: str = "rollout_prompt_manager"
+    namespace: str = "partial_rollout"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an empty name."""
+        _require(bool(self.name), "manager.name", self.name, "a non-empty string")
+        _require(bool(self.namespace), "manager.namespace", self.namespace, "a non-empty string")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutConfig:
+    """Upper bounds of all waits, in seconds."""
+
+    resources_s: float = 30.0
+    drain_s: float = 60.0
+    resume_s: float = 600.0
+    batch_s: float = 7200.0
+    call_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a bound that is not positive."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            _require(value > 0, f"timeouts.{item.name}", value, "a number of seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRolloutConfig:
+    """All settings of this package; defaults stand in configs/partial_rollout.yaml as well (a test compares them)."""
+
+    prefetch_factor: float = 2.0
+    num_slots: int | None = None
+    max_attempts: int = 2
+    stream_interval: int = 32
+    manager: ManagerConfig = field(default_factory=ManagerConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        _require(self.prefetch_factor >= 1, "prefetch_factor", self.prefetch_factor, "a number of at least 1")
+        _require(self.num_slots is None or self.num_slots >= 1, "num_slots", self.num_slots, "null or at least 1")
+        _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "at least 1")
+        _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")
+
+    @classmethod
+    def from_mapping(cls, block: Mapping[str, Any]) -> PartialRolloutConfig:
+        """Build from a plain mapping (`OmegaConf.to_container`).
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or a value out of range.
+        """
+        return _build(cls, block, prefix="")
+
+    def capacity(self, train_batch_size: int) -> int:
+        """Largest number of prompts in flight for a batch of `train_batch_size` prompts."""
+        return max(train_batch_size, int(self.prefetch_factor * train_batch_size))
+
+
+def _build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
+    hints = get_type_hints(cls)
+    unknown = sorted(set(block) - set(hints))
+    if unknown:
+        raise ConfigError(f"unknown key {BLOCK}.{prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
+    return cls(**{key: _convert(hints[key], value, key=f"{prefix}{key}") for key, value in block.items()})
+
+
+def _convert(hint: Any, value: Any, *, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not hasattr(value, "items"):
+            raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be a block of keys")
+        return _build(hint, value, prefix=f"{key}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
+        raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")
+    return value

@@ -1,0 +1,93 @@
+"""Every error this package raises on purpose, split by whose fault it is.
+
+PartialRolloutError
+├── UserError               the command line, the data or the installation: say what was given and what is allowed
+│   ├── ConfigError         a value in the composed configuration
+│   ├── DataError           a prompt, a data file or a model path
+│   └── VersionError        an installed package this release was not built for
+├── ClusterError            Ray cannot give or keep what the run needs
+│   ├── ResourcesUnavailable
+│   ├── ActorLost           an actor of ours died or its main loop ended
+│   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
+├── EngineError             the inference engine
+│   ├── EngineDead
+│   ├── DrainTimeout        requests survived a drain; names them
+│   └── ResumeStalled       a trajectory was interrupted twice without a token or a new epoch in between
+└── InternalError           a bug of ours; names object, state and event
+    ├── IllegalTransition
+    ├── DuplicateUid
+    ├── UnknownPrompt
+    └── StaleClaim          a worker reported on a claim that is no longer its own
+"""
+
+
+class PartialRolloutError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class UserError(PartialRolloutError):
+    """The user can fix it: configuration, data or installation."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration value is unknown, of the wrong type or out of range."""
+
+
+class DataError(UserError):
+    """A data file, model path or prompt cannot be used."""
+
+
+class VersionError(UserError):
+    """An installed package is not the version this release supports."""
+
+
+class ClusterError(PartialRolloutError):
+    """Ray cannot give, or did not keep, what the run needs."""
+
+
+class ResourcesUnavailable(ClusterError):
+    """The cluster lacks resources; the message says which and how many."""
+
+
+class ActorLost(ClusterError):
+    """An actor of ours died, or a loop that must not end did."""
+
+
+class WaitTimeout(ClusterError, TimeoutError):
+    """A bounded wait ran out; the message names who waited, for whom and how long."""
+
+
+class EngineError(PartialRolloutError):
+    """The inference engine failed."""
+
+
+class EngineDead(EngineError):
+    """The engine process is gone or refuses requests for good."""
+
+
+class DrainTimeout(EngineError, TimeoutError):
+    """Requests were still in the engine when the drain deadline passed; the message names them."""
+
+
+class ResumeStalled(EngineError):
+    """A request came back interrupted again without progress and without the gate having moved."""
+
+
+class InternalError(PartialRolloutError):
+    """A bug in this package."""
+
+
+class IllegalTransition(InternalError):
+    """An event arrived in a state whose transition table has no row for it."""
+
+
+class DuplicateUid(InternalError):
+    """A prompt uid was admitted twice."""
+
+
+class UnknownPrompt(InternalError):
+    """A uid that the queue has never seen, or has already let go."""
+
+
+class StaleClaim(InternalError):
+    """The claim is not the prompt's current one, so its result must not be used."""
