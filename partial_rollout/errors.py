@@ -34,7 +34,15 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError):
-    """A data file, model path or prompt cannot be used."""
+    """A data file, model path or prompt cannot be used; `reason` is the short name it is counted under."""
+
+    def __init__(self, message: str, *, reason: str = "bad_data") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """Only the message; the reason travels in `args` so that the error survives pickling."""
+        return str(self.args[0])
 
 
 class VersionError(UserError):
