@@ -24,15 +24,17 @@ class ReplicaFleet:
         self._timeouts = timeouts
 
     @auto_await
-    async def drain(self) -> None:
-        """Close every gate and interrupt what is running.
+    async def drain(self) -> int:
+        """Close every gate and interrupt what is running; returns the number of interrupted requests.
 
         Raises:
             DrainTimeout: a server could not drain; names its requests.
             WaitTimeout: a server did not answer at all.
         """
         margin_s = self._timeouts.call_s
-        await self._all("drain", [r.abort_all_requests() for r in self._replicas], self._timeouts.drain_s + margin_s)
+        calls = [replica.abort_all_requests() for replica in self._replicas]
+        results = await self._all("drain", calls, self._timeouts.drain_s + margin_s)
+        return sum(result["aborted_count"] for result in results)
 
     @auto_await
     async def resume(self) -> None:

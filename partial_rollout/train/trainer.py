@@ -80,7 +80,8 @@ class PartialRolloutTrainer(PPOTrainer):
         """Interrupt what is unfinished and release the engines' memory."""
         self._pending_sync_metrics |= self.fleet.statistics_metrics(num_slots(self.config))
         with marked_timer("drain", self.timing_raw, color="red"):
-            self.fleet.drain()
+            interrupted = self.fleet.drain()
+        self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
         self._report_step("closed")
         self.checkpoint_manager.sleep_replicas()
         if self.curr_step_profile:
