@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from partial_rollout.integrations import cpu_device
+from partial_rollout.integrations import cpu_device, verl_compat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +127,12 @@ class CpuPlatform(PlatformBase):
 
 
 def install() -> None:
-    """Register the platform and its two companions in this process; a second call changes nothing."""
+    """Register the platform and its two companions in this process; a second call changes nothing.
+
+    Raises:
+        VersionError: another verl than the pinned one; what is bridged here was read in that version.
+    """
+    verl_compat.check(verl_compat.required_verl(), verl_compat.installed_version("verl"))
     if PlatformRegistry.get(PLATFORM) is not CpuPlatform:
         PlatformRegistry.register(platform=PLATFORM)(CpuPlatform)
     os.environ.setdefault(ENGINE_DEVICE_VARIABLE, ENGINE_DEVICE)
