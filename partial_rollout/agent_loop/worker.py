@@ -24,7 +24,7 @@ from partial_rollout.agent_loop.rows import prompt_row, rollout_sampling_params
 from partial_rollout.agent_loop.slots import SlotBudget
 from partial_rollout.agent_loop.trace import RecordingClient, TrajectoryTrace, start_trace
 from partial_rollout.errors import ClusterError, DataError, EngineError, InternalError, RunEnded
-from partial_rollout.integrations.verl_compat import agent_loop_worker_base
+from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.supervisor import Supervisor
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
@@ -44,7 +44,7 @@ CLAIM_POLL_S = 30.0
 _FATAL_ERRORS = (EngineError, ClusterError, InternalError)
 
 
-class PartialRolloutAgentLoopWorker(agent_loop_worker_base()):
+class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     """verl's agent-loop worker plus a supervised claim loop; agent loops run inside unchanged."""
 
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.integrations.verl_compat import task_runner_base
+from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.mode import is_enabled, read_settings
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.train.resources import require_resources
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class TaskRunner(task_runner_base()):
+class TaskRunner(TaskRunnerBase):
     """verl's task runner after a resource check; registers the replica and trainer classes in its process."""
 
     def run(self, config: DictConfig) -> None:
