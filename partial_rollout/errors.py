@@ -16,6 +16,7 @@ PartialRolloutError
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
     ├── DuplicateUid
+    ├── CapacityExceeded    more prompts were admitted than the prefetch cap allows
     ├── UnknownPrompt
     └── StaleClaim          a worker reported on a claim that is no longer its own
 """
@@ -91,6 +92,10 @@ class IllegalTransition(InternalError):
 
 class DuplicateUid(InternalError):
     """A prompt uid was admitted twice."""
+
+
+class CapacityExceeded(InternalError):
+    """An admission would put more prompts in flight than the queue's capacity."""
 
 
 class UnknownPrompt(InternalError):
