@@ -37,7 +37,7 @@ class ConfigError(UserError, ValueError):
 class DataError(UserError):
     """A data file, model path or prompt cannot be used; `reason` is the short name it is counted under."""
 
-    def __init__(self, message: str, *, reason: str = "bad_data") -> None:
+    def __init__(self, message: str, reason: str = "bad_data") -> None:
         super().__init__(message, reason)
         self.reason = reason
 
