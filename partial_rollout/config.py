@@ -57,6 +57,7 @@ class PartialRolloutConfig:
     num_slots: int | None = None
     max_attempts: int = 2
     stream_interval: int = 32
+    event_log: str | None = None
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 

@@ -54,13 +54,6 @@ def load_queue(config: DictConfig, step: int) -> QueueSnapshot | None:
         raise DataError(f"queue checkpoint {path} is unreadable ({error}); resume from an earlier step") from error
 
 
-def owned_keys(snapshot: QueueSnapshot) -> set[str]:
-    """TransferQueue keys that the queued prompts need: their rows, and the trajectories of finished groups."""
-    rows = [meta.uid for meta in (*snapshot.pending, *snapshot.ongoing)] + [group.uid for group in snapshot.done]
-    trajectories = [trajectory.key for group in snapshot.done for trajectory in group.trajectories]
-    return {*rows, *trajectories}
-
-
 def restore_queue(
     snapshot: QueueSnapshot,
     call: Callable[[ray.ObjectRef], Any],
@@ -73,7 +66,7 @@ def restore_queue(
     both are trajectories that no queued group owns. They are cleared, so they can neither be trained nor leak.
     """
     stored = set((tq.kv_list(partition_id) or {}).get(partition_id, {}))
-    owned = owned_keys(snapshot)
+    owned = snapshot.owned_keys()
     missing = sorted(owned - stored)
     if missing:
         raise DataError(f"the checkpoint's TransferQueue lacks {len(missing)} keys of its queue, e.g. {missing[0]}")

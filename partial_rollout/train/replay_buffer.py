@@ -12,6 +12,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from partial_rollout.errors import WaitTimeout
+from partial_rollout.observability.event_log import append_batch
 from partial_rollout.train.metrics import group_metrics
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
             return super().sample(global_steps, partition_id, batch_size)
         groups = self._take(batch_size)
+        if self._settings.event_log:
+            append_batch(self._settings.event_log, global_steps, groups)
         tq.kv_clear(keys=[group.uid for group in groups], partition_id=partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         batch = KVBatchMeta(
