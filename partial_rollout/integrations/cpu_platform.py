@@ -150,5 +150,5 @@ def _register_process_group_name() -> None:
         dist.Backend.register_backend(PROCESS_GROUP_NAME, _create_gloo, devices=["cpu"])
 
 
-def _create_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _create_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)

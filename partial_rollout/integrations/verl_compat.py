@@ -5,10 +5,10 @@ Importing this module is cheap: verl is imported when a class is asked for.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import VersionError
@@ -52,9 +52,11 @@ def required_verl() -> Requirement:
     """Read REQUIRED_VERL.txt, the one place that pins verl.
 
     Raises:
-        VersionError: the file is missing or does not hold one line `verl==<version>`.
+        VersionError: the file does not hold one line `verl==<version>`.
     """
-    lines = [line.partition("#")[0].strip() for line in _requirement_text().splitlines()]
+    # A link to the file at the repository root, so that a wheel carries it too.
+    text = (resources.files("partial_rollout") / REQUIREMENT_FILE).read_text(encoding="utf-8")
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     pins = [line for line in lines if line]
     if len(pins) != 1 or not pins[0].startswith("verl=="):
         raise VersionError(f"{REQUIREMENT_FILE} must hold exactly one line verl==<version>, not {pins}")
@@ -95,17 +97,6 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _requirement_text() -> str:
-    """The file lies inside an installed wheel, and at the repository root of a checkout (see pyproject.toml)."""
-    packaged = resources.files("partial_rollout") / REQUIREMENT_FILE
-    if packaged.is_file():
-        return packaged.read_text(encoding="utf-8")
-    checkout = Path(__file__).resolve().parents[2] / REQUIREMENT_FILE
-    if not checkout.is_file():
-        raise VersionError(f"{REQUIREMENT_FILE} is missing; reinstall partial-rollout")
-    return checkout.read_text(encoding="utf-8")
-
-
 @cache
 def _agent_loop_worker() -> type:
     # Missing hook: verl decorates the class with @ray.remote in place, and Ray refuses to subclass an actor class.
@@ -141,3 +132,18 @@ def __getattr__(name: str) -> type:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _LAZY[name]()
+
+
+def main() -> int:
+    """Print the versions found, or the error; for set-up and for people."""
+    try:
+        found = check_versions()
+    except VersionError as error:
+        print(f"partial_rollout: {error}", file=sys.stderr)
+        return 1
+    print(", ".join(f"{name} {version}" for name, version in found.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
