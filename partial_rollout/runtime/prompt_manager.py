@@ -1,12 +1,12 @@
 """The prompt manager: waiting, waking and bookkeeping around `core.queue.PromptQueue`, as one named Ray actor.
 
-| caller  | calls                         | waits for                         | woken by                                |
-|---------|-------------------------------|-----------------------------------|-----------------------------------------|
-| trainer | admit, report_step, snapshot  | nothing                           |                                         |
-| trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, another take, close |
-| worker  | claim (long poll)             | a pending group that fits         | admit, give_back, fail, release, close  |
-| worker  | finish, fail, drop, give_back | nothing                           |                                         |
-| anybody | status, statistics            | nothing                           |                                         |
+| caller  | calls                         | waits for                         | woken by                               |
+|---------|-------------------------------|-----------------------------------|----------------------------------------|
+| trainer | admit, report_step, snapshot  | nothing                           |                                        |
+| trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
+| worker  | claim (long poll)             | a pending group that fits         | admit, give_back, fail, release, close |
+| worker  | finish, fail, drop, give_back | nothing                           |                                        |
+| anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
 """
@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
@@ -326,7 +326,7 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     """
     name, namespace = config.manager.name, config.manager.namespace
     options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENT_CALLS, "get_if_exists": False}
-    actor_class = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **options)
+    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **options)
     try:
         return actor_class.remote(config.capacity(train_batch_size), config.max_attempts, metrics=ManagerMetrics)
     except ValueError as error:
