@@ -20,6 +20,7 @@ from verl.utils.debug import marked_timer
 
 from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings
 from partial_rollout.rollout.client import ResumingLLMServerClient
+from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
@@ -53,7 +54,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_init_end(self) -> None:
         """Send the loaded weights; the gate is open from the start."""
         self.fleet = ReplicaFleet(self.llm_server_manager.get_replicas(), self.settings.timeouts)
-        self.checkpoint_manager.update_weights(self.global_steps)
+        self._send_weights()
         self._report_step("open")
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
@@ -93,7 +94,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.agent_loop_manager.stop()
             self.fleet.reject_parked()
         with marked_timer("update_weights", self.timing_raw, color="red"):
-            self.checkpoint_manager.update_weights(self.global_steps)
+            self._send_weights()
         with marked_timer("resume", self.timing_raw, color="red"):
             self.fleet.resume()
         self._report_step("open")
@@ -123,6 +124,13 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
+
+    def _send_weights(self) -> None:
+        call_bounded(
+            lambda: self.checkpoint_manager.update_weights(self.global_steps),
+            timeout_s=self.settings.timeouts.resume_s,
+            who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
+        )
 
     def _report_step(self, gate: str) -> None:
         version = self.global_steps - 1 if gate == "closed" else self.global_steps
