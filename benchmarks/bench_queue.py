@@ -30,7 +30,7 @@ import ray
 
 from partial_rollout.core.queue import PromptQueue
 from partial_rollout.observability.metrics import ManagerMetrics
-from partial_rollout.runtime.prompt_manager import MAX_CONCURRENT_CALLS, RolloutPromptManager
+from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
 from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
 
 CALL_TIMEOUT_S = 120.0
@@ -81,22 +81,23 @@ class Client:
         self._manager, self._worker_id, self._options = manager, worker_id, options
         self._latencies = Latencies()
 
-    async def run(self, seconds: float, batched: bool) -> dict[str, list[float]]:
-        """Claim and finish for `seconds`; returns the latencies."""
-        deadline = time.monotonic() + seconds
-        free_slots = self._options["batch"] * self._options["group"]
-        while time.monotonic() < deadline:
-            claims = await self._claim(free_slots)
+    async def ping(self) -> None:
+        """Answer once the process is up."""
+
+    async def run(self, batched: bool) -> dict[str, list[float]]:
+        """Claim and finish until the manager is closed; returns the latencies."""
+        while claims := await self._claim(self._options["batch"] * self._options["group"]):
             await (self._finish_batched(claims) if batched else self._finish_each(claims))
         return self._latencies.samples
 
     async def _claim(self, free_slots: int) -> list[Claim]:
-        return await self._latencies.timed("claim", self._manager.claim.remote(self._worker_id, free_slots, 1.0))
+        return await self._latencies.timed(
+            "claim", self._manager.claim.remote(self._worker_id, free_slots, CALL_TIMEOUT_S)
+        )
 
     async def _finish_batched(self, claims: list[Claim]) -> None:
         groups = [(claim, summaries(claim)) for claim in claims]
-        if groups:
-            await self._latencies.timed("finish_many", self._manager.finish_many.remote(groups))
+        await self._latencies.timed("finish_many", self._manager.finish_many.remote(groups))
 
     async def _finish_each(self, claims: list[Claim]) -> None:
         calls = [self._manager.finish.remote(claim, summaries(claim)) for claim in claims]
@@ -121,20 +122,22 @@ async def train(manager: Any, options: argparse.Namespace, seconds: float) -> di
 
 async def measure(options: argparse.Namespace, batched: bool) -> dict[str, Any]:
     """One run through a fresh actor."""
-    actor_class: Any = ray.remote(MeasuredManager).options(num_cpus=0, max_concurrency=MAX_CONCURRENT_CALLS)
+    actor_class: Any = ray.remote(MeasuredManager).options(**ACTOR_OPTIONS)
     manager = actor_class.remote(options.prompts, 2, metrics=ManagerMetrics)
     shape = {"batch": options.batch, "group": options.group}
     client_class: Any = ray.remote(Client).options(num_cpus=0)
     clients = [client_class.remote(manager, f"w{index}", shape) for index in range(options.clients)]
     empty = await manager.usage.remote()
     await manager.admit.remote(make_prompts(0, options.prompts, options.group))
-    await asyncio.gather(*(client.run.remote(0.0, batched) for client in clients))
+    await asyncio.gather(*(client.ping.remote() for client in clients))
     before, usage_before, started = await manager.statistics.remote(), await manager.usage.remote(), time.monotonic()
-    samples = await asyncio.gather(
-        train(manager, options, options.seconds), *(client.run.remote(options.seconds, batched) for client in clients)
-    )
+    running = [client.run.remote(batched) for client in clients]
+    samples = [await train(manager, options, options.seconds)]
     elapsed_s = time.monotonic() - started
     after, usage = await manager.statistics.remote(), await manager.usage.remote()
+    # Only now: a trainer whose workers stop before it does would wait for its last batch.
+    await manager.close.remote("measured")
+    samples += await asyncio.gather(*running)
     count, cpu_s = num_transitions(after) - num_transitions(before), usage["cpu_s"] - usage_before["cpu_s"]
     for actor in (manager, *clients):
         ray.kill(actor)
