@@ -57,6 +57,7 @@ class PartialRolloutConfig:
     num_slots: int | None = None
     max_attempts: int = 2
     stream_interval: int = 32
+    event_log: str | None = None
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
@@ -90,7 +91,7 @@ def _build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, *, key: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not hasattr(value, "items"):
             raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be a block of keys")
         return _build(hint, value, prefix=f"{key}.")

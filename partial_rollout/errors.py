@@ -16,6 +16,7 @@ PartialRolloutError
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
     ├── DuplicateUid
+    ├── CapacityExceeded    more prompts were admitted than the prefetch cap allows
     ├── UnknownPrompt
     └── StaleClaim          a worker reported on a claim that is no longer its own
 """
@@ -34,7 +35,15 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError):
-    """A data file, model path or prompt cannot be used."""
+    """A data file, model path or prompt cannot be used; `reason` is the short name it is counted under."""
+
+    def __init__(self, message: str, reason: str = "bad_data") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """Only the message; the reason travels in `args` so that the error survives pickling."""
+        return str(self.args[0])
 
 
 class VersionError(UserError):
@@ -83,6 +92,10 @@ class IllegalTransition(InternalError):
 
 class DuplicateUid(InternalError):
     """A prompt uid was admitted twice."""
+
+
+class CapacityExceeded(InternalError):
+    """An admission would put more prompts in flight than the queue's capacity."""
 
 
 class UnknownPrompt(InternalError):

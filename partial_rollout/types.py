@@ -95,6 +95,7 @@ class QueueStatistics:
     oldest_ongoing_s: float = 0.0
     """Age of the oldest claim."""
     oldest_ongoing_uid: str = ""
+    oldest_ongoing_worker: str = ""
 
     @property
     def in_flight(self) -> int:
@@ -110,3 +111,71 @@ class QueueStatistics:
     def conserved(self) -> bool:
         """Whether the conservation invariant holds."""
         return self.admitted == self.in_flight + self.taken + self.num_dropped
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """All a queue needs to continue after a restart; ongoing prompts come back as the oldest pending ones."""
+
+    pending: tuple[PromptMeta, ...] = ()
+    """In the order in which they would be claimed."""
+    ongoing: tuple[PromptMeta, ...] = ()
+    """In the order in which they were claimed."""
+    done: tuple[FinishedGroup, ...] = ()
+    """Oldest finished first."""
+    taken: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    failed_attempts: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failed attempts so far, by uid of a pending or ongoing prompt that has any."""
+    next_claim_id: int = 1
+    """Carried so that a claim from before the restart can never look current."""
+    retired: tuple[str, ...] = ()
+    """Uids taken or dropped in this run; they are never admitted again."""
+
+    def owned_keys(self) -> set[str]:
+        """TransferQueue keys the queue still needs: rows of all prompts in flight, trajectories of done groups."""
+        rows = {prompt.uid for prompt in self.pending + self.ongoing} | {group.uid for group in self.done}
+        return rows | {trajectory.key for group in self.done for trajectory in group.trajectories}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker's own last report."""
+
+    inflight_trajectories: int
+    slot_budget: int
+    parked_requests: int = 0
+    """Requests waiting at a closed gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStatus:
+    """All that is shown of the prompt manager: what the command line, the metrics and the tests read."""
+
+    queue: QueueStatistics
+    capacity: int
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    step: int = -1
+    """Training step last reported; -1 before the first."""
+    weight_version: int = -1
+    gate: str = "unknown"
+    last_failure: str = ""
+    """Uid and reason of the attempt that failed last."""
+    closed: str = ""
+    """Why the manager was closed; empty while it is open."""
+
+    @property
+    def slots_in_use(self) -> int:
+        """Trajectories in generation over all workers."""
+        return sum(worker.inflight_trajectories for worker in self.workers.values())
+
+    @property
+    def slots_total(self) -> int:
+        """Slot budgets of all workers."""
+        return sum(worker.slot_budget for worker in self.workers.values())
+
+    @property
+    def parked_requests(self) -> int:
+        """Requests of all workers that wait at a closed gate."""
+        return sum(worker.parked_requests for worker in self.workers.values())

@@ -1,0 +1,51 @@
+# Everything runs in the environment $(VENV), made by scripts/setup_cpu.sh. SKIP_SETUP=1 uses it as it is.
+VENV ?= .venv-cpu
+PYTHON := $(VENV)/bin/python
+PYTEST := $(PYTHON) -m pytest
+# Further arguments for pytest, for example ARGS="-k gate -x".
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test test-unit test-ray test-engine e2e bench config clean
+
+help: ## this list
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: ## the CPU environment, with the tools for tests and checks
+ifneq ($(SKIP_SETUP),1)
+	@PARTIAL_ROLLOUT_DEV=1 bash scripts/setup_cpu.sh $(VENV)
+endif
+
+check: setup ## ruff, format and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+format: setup ## let ruff format and fix what it can
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+test: setup ## everything that needs no GPU: unit, ray, engine and the short end-to-end runs
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+test-unit: setup ## seconds, no Ray and no engine
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e" $(ARGS)
+
+test-ray: setup ## tests with a local Ray cluster
+	$(PYTEST) -m "ray and not gpu" $(ARGS)
+
+test-engine: setup ## tests with a real vLLM engine on the CPU
+	$(PYTEST) -m "engine and not gpu" $(ARGS)
+
+e2e: setup ## whole training runs
+	$(PYTEST) -m "e2e and not gpu" $(ARGS)
+
+bench: setup ## the benchmarks, each against its stored baseline
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(PYTHON) $$script || exit 1; done
+
+config: setup ## the composed configuration: verl's defaults plus ours
+	$(PYTHON) -m partial_rollout.main_ppo --cfg job
+
+clean: ## caches and build results; the environment stays (rm -r $(VENV))
+	rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find partial_rollout tests -name __pycache__ -type d -prune -exec rm -rf {} +

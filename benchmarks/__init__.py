@@ -1,0 +1,1 @@
+"""One script per question; results beside them in results/."""

@@ -1,0 +1,201 @@
+"""verl `sync`, verl `colocate_async` and partial rollout on the same engine settings, prompts and response lengths.
+
+Whole training jobs, interleaved (A B C A B C ...); response lengths are replayed from one trace, so the work is equal.
+The first steps of a job are left out: engine warm-up, and for the asynchronous modes the filling of the queue.
+
+    python -m benchmarks.bench_rollout --task DIR --out benchmarks/results/bench_rollout.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB_TIMEOUT_S = 1800.0
+FAST_POLL = "pkg://benchmarks.fast_poll"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Size of the job and its response-length distribution (log-normal, with a share cut at the longest)."""
+
+    batch: int = 8
+    group: int = 4
+    steps: int = 14
+    skip: int = 4
+    median: int = 48
+    sigma: float = 0.9
+    longest: int = 384
+    long_share: float = 0.1
+    seed: int = 0
+
+
+def _sampler(name: str) -> list[str]:
+    prefix = "trainer.v1.sampler.custom_sampler"
+    return [f"{prefix}.path={FAST_POLL}", f"{prefix}.name={name}"]
+
+
+MODES: dict[str, list[str]] = {
+    "sync": [],
+    "sync_fast_poll": _sampler("FastPollReplayBuffer"),
+    "colocate_async": ["trainer.v1.trainer_mode=colocate_async"],
+    "colocate_async_fast_poll": [
+        "trainer.v1.trainer_mode=colocate_async",
+        *_sampler("FastPollReplayBufferAsync"),
+    ],
+    "partial_rollout": ["+async_training.partial_rollout=True"],
+}
+
+
+def lengths(workload: Workload, num_prompts: int) -> np.ndarray:
+    """Response lengths, shape (num_prompts, group)."""
+    rng = np.random.default_rng(workload.seed)
+    drawn = np.exp(rng.normal(np.log(workload.median), workload.sigma, size=(num_prompts, workload.group)))
+    drawn[rng.random(drawn.shape) < workload.long_share] = workload.longest
+    return np.clip(drawn, 1, workload.longest).astype(int)
+
+
+def write_trace(task: Path, out: Path, workload: Workload) -> Path:
+    """The task's prompts with a recorded length for each trajectory."""
+    frame = pd.read_parquet(task / "train.parquet")
+    num_prompts = workload.batch * (workload.steps + 4)
+    frame = pd.concat([frame] * (num_prompts // len(frame) + 1), ignore_index=True).head(num_prompts)
+    traced = lengths(workload, num_prompts)
+    frame["extra_info"] = [
+        {**info, "index": row, "lengths": traced[row].tolist()} for row, info in enumerate(frame["extra_info"])
+    ]
+    frame["agent_name"] = "length_trace_agent"
+    path = out / "trace.parquet"
+    frame.to_parquet(path)
+    return path
+
+
+def command(mode: str, task: Path, trace: Path, out: Path, workload: Workload, extra: list[str]) -> list[str]:
+    """The training job of one mode."""
+    slots = workload.batch * workload.group
+    return [
+        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        f"data.train_files={trace}", f"data.val_files={task / 'val.parquet'}",
+        f"actor_rollout_ref.model.path={task / 'model'}",
+        f"data.train_batch_size={workload.batch}", f"actor_rollout_ref.rollout.n={workload.group}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={workload.batch}",
+        f"data.max_response_length={workload.longest}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
+        "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
+        f"trainer.total_training_steps={workload.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
+        "trainer.val_before_train=False", "trainer.resume_mode=disable", "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={out / 'checkpoints'}", f"hydra.run.dir={out / 'hydra'}",
+        *MODES[mode], *extra,
+    ]  # fmt: skip
+
+
+def run_job(mode: str, repeat: int, task: Path, trace: Path, out: Path, workload: Workload, extra: list[str]) -> dict:
+    """Run one job; returns its per-step metrics after the warm-up."""
+    folder = out / f"{mode}-{repeat}"
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    environment = os.environ | {
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    started = time.monotonic()
+    with (folder / "log.txt").open("w") as log:
+        subprocess.run(
+            command(mode, task, trace, folder, workload, extra),
+            stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder, check=True, timeout=JOB_TIMEOUT_S,
+        )  # fmt: skip
+    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    steps = [step for step in steps if "timing_s/gen" in step][workload.skip :]
+    return {"mode": mode, "repeat": repeat, "job_s": time.monotonic() - started, "steps": [_pick(s) for s in steps]}
+
+
+def _pick(step: dict[str, Any]) -> dict[str, float]:
+    names = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "perf/total_num_tokens")
+    kept = {name: step[name] for name in names if name in step}
+    return kept | {name: value for name, value in step.items() if name.startswith("partial_rollout/")}
+
+
+def summarise(jobs: list[dict]) -> dict[str, dict[str, float]]:
+    """Median over all steps of a mode, with the quartiles of the generation time, and ratios to sync."""
+    table = {mode: _mode_summary([job for job in jobs if job["mode"] == mode]) for mode in _modes(jobs)}
+    for name, base in (("sync", "sync"), ("colocate_async", "colocate_async")):
+        for row in table.values():
+            if base in table:
+                row[f"gen_ratio_to_{name}"] = row["gen_s"] / table[base]["gen_s"]
+                row[f"token_rate_ratio_to_{name}"] = row["tokens_per_s"] / table[base]["tokens_per_s"]
+    return table
+
+
+def _modes(jobs: list[dict]) -> list[str]:
+    return [mode for mode in MODES if any(job["mode"] == mode for job in jobs)]
+
+
+def _mode_summary(jobs: list[dict]) -> dict[str, float]:
+    steps = [step for job in jobs for step in job["steps"]]
+    gen = [step["timing_s/gen"] for step in steps]
+    quartiles = statistics.quantiles(gen, n=4)
+    total_s = sum(step["timing_s/step"] for step in steps)
+    row = {
+        "num_steps": len(steps),
+        "gen_s": statistics.fmean(gen),
+        "gen_s_median": statistics.median(gen),
+        "gen_s_q1": quartiles[0],
+        "gen_s_q3": quartiles[2],
+        "step_s": statistics.fmean(step["timing_s/step"] for step in steps),
+        "tokens_per_s": sum(step["perf/total_num_tokens"] for step in steps) / total_s,
+    }
+    for name in ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share"):
+        values = [step[f"partial_rollout/{name}"] for step in steps if f"partial_rollout/{name}" in step]
+        if values:
+            row[name] = statistics.fmean(values)
+    return row
+
+
+def main() -> None:
+    """Run all jobs and store the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", type=Path, required=True, help="folder made by run.quickstart.make_task")
+    parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--repeats", type=int, default=2)
+    for name, default in asdict(Workload()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
+    arguments = parser.parse_args()
+    workload = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    trace = write_trace(arguments.task.resolve(), work, workload)
+    plan = [(mode, repeat) for repeat in range(arguments.repeats) for mode in arguments.modes]
+    jobs = []
+    for mode, repeat in tqdm(plan, desc="jobs"):
+        jobs.append(run_job(mode, repeat, arguments.task.resolve(), trace, work, workload, arguments.overrides))
+        result = {
+            "machine": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "workload": asdict(workload),
+            "summary": summarise(jobs),
+            "jobs": jobs,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(pd.DataFrame(summarise(jobs)).T.to_string(float_format=lambda value: f"{value:.3f}"))
+
+
+if __name__ == "__main__":
+    main()

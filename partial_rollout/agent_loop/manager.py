@@ -1,0 +1,120 @@
+"""Spawns and watches the agent-loop workers; admits training prompts and runs validation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+
+from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
+from partial_rollout.errors import ActorLost, WaitTimeout
+from partial_rollout.mode import read_settings, slots_per_worker
+from partial_rollout.runtime.prompt_manager import find_manager
+from partial_rollout.types import PromptMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensordict import TensorDict
+
+WORKER_START_TIMEOUT_S = 300.0
+"""Loading tokenizer and reward code on a cold file system takes a minute or two."""
+
+
+class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
+    """Lives in the trainer's process.
+
+    Training prompts: `generate_sequences` admits them to the prompt manager; workers pull.
+    Validation prompts: verl's own push path, and `wait_validation` observes its end.
+    `loops` are the workers' `run` calls: whoever waits for a batch waits for them too, so a lost worker ends the run.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = read_settings(self.config)
+        self._prompt_manager = find_manager(self._settings.manager.name, self._settings.manager.namespace)
+        self._validations: list[ray.ObjectRef] = []
+        self.loops: dict[ray.ObjectRef, str] = {}
+
+    async def _init_agent_loop_workers(self) -> None:
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        num_workers = self.rollout_config.agent.num_workers
+        self.agent_loop_workers = [self._spawn(rank, nodes[rank % len(nodes)]) for rank in range(num_workers)]
+        self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
+
+    def _spawn(self, rank: int, node_id: str) -> ray.actor.ActorHandle:
+        worker_id = f"agent_loop_worker_{rank}"
+        return (
+            ray.remote(PartialRolloutAgentLoopWorker)
+            .options(
+                name=f"{worker_id}_{uuid4().hex[:8]}",
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
+            )
+            .remote(
+                worker_id,
+                self._settings,
+                slots_per_worker(self.config),
+                self.config,
+                self.llm_client,
+                self.teacher_client,
+                self.reward_loop_worker_handles,
+            )
+        )
+
+    def start(self) -> None:
+        """Start the workers' claim loops."""
+        self.loops = {worker.run.remote(): f"agent-loop worker {i}" for i, worker in enumerate(self.agent_loop_workers)}
+
+    def stop(self) -> None:
+        """Stop the claim loops and give their prompts back. Does nothing when they are not running."""
+        loops, self.loops = self.loops, {}
+        if loops:
+            timeout_s = self._settings.timeouts.call_s
+            self._wait_all([worker.stop.remote() for worker in self.agent_loop_workers], "stop", timeout_s)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
+        if prompts.get("validate", None) is not None:
+            self._dispatch_validation(prompts)
+        else:
+            self._admit(prompts)
+
+    def wait_validation(self, timeout_s: float) -> None:
+        """Wait until every dispatched validation prompt is in TransferQueue."""
+        validations, self._validations = self._validations, []
+        self._wait_all(validations, "finish validation", timeout_s)
+
+    def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
+        """Raise what ended a claim loop, if one of `ready` is such a loop."""
+        for ref in ready:
+            if ref in self.loops:
+                ray.get(ref)
+                raise ActorLost(f"{self.loops[ref]} ended its claim loop while the run goes on")
+
+    def _dispatch_validation(self, prompts: TensorDict) -> None:
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        self._validations += [
+            worker.validate.remote(chunk)
+            for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
+        ]
+
+    def _admit(self, prompts: TensorDict) -> None:
+        step = int(prompts["global_steps"])
+        metas = [
+            PromptMeta(uid=uid, num_trajectories=self.rollout_config.n, global_step=step, source_index=str(index))
+            for uid, index in zip(prompts["uid"], prompts["index"], strict=True)
+        ]
+        ray.get(self._prompt_manager.admit.remote(metas), timeout=self._settings.timeouts.call_s)
+
+    @staticmethod
+    def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> None:
+        try:
+            ray.get(list(refs), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            raise WaitTimeout(
+                f"trainer waited {timeout_s:.0f} s for agent-loop workers to {what}: {len(waiting)} of {len(refs)} did not"
+            ) from None

@@ -1,0 +1,64 @@
+"""Collects what happened to one trajectory's generate calls, whatever the agent loop does with their outputs.
+
+An agent loop of several turns calls `generate` several times and forwards only some of the extra fields. The recorder
+sits between agent loop and client and adds up interruptions and weight versions per trajectory, in a context variable
+that every task of a trajectory inherits.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from partial_rollout.types import VersionSpan
+
+
+@dataclass(slots=True)
+class TrajectoryTrace:
+    """Sums over the generate calls of one trajectory."""
+
+    num_interruptions: int = 0
+    num_reprefilled_tokens: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def add(self, extra_fields: dict[str, Any]) -> None:
+        """Add one finished generate call."""
+        self.num_interruptions += int(extra_fields.get("num_interruptions", 0))
+        self.num_reprefilled_tokens += int(extra_fields.get("num_reprefilled_tokens", 0))
+        for version, num_tokens in extra_fields.get("version_spans", ()):
+            self._append(int(version), int(num_tokens))
+
+    def _append(self, version: int, num_tokens: int) -> None:
+        if self.spans and self.spans[-1].version == version:
+            num_tokens += self.spans.pop().num_tokens
+        self.spans.append(VersionSpan(version, num_tokens))
+
+
+_current_trace: ContextVar[TrajectoryTrace | None] = ContextVar("trajectory_trace", default=None)
+
+
+def start_trace() -> TrajectoryTrace:
+    """Begin a trace for the current task and everything it starts."""
+    trace = TrajectoryTrace()
+    _current_trace.set(trace)
+    return trace
+
+
+class RecordingClient:
+    """An LLM client that adds every generate call to the current trace; everything else is the wrapped client's."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        """Delegate to the wrapped client."""
+        return getattr(self._client, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Same contract as the wrapped client's `generate`."""
+        output = await self._client.generate(*args, **kwargs)
+        trace = _current_trace.get()
+        if trace is not None:
+            trace.add(output.extra_fields)
+        return output

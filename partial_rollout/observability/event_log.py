@@ -1,0 +1,27 @@
+"""Which prompts were trained in which step, one JSON line a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.types import FinishedGroup
+
+
+def append_batch(path: str, step: int, groups: Sequence[FinishedGroup]) -> None:
+    """Append one taken batch; the folder is made if it is missing."""
+    line = {
+        "event": "taken",
+        "step": step,
+        "uids": [group.uid for group in groups],
+        "source_index": [group.source_index for group in groups],
+        "interruptions": [sum(t.num_interruptions for t in group.trajectories) for group in groups],
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("a", encoding="utf-8") as log:
+        log.write(json.dumps(line) + "\n")

@@ -1,0 +1,50 @@
+"""The one readable line of a training step, the same for both modes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REWARD = "critic/score/mean"
+GEN_SECONDS = "timing_s/gen"
+STEP_SECONDS = "timing_s/step"
+RESPONSE_LENGTH = "response_length/mean"
+PREFIX = "partial_rollout"
+
+
+def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
+    """Render one step's metrics; parts whose metric is absent (verl's own modes) are left out."""
+    head = f"step {step}/{total}" if total else f"step {step}"
+    parts = [head, *_basic(metrics), *_resumption(metrics), *_queue(metrics)]
+    return " | ".join(parts)
+
+
+def _basic(metrics: Mapping[str, float]) -> list[str]:
+    parts = []
+    if REWARD in metrics:
+        parts.append(f"reward {metrics[REWARD]:.3f}")
+    if GEN_SECONDS in metrics:
+        parts.append(f"gen {metrics[GEN_SECONDS]:.1f} s")
+    if STEP_SECONDS in metrics:
+        parts.append(f"step {metrics[STEP_SECONDS]:.1f} s")
+    if "perf/total_num_tokens" in metrics and metrics.get(STEP_SECONDS):
+        parts.append(f"{metrics['perf/total_num_tokens'] / metrics[STEP_SECONDS]:.0f} tokens/s")
+    return parts
+
+
+def _resumption(metrics: Mapping[str, float]) -> list[str]:
+    if f"{PREFIX}/interrupted" not in metrics:
+        return []
+    return [
+        f"interrupted {metrics[f'{PREFIX}/interrupted']:.0f}",
+        f"resumed {metrics[f'{PREFIX}/resumed_trajectories']:.0f}",
+    ]
+
+
+def _queue(metrics: Mapping[str, float]) -> list[str]:
+    names = ("pending", "ongoing", "done")
+    if f"{PREFIX}/queue/pending" not in metrics:
+        return []
+    return ["queue " + " ".join(f"{name} {metrics[f'{PREFIX}/queue/{name}']:.0f}" for name in names)]

@@ -1,0 +1,347 @@
+"""The prompt manager: waiting, waking and bookkeeping around `core.queue.PromptQueue`, as one named Ray actor.
+
+| caller  | calls                         | waits for                         | woken by                               |
+|---------|-------------------------------|-----------------------------------|----------------------------------------|
+| trainer | admit, report_step, snapshot  | nothing                           |                                        |
+| trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
+| worker  | claim (long poll)             | a pending group that fits         | admit, give_back, fail, release, close |
+| worker  | finish, fail, drop, give_back | nothing                           |                                        |
+| anybody | status, statistics            | nothing                           |                                        |
+
+All methods run on one event loop and change the queue between two awaits, never across one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import ray
+
+from partial_rollout.core.queue import PromptQueue
+from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
+from partial_rollout.observability.metrics import ManagerMetrics
+from partial_rollout.types import ManagerStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ray.actor import ActorHandle
+
+    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.types import (
+        Claim,
+        PromptMeta,
+        QueueSnapshot,
+        QueueStatistics,
+        TakeResult,
+        TrajectorySummary,
+        WorkerStatus,
+    )
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+METRICS_INTERVAL_S = 1.0
+"""Metrics are exported at most this often, so their cost does not grow with the rate of events."""
+
+MAX_CONCURRENT_CALLS = 10_000
+"""Every worker parks one long poll here; the bound only has to be far above the number of workers."""
+
+
+class MetricsSink(Protocol):
+    """Whatever shows the manager's status outside the process."""
+
+    def update(self, status: ManagerStatus) -> None:
+        """Take over the newest status."""
+        ...
+
+
+class RolloutPromptManager:
+    """Who generates which prompt, and which groups are ready for training. Holds uids and counts, never tensors.
+
+    The lifecycle of a prompt is drawn at `PromptQueue`. `x_nowait` decides and changes, `async x` waits and wakes.
+    Plain class; `create_manager` makes it an actor.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: Callable[[], MetricsSink] | None = None,
+    ) -> None:
+        """`metrics` is called here, in the manager's own process, to make what shows its status."""
+        self._clock = clock
+        self._max_attempts = max_attempts
+        self._queue = PromptQueue(capacity, max_attempts, clock)
+        self._metrics = metrics() if metrics else None
+        self._export_timer: asyncio.TimerHandle | None = None
+        # Two conditions on one lock: a finished group must not wake every worker that waits for a pending prompt.
+        lock = asyncio.Lock()
+        self._claimable = asyncio.Condition(lock)
+        self._takeable = asyncio.Condition(lock)
+        self._workers: dict[str, WorkerStatus] = {}
+        self._num_releases: Counter[str] = Counter()
+        self._step = self._weight_version = -1
+        self._gate = "unknown"
+        self._last_failure = ""
+        self._closed = ""
+
+    # ---- trainer ----
+
+    async def admit(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
+        """Make prompts pending, all or none.
+
+        Raises:
+            ConfigError, DuplicateUid, CapacityExceeded: nothing was admitted.
+            ActorLost: the manager was closed.
+        """
+        return await self._apply(lambda: self.admit_nowait(prompts))
+
+    def admit_nowait(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
+        """See `admit`."""
+        self._require_open()
+        self._queue.admit(prompts)
+        return self._queue.statistics()
+
+    async def take_batch(self, num_groups: int, timeout_s: float) -> TakeResult:
+        """Wait for `num_groups` done groups and take them, the oldest finished first.
+
+        Returns at once with `num_missing > 0` and no groups when fewer than `num_groups` prompts are in flight.
+
+        Raises:
+            WaitTimeout: the groups were not done after `timeout_s`.
+            ActorLost: the manager was closed.
+        """
+        async with self._takeable:
+            if not await _wait(self._takeable, lambda: bool(self._closed) or self._can_take(num_groups), timeout_s):
+                raise WaitTimeout(self._describe_wait(num_groups, timeout_s))
+            result = self.take_nowait(num_groups)
+            self._wake()
+            return result
+
+    def take_nowait(self, num_groups: int) -> TakeResult:
+        """Take without waiting; `TakeResult()` when the groups are in flight but not done."""
+        self._require_open()
+        return self._queue.take(num_groups)
+
+    async def report_step(self, step: int, weight_version: int, gate: str) -> None:
+        """What the trainer does now, for people who look at the status."""
+        self._step, self._weight_version, self._gate = step, weight_version, gate
+        self._schedule_export()
+
+    async def snapshot(self) -> QueueSnapshot:
+        """All that `restore` needs."""
+        return self._queue.snapshot()
+
+    async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
+        """Continue from a snapshot; raises InternalError if prompts were admitted already."""
+        return await self._apply(lambda: self.restore_nowait(snapshot))
+
+    def restore_nowait(self, snapshot: QueueSnapshot) -> QueueStatistics:
+        """See `restore`."""
+        self._require_open()
+        if self._queue.statistics().admitted:
+            raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
+        self._queue = PromptQueue.restore(snapshot, self._queue.capacity, self._max_attempts, self._clock)
+        return self._queue.statistics()
+
+    # ---- workers ----
+
+    async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
+        """Long poll: claims that fit in `free_slots`; none at the timeout, when closed or when `worker_id` is released.
+
+        A worker that comes back after it was lost should use a new id: a call still on its way is not recognised.
+        """
+        num_releases = self._num_releases[worker_id]
+
+        def ended() -> bool:
+            # A poll parked by a worker that was lost meanwhile must not claim: nobody would give it back.
+            return bool(self._closed) or self._num_releases[worker_id] != num_releases
+
+        async with self._claimable:
+            await _wait(self._claimable, lambda: ended() or self._queue.can_claim(free_slots), timeout_s)
+            return [] if ended() else self.claim_nowait(worker_id, free_slots)
+
+    def claim_nowait(self, worker_id: str, free_slots: int) -> list[Claim]:
+        """Claims that fit now, possibly none."""
+        claims = self._queue.claim(worker_id, free_slots)
+        if claims:
+            self._schedule_export()
+        return claims
+
+    async def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
+        """A claimed group is done; raises StaleClaim, or InternalError for a group that is not whole."""
+        await self._apply(lambda: self._queue.finish(claim, trajectories))
+
+    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
+        """Several groups in one call; returns the uids refused because their claim had ended."""
+        return await self._apply(lambda: self.finish_many_nowait(groups))
+
+    def finish_many_nowait(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
+        """See `finish_many`."""
+        stale: list[str] = []
+        for claim, trajectories in groups:
+            try:
+                self._queue.finish(claim, trajectories)
+            except StaleClaim:
+                logger.warning("refused a group of prompt %s: its claim has ended", claim.uid)
+                stale.append(claim.uid)
+        return stale
+
+    async def fail(self, claim: Claim, reason: str) -> bool:
+        """An attempt failed. True: given back for another one; False: dropped. Raises StaleClaim."""
+        return await self._apply(lambda: self.fail_nowait(claim, reason))
+
+    def fail_nowait(self, claim: Claim, reason: str) -> bool:
+        """See `fail`; `reason` may be any text, it is logged and shown but not counted."""
+        given_back = self._queue.fail(claim)
+        self._last_failure = f"{claim.uid}: {reason}"
+        logger.warning("attempt %d of prompt %s failed (%s)", claim.attempt, claim.uid, reason)
+        return given_back
+
+    async def drop(self, claim: Claim, reason: str) -> None:
+        """Let a claimed prompt go for good, counted under the short fixed word `reason`; raises StaleClaim."""
+        await self._apply(lambda: self._queue.drop(claim, reason))
+
+    async def give_back(self, claim: Claim) -> None:
+        """Make a claimed prompt pending again without charging an attempt; raises StaleClaim."""
+        await self._apply(lambda: self._queue.give_back(claim))
+
+    async def release_worker(self, worker_id: str) -> list[str]:
+        """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
+        return await self._apply(lambda: self.release_worker_nowait(worker_id), wake_claims=True)
+
+    def release_worker_nowait(self, worker_id: str) -> list[str]:
+        """See `release_worker`."""
+        self._num_releases[worker_id] += 1
+        self._workers.pop(worker_id, None)
+        return self._queue.release_worker(worker_id)
+
+    async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
+        """Slots of a worker, for status and metrics."""
+        self._workers[worker_id] = status
+        self._schedule_export()
+
+    # ---- anybody ----
+
+    async def statistics(self) -> QueueStatistics:
+        """Counts at this moment."""
+        return self._queue.statistics()
+
+    async def status(self) -> ManagerStatus:
+        """Counts, workers, step and gate at this moment."""
+        return self.status_nowait()
+
+    def status_nowait(self) -> ManagerStatus:
+        """See `status`."""
+        return ManagerStatus(
+            queue=self._queue.statistics(),
+            capacity=self._queue.capacity,
+            workers=dict(self._workers),
+            step=self._step,
+            weight_version=self._weight_version,
+            gate=self._gate,
+            last_failure=self._last_failure,
+            closed=self._closed,
+        )
+
+    async def close(self, reason: str) -> None:
+        """End all waits: `claim` returns nothing, `take_batch` and `admit` raise ActorLost. Reports stay accepted."""
+        await self._apply(lambda: self.close_nowait(reason), wake_claims=True)
+
+    def close_nowait(self, reason: str) -> None:
+        """See `close`; the first reason is kept."""
+        self._closed = self._closed or reason or "closed"
+
+    # ---- inside ----
+
+    async def _apply(self, change: Callable[[], T], *, wake_claims: bool = False) -> T:
+        async with self._takeable:
+            result = change()
+            self._wake(wake_claims=wake_claims)
+            return result
+
+    def _wake(self, *, wake_claims: bool = False) -> None:
+        """Whoever could go on now re-checks its predicate; the lock is held."""
+        if wake_claims or self._queue.next_group_size:
+            self._claimable.notify_all()
+        self._takeable.notify_all()
+        self._schedule_export()
+
+    def _can_take(self, num_groups: int) -> bool:
+        statistics = self._queue.statistics()
+        return statistics.done >= num_groups or statistics.in_flight < num_groups
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ActorLost(f"the prompt manager was closed: {self._closed}")
+
+    def _describe_wait(self, num_groups: int, timeout_s: float) -> str:
+        now = self._queue.statistics()
+        oldest = (
+            f"oldest ongoing prompt {now.oldest_ongoing_uid!r} at worker {now.oldest_ongoing_worker!r} "
+            f"for {now.oldest_ongoing_s:.1f} s"
+            if now.ongoing
+            else f"no prompt is ongoing, the next one needs {self._queue.next_group_size} free slots"
+        )
+        return (
+            f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
+            f"ongoing {now.ongoing}, done {now.done}; {oldest}; {len(self._workers)} workers known, gate {self._gate!r}"
+        )
+
+    def _schedule_export(self) -> None:
+        if self._metrics is not None and self._export_timer is None:
+            self._export_timer = asyncio.get_running_loop().call_later(METRICS_INTERVAL_S, self._export)
+
+    def _export(self) -> None:
+        """Show the status; keep doing so while prompts are in flight, because ages grow without events."""
+        self._export_timer = None
+        status = self.status_nowait()
+        if self._metrics is not None:
+            self._metrics.update(status)
+        if status.queue.in_flight and not self._closed:
+            self._schedule_export()
+
+
+async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether `predicate` came true within `timeout_s`; the condition's lock is held before and after."""
+    if predicate() or timeout_s <= 0:
+        return predicate()
+    try:
+        return await asyncio.wait_for(condition.wait_for(predicate), timeout_s)
+    except asyncio.TimeoutError:
+        return predicate()
+
+
+def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> ActorHandle:
+    """Start the manager as a named actor that lives as long as its creator; Ray must be initialised.
+
+    Raises:
+        ClusterError: another manager with this name is running in the namespace.
+    """
+    name, namespace = config.manager.name, config.manager.namespace
+    options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENT_CALLS, "get_if_exists": False}
+    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **options)
+    try:
+        return actor_class.remote(config.capacity(train_batch_size), config.max_attempts, metrics=ManagerMetrics)
+    except ValueError as error:
+        raise ClusterError(
+            f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "
+            "or set partial_rollout.manager.name to another name"
+        ) from error
+
+
+def find_manager(name: str, namespace: str) -> ActorHandle:
+    """The running manager of that name; raises ActorLost if there is none."""
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError as error:
+        raise ActorLost(
+            f"no prompt manager named {name!r} in namespace {namespace!r}: the run has not started, has ended, "
+            "or was started with another partial_rollout.manager.name"
+        ) from error

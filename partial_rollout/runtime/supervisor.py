@@ -1,0 +1,62 @@
+"""Background tasks whose failure somebody always sees."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Coroutine
+
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Owns named tasks; the first one that raises fails everything waited for through `guard`.
+
+    spawn -> running -> ended (forgotten) | cancelled (forgotten) | failed (kept, raised from `guard` and `join`)
+
+    Must be created inside the running event loop that runs the tasks.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __len__(self) -> int:
+        """Number of tasks that have not ended."""
+        return len(self._tasks)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Start `coroutine` as a supervised task."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    async def guard(self, awaitable: Awaitable[T]) -> T:
+        """Await `awaitable`, unless a supervised task fails first; then cancel it and raise that failure."""
+        waiting = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    async def cancel(self) -> None:
+        """Cancel every task and wait until all have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
+            # A failure after the last `guard` is still logged by asyncio when the future is collected.

@@ -1,0 +1,42 @@
+"""What one training batch says about staleness and resumption."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.types import FinishedGroup, TrajectorySummary
+
+PREFIX = "partial_rollout"
+
+
+def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> dict[str, float]:
+    """Metrics of one batch.
+
+    Staleness is counted from generation: `trained_version` (the weights about to be updated) minus the version that
+    sampled the token. A step's staleness is that of its oldest token.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    stale_steps = [trained_version - trajectory.min_version for trajectory in trajectories]
+    stale_tokens, num_tokens = _stale_tokens(trajectories, trained_version)
+    resumed = sum(trajectory.num_interruptions > 0 for trajectory in trajectories)
+    return {
+        f"{PREFIX}/trajectories": len(trajectories),
+        f"{PREFIX}/resumed_trajectories": resumed,
+        f"{PREFIX}/resumed_share": resumed / len(trajectories),
+        f"{PREFIX}/interruptions": sum(trajectory.num_interruptions for trajectory in trajectories),
+        f"{PREFIX}/reprefilled_tokens": sum(trajectory.num_reprefilled_tokens for trajectory in trajectories),
+        f"{PREFIX}/staleness_steps/mean": sum(stale_steps) / len(stale_steps),
+        f"{PREFIX}/staleness_steps/max": max(stale_steps),
+        f"{PREFIX}/stale_tokens": stale_tokens,
+        f"{PREFIX}/stale_token_share": stale_tokens / max(num_tokens, 1),
+        f"{PREFIX}/response_tokens": num_tokens,
+    }
+
+
+def _stale_tokens(trajectories: Sequence[TrajectorySummary], trained_version: int) -> tuple[int, int]:
+    spans = [span for trajectory in trajectories for span in trajectory.version_spans]
+    stale = sum(span.num_tokens for span in spans if span.version < trained_version)
+    return stale, sum(span.num_tokens for span in spans)

@@ -1,0 +1,102 @@
+"""verl's replay buffer, asking the prompt manager for whole groups instead of polling TransferQueue."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.observability.event_log import append_batch
+from partial_rollout.train.metrics import group_metrics
+
+if TYPE_CHECKING:
+    from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.types import FinishedGroup, TakeResult, TrajectorySummary
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 60.0
+"""How often a waiting trainer logs what it waits for."""
+
+
+class PartialRolloutReplayBuffer(ReplayBufferAsync):
+    """`sample("train")` = `take_batch` at the manager; `sample("val")` = verl's own, after validation has ended.
+
+    Built by verl without our objects; `bind` hands them over before the first sample.
+    """
+
+    _manager: ray.actor.ActorHandle
+    _agent_loops: PartialRolloutAgentLoopManager
+    _settings: PartialRolloutConfig
+
+    def bind(
+        self,
+        manager: ray.actor.ActorHandle,
+        agent_loops: PartialRolloutAgentLoopManager,
+        settings: PartialRolloutConfig,
+    ) -> None:
+        """Connect to the prompt manager and the agent-loop workers."""
+        self._manager, self._agent_loops, self._settings = manager, agent_loops, settings
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Take `batch_size` prompt groups; blocks until they are done.
+
+        Raises:
+            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
+            ActorLost, EngineError: a worker ended while we waited.
+        """
+        if partition_id == "val":
+            self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
+            return super().sample(global_steps, partition_id, batch_size)
+        groups = self._take(batch_size)
+        if self._settings.event_log:
+            append_batch(self._settings.event_log, global_steps, groups)
+        tq.kv_clear(keys=[group.uid for group in groups], partition_id=partition_id)
+        trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+        batch = KVBatchMeta(
+            partition_id=partition_id,
+            keys=[trajectory.key for _, trajectory in trajectories],
+            tags=[_tag(group, trajectory) for group, trajectory in trajectories],
+        )
+        return batch, group_metrics(groups, trained_version=global_steps - 1)
+
+    def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
+        while True:
+            result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
+            if result.groups:
+                return result.groups
+            logger.info("%d prompts were dropped; admitting as many fresh ones", result.num_missing)
+            self.refill_fn(result.num_missing)
+
+    def _wait(self, ref: ray.ObjectRef) -> TakeResult:
+        started = time.monotonic()
+        while True:
+            ready, _ = ray.wait([ref, *self._agent_loops.loops], num_returns=1, timeout=REPORT_INTERVAL_S)
+            if ref in ready:
+                return ray.get(ref)
+            self._agent_loops.raise_if_ended(ready)
+            waited_s = time.monotonic() - started
+            statistics = ray.get(self._manager.statistics.remote(), timeout=self._settings.timeouts.call_s)
+            if waited_s > self._settings.timeouts.batch_s + REPORT_INTERVAL_S:
+                raise WaitTimeout(f"trainer waited {waited_s:.0f} s for the prompt manager's answer; {statistics}")
+            logger.warning("trainer waits for a batch since %.0f s: %s", waited_s, statistics)
+
+
+def _tag(group: FinishedGroup, trajectory: TrajectorySummary) -> dict[str, Any]:
+    """The tags verl's trainer reads from a trajectory."""
+    return {
+        "status": "success",
+        "prompt_len": trajectory.prompt_len,
+        "response_len": trajectory.response_len,
+        "seq_len": trajectory.prompt_len + trajectory.response_len,
+        "global_steps": group.global_step,
+        "min_global_steps": trajectory.min_version,
+        "max_global_steps": trajectory.max_version,
+    }

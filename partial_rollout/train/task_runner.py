@@ -1,0 +1,30 @@
+"""The Ray actor in which the trainer runs, for both modes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partial_rollout.integrations.verl_compat import TaskRunnerBase
+from partial_rollout.mode import is_enabled, read_settings
+from partial_rollout.rollout.replica import register_replicas
+from partial_rollout.train.resources import require_resources
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class TaskRunner(TaskRunnerBase):
+    """verl's task runner after a resource check; registers the replica and trainer classes in its process."""
+
+    def run(self, config: DictConfig) -> None:
+        """Train to the end.
+
+        Raises:
+            ResourcesUnavailable: the cluster cannot give what the run needs.
+        """
+        enabled = is_enabled(config)
+        require_resources(config, read_settings(config).timeouts.resources_s)
+        register_replicas(partial_rollout=enabled)
+        if enabled:
+            import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)
+        super().run(config)

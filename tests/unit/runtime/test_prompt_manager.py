@@ -1,0 +1,332 @@
+"""The manager's waits and wakes, on a plain object in virtual time: no Ray, no sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
+from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
+from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from virtual_time import run_virtual, settle  # noqa: E402
+
+if TYPE_CHECKING:
+    from partial_rollout.types import Claim, ManagerStatus
+
+GROUP = 2
+HOUR_S = 3600.0
+
+
+def prompts(*uids: str) -> list[PromptMeta]:
+    return [PromptMeta(uid, GROUP, global_step=1) for uid in uids]
+
+
+def trajectories(uid: str) -> list[TrajectorySummary]:
+    return [TrajectorySummary(f"{uid}_{i}_0", 3, 5, min_version=0, max_version=0) for i in range(GROUP)]
+
+
+class RecordingSink:
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, ManagerStatus]] = []
+
+    def update(self, status: ManagerStatus) -> None:
+        self.seen.append((asyncio.get_running_loop().time(), status))
+
+
+async def make_manager(*uids: str, sink: RecordingSink | None = None) -> RolloutPromptManager:
+    clock = asyncio.get_running_loop().time
+    manager = RolloutPromptManager(16, 2, clock, metrics=(lambda: sink) if sink else None)
+    if uids:
+        await manager.admit(prompts(*uids))
+    return manager
+
+
+async def finish(manager: RolloutPromptManager, claims: list[Claim]) -> None:
+    for claim in claims:
+        await manager.finish(claim, trajectories(claim.uid))
+
+
+# ---- claim ----
+
+
+def test_claim_waits_for_an_admission() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        waiting = asyncio.create_task(manager.claim("w0", 4, HOUR_S))
+        await settle()
+        assert not waiting.done()
+        await manager.admit(prompts("a", "b", "c"))
+        assert [claim.uid for claim in await waiting] == ["a", "b"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("event", ["give_back", "fail", "release_worker"])
+def test_claim_is_woken_by_whatever_makes_a_prompt_pending(event: str) -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        (claim,) = await manager.claim("w0", GROUP, 0)
+        waiting = asyncio.create_task(manager.claim("w1", GROUP, HOUR_S))
+        await settle()
+        if event == "give_back":
+            await manager.give_back(claim)
+        elif event == "fail":
+            assert await manager.fail(claim, "ValueError: no") is True
+        else:
+            assert await manager.release_worker("w0") == ["a"]
+        assert [again.worker_id for again in await waiting] == ["w1"]
+
+    run_virtual(main())
+
+
+def test_claim_returns_nothing_at_its_deadline() -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        assert await manager.claim("w0", GROUP - 1, 30.0) == []
+        assert asyncio.get_running_loop().time() == pytest.approx(30.0)
+        assert (await manager.statistics()).pending == 1
+
+    run_virtual(main())
+
+
+def test_one_prompt_goes_to_one_of_many_waiting_workers() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        waiting = [asyncio.create_task(manager.claim(f"w{i}", 1000, 60.0)) for i in range(8)]
+        await settle()
+        await manager.admit(prompts("a"))
+        claims = [claim for answer in await asyncio.gather(*waiting) for claim in answer]
+        assert [claim.uid for claim in claims] == ["a"]
+
+    run_virtual(main())
+
+
+def test_long_poll_of_a_released_worker_claims_nothing() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        lost = asyncio.create_task(manager.claim("lost", GROUP, HOUR_S))
+        await settle()
+        await manager.release_worker("lost")
+        await manager.admit(prompts("a"))
+        assert await lost == []
+        assert asyncio.get_running_loop().time() == 0.0
+        assert (await manager.statistics()).pending == 1
+        assert len(await manager.claim("lost", GROUP, 0)) == 1
+
+    run_virtual(main())
+
+
+def test_cancelled_claim_takes_nothing_and_leaves_the_lock_free() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        waiting = asyncio.create_task(manager.claim("w0", GROUP, HOUR_S))
+        await settle()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await manager.admit(prompts("a"))
+        assert (await manager.statistics()).pending == 1
+
+    run_virtual(main())
+
+
+# ---- take_batch ----
+
+
+def test_take_batch_waits_for_whole_batches() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b", "c")
+        claims = await manager.claim("w0", 6, 0)
+        waiting = asyncio.create_task(manager.take_batch(2, HOUR_S))
+        await finish(manager, claims[2:])
+        await settle()
+        assert not waiting.done()
+        await finish(manager, claims[:1])
+        assert [group.uid for group in (await waiting).groups] == ["c", "a"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("how", ["drop", "fail"])
+def test_take_batch_returns_early_when_too_few_are_in_flight(how: str) -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        claims = await manager.claim("w0", 4, 0)
+        waiting = asyncio.create_task(manager.take_batch(2, HOUR_S))
+        await settle()
+        assert not waiting.done()
+        if how == "drop":
+            await manager.drop(claims[0], "prompt_too_long")
+        else:
+            assert await manager.fail(claims[0], "once") is True
+            (again,) = await manager.claim("w0", GROUP, 0)
+            assert await manager.fail(again, "twice") is False
+        assert await waiting == TakeResult(num_missing=1)
+        assert asyncio.get_running_loop().time() == 0.0
+
+    run_virtual(main())
+
+
+def test_second_taker_learns_that_prompts_are_missing() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        claims = await manager.claim("w0", 4, 0)
+        takers = [asyncio.create_task(manager.take_batch(2, HOUR_S)) for _ in range(2)]
+        await settle()
+        await finish(manager, claims)
+        results = sorted(await asyncio.gather(*takers), key=lambda result: result.num_missing)
+        assert [(len(result.groups), result.num_missing) for result in results] == [(2, 0), (0, 2)]
+
+    run_virtual(main())
+
+
+def test_take_batch_names_who_is_waited_for_at_the_deadline() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b", "c")
+        await asyncio.sleep(5.0)
+        await manager.claim("w7", GROUP, 0)
+        await manager.report_step(3, 2, "open")
+        message = r"waited 40\.0 s for 2 groups: pending 2, ongoing 1, done 0; .*'a' at worker 'w7' for 40\.0 s.*'open'"
+        with pytest.raises(WaitTimeout, match=message):
+            await manager.take_batch(2, 40.0)
+
+    run_virtual(main())
+
+
+def test_take_batch_names_the_slots_needed_when_nobody_claims() -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        with pytest.raises(WaitTimeout, match=r"no prompt is ongoing, the next one needs 2 free slots; 0 workers"):
+            await manager.take_batch(1, 1.0)
+
+    run_virtual(main())
+
+
+# ---- reports ----
+
+
+def test_finish_many_refuses_only_the_stale_group() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        old = await manager.claim("lost", 4, 0)
+        await manager.release_worker("lost")
+        new = await manager.claim("w0", GROUP, 0)
+        assert await manager.finish_many([(old[0], trajectories("a")), (new[0], trajectories("a"))]) == ["a"]
+        assert (await manager.statistics()).done == 1
+
+    run_virtual(main())
+
+
+def test_report_of_a_released_worker_is_refused() -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        (claim,) = await manager.claim("w0", GROUP, 0)
+        await manager.release_worker("w0")
+        with pytest.raises(StaleClaim, match="'w0'.*'a'"):
+            await manager.finish(claim, trajectories("a"))
+
+    run_virtual(main())
+
+
+# ---- close, restore ----
+
+
+def test_close_ends_all_waits_and_still_accepts_reports() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        (claim,) = await manager.claim("w0", GROUP, 0)
+        claiming = asyncio.create_task(manager.claim("w1", 1, HOUR_S))
+        taking = asyncio.create_task(manager.take_batch(2, HOUR_S))
+        await settle()
+        await manager.close("run ended")
+        assert await claiming == []
+        with pytest.raises(ActorLost, match="run ended"):
+            await taking
+        with pytest.raises(ActorLost, match="run ended"):
+            await manager.admit(prompts("c"))
+        assert await manager.claim("w1", 1000, HOUR_S) == []
+        await manager.finish(claim, trajectories("a"))
+        assert (await manager.statistics()).done == 1
+        assert (await manager.status()).closed == "run ended"
+
+    run_virtual(main())
+
+
+def test_restore_continues_and_wakes_waiting_workers() -> None:
+    async def main() -> None:
+        before = await make_manager("a", "b", "c")
+        claims = await before.claim("w0", 4, 0)
+        await finish(before, claims[:1])
+        manager = await make_manager()
+        waiting = asyncio.create_task(manager.claim("w0", 4, HOUR_S))
+        await settle()
+        statistics = await manager.restore(await before.snapshot())
+        assert statistics == QueueStatistics(admitted=3, pending=2, ongoing=0, done=1, taken=0)
+        assert [claim.uid for claim in await waiting] == ["b", "c"]
+        assert [group.uid for group in (await manager.take_batch(1, 0)).groups] == ["a"]
+        with pytest.raises(DuplicateUid):
+            await manager.admit(prompts("a"))
+
+    run_virtual(main())
+
+
+def test_restore_into_a_used_manager_is_refused() -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        with pytest.raises(InternalError, match="restore after prompts were admitted"):
+            await manager.restore(await manager.snapshot())
+
+    run_virtual(main())
+
+
+# ---- visibility ----
+
+
+def test_status_shows_workers_step_and_last_failure() -> None:
+    async def main() -> None:
+        manager = await make_manager("a")
+        await manager.report_worker("w0", WorkerStatus(inflight_trajectories=3, slot_budget=8, parked_requests=1))
+        await manager.report_worker("w1", WorkerStatus(inflight_trajectories=2, slot_budget=8))
+        await manager.report_step(4, 3, "closed")
+        await manager.fail((await manager.claim("w0", GROUP, 0))[0], "ValueError: no")
+        status = await manager.status()
+        assert (status.slots_in_use, status.slots_total, status.parked_requests) == (5, 16, 1)
+        assert (status.step, status.weight_version, status.gate) == (4, 3, "closed")
+        assert status.last_failure == "a: ValueError: no"
+        await manager.release_worker("w0")
+        assert (await manager.status()).slots_total == 8
+
+    run_virtual(main())
+
+
+def test_metrics_are_exported_once_per_interval_however_many_events() -> None:
+    async def main() -> None:
+        sink = RecordingSink()
+        manager = await make_manager("a", sink=sink)
+        for _ in range(100):
+            await manager.give_back((await manager.claim("w0", GROUP, 0))[0])
+        await manager.claim("w0", GROUP, 0)
+        assert sink.seen == []
+        await asyncio.sleep(2.5 * METRICS_INTERVAL_S)
+        assert [time_s for time_s, _ in sink.seen] == pytest.approx([METRICS_INTERVAL_S, 2 * METRICS_INTERVAL_S])
+        assert sink.seen[-1][1].queue.oldest_ongoing_s == pytest.approx(2 * METRICS_INTERVAL_S)
+
+    run_virtual(main())
+
+
+def test_metrics_show_the_last_event_and_then_rest() -> None:
+    async def main() -> None:
+        sink = RecordingSink()
+        manager = await make_manager("a", sink=sink)
+        await finish(manager, await manager.claim("w0", GROUP, 0))
+        await manager.take_batch(1, 0)
+        await asyncio.sleep(HOUR_S)
+        assert [status.queue.taken for _, status in sink.seen] == [1]
+
+    run_virtual(main())

@@ -1,0 +1,57 @@
+"""A supervised task that fails is seen by whoever waits through the supervisor."""
+
+import asyncio
+
+import pytest
+
+from partial_rollout.runtime.supervisor import Supervisor
+
+
+async def _fail_after(gate: asyncio.Event) -> None:
+    await gate.wait()
+    raise ValueError("boom")
+
+
+async def test_guard_raises_the_failure_of_a_task_while_it_waits() -> None:
+    supervisor, gate, never = Supervisor(), asyncio.Event(), asyncio.Event()
+    supervisor.spawn(_fail_after(gate), name="failing")
+    waiting = asyncio.create_task(supervisor.guard(never.wait()))
+    gate.set()
+    with pytest.raises(ValueError, match="boom"):
+        await waiting
+
+
+async def test_guard_cancels_what_it_waited_for_after_a_failure() -> None:
+    supervisor, gate, cancelled = Supervisor(), asyncio.Event(), asyncio.Event()
+
+    async def waited() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    supervisor.spawn(_fail_after(gate), name="failing")
+    waiting = asyncio.create_task(supervisor.guard(waited()))
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(ValueError, match="boom"):
+        await waiting
+    await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_guard_returns_the_result_when_nothing_fails() -> None:
+    supervisor = Supervisor()
+
+    async def answer() -> int:
+        return 42
+
+    assert await supervisor.guard(answer()) == 42
+
+
+async def test_cancel_ends_every_task_and_counts_none() -> None:
+    supervisor = Supervisor()
+    for index in range(3):
+        supervisor.spawn(asyncio.Event().wait(), name=f"waiting-{index}")
+    assert len(supervisor) == 3
+    await supervisor.cancel()
+    assert len(supervisor) == 0

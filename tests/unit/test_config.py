@@ -1,0 +1,75 @@
+"""`PartialRolloutConfig`: bad input is refused with the key and the value, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.errors import ConfigError, UserError
+
+
+def test_an_empty_block_gives_the_defaults():
+    assert PartialRolloutConfig.from_mapping({}) == PartialRolloutConfig()
+
+
+def test_values_and_nested_blocks_are_taken_over():
+    config = PartialRolloutConfig.from_mapping({"num_slots": 12, "timeouts": {"drain_s": 5}})
+    assert (config.num_slots, config.timeouts.drain_s) == (12, 5.0)
+    assert config.timeouts.batch_s == PartialRolloutConfig().timeouts.batch_s
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"prefetch_facto": 2}, "partial_rollout.prefetch_facto"),
+        ({"timeouts": {"drain": 1}}, "partial_rollout.timeouts.drain"),
+        ({"manager": {"port": 1}}, "partial_rollout.manager.port"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
+    with pytest.raises(ConfigError, match=f"unknown key {key}; known here: "):
+        PartialRolloutConfig.from_mapping(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"prefetch_factor": 0.5}, r"prefetch_factor=0\.5 .* at least 1"),
+        ({"num_slots": 0}, "num_slots=0 .* at least 1"),
+        ({"max_attempts": 0}, "max_attempts=0 "),
+        ({"stream_interval": 0}, "stream_interval=0 "),
+        ({"timeouts": {"drain_s": 0}}, r"timeouts\.drain_s=0\.0 .*above 0"),
+        ({"timeouts": {"batch_s": -1.0}}, r"timeouts\.batch_s=-1\.0 "),
+        ({"manager": {"name": ""}}, "manager.name='' "),
+        ({"manager": {"namespace": ""}}, "manager.namespace='' "),
+    ],
+)
+def test_a_value_out_of_range_is_refused(block: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartialRolloutConfig.from_mapping(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"prefetch_factor": "2"}, "prefetch_factor='2' .* type float"),
+        ({"prefetch_factor": True}, "prefetch_factor=True .* type float"),
+        ({"num_slots": 1.5}, r"num_slots=1\.5 .* type int"),
+        ({"num_slots": True}, "num_slots=True "),
+        ({"max_attempts": None}, "max_attempts=None .* type int"),
+        ({"timeouts": 3}, "timeouts=3 .* block of keys"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(block: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartialRolloutConfig.from_mapping(block)
+
+
+def test_a_config_error_is_the_users_and_a_value_error():
+    assert issubclass(ConfigError, UserError)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(("factor", "batch", "capacity"), [(2.0, 8, 16), (1.0, 8, 8), (1.5, 3, 4), (1.1, 1, 1)])
+def test_capacity_is_never_below_one_batch(factor: float, batch: int, capacity: int):
+    assert PartialRolloutConfig(prefetch_factor=factor).capacity(batch) == capacity

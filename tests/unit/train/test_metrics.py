@@ -1,0 +1,32 @@
+"""Staleness is counted from the weights that sampled a token, not from when the prompt was queued."""
+
+from partial_rollout.train.metrics import group_metrics
+from partial_rollout.types import FinishedGroup, TrajectorySummary, VersionSpan
+
+
+def _trajectory(key: str, *spans: VersionSpan, interruptions: int = 0, reprefilled: int = 0) -> TrajectorySummary:
+    versions = [span.version for span in spans]
+    return TrajectorySummary(
+        key=key,
+        prompt_len=4,
+        response_len=sum(span.num_tokens for span in spans),
+        min_version=min(versions),
+        max_version=max(versions),
+        num_interruptions=interruptions,
+        num_reprefilled_tokens=reprefilled,
+        version_spans=spans,
+    )
+
+
+def test_counts_stale_tokens_and_resumed_trajectories() -> None:
+    fresh = _trajectory("a_0_0", VersionSpan(7, 10))
+    resumed = _trajectory("a_1_0", VersionSpan(5, 20), VersionSpan(7, 10), interruptions=2, reprefilled=55)
+    group = FinishedGroup(uid="a", global_step=1, source_index="0", trajectories=(fresh, resumed))
+    metrics = group_metrics([group], trained_version=7)
+    assert metrics["partial_rollout/resumed_share"] == 0.5
+    assert metrics["partial_rollout/interruptions"] == 2
+    assert metrics["partial_rollout/reprefilled_tokens"] == 55
+    assert metrics["partial_rollout/staleness_steps/mean"] == 1.0
+    assert metrics["partial_rollout/staleness_steps/max"] == 2
+    assert metrics["partial_rollout/stale_tokens"] == 20
+    assert metrics["partial_rollout/stale_token_share"] == 0.5
