@@ -171,9 +171,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Command-line entry."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     started = time.monotonic()
     try:
         parameters = TaskParameters(
