@@ -39,7 +39,7 @@ class TaskParameters:
     num_train: int = 4096
     num_val: int = 128
     seed: int = 0
-    warm_start_steps: int = 400
+    warm_start_steps: int = 500
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     habits: Habits = field(default_factory=Habits)
     format_version: int = FORMAT_VERSION
@@ -171,9 +171,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Command-line entry."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     started = time.monotonic()
     try:
         parameters = TaskParameters(

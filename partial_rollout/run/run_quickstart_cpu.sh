@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The quickstart: sets up a CPU environment, makes a small task and a tiny starting checkpoint, and trains 60 steps of
+# GRPO on real verl, vLLM and Ray. Needs 2 cores, 12 GiB of memory, Python 3.11 or 3.12, and no GPU.
+# A second start reuses the environment and the task and trains anew; RUN=<earlier run> continues that one.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+ROOT=$(cd "$RUN_DIR/../.." && pwd)
+setting VENV "$ROOT/.venv-cpu" "environment, set up by scripts/setup_cpu.sh"
+setting SKIP_SETUP 0 "1 uses VENV as it is"
+setting PARTIAL_ROLLOUT_HOME "$ROOT/outputs" "the task and the runs go to PARTIAL_ROLLOUT_HOME/quickstart"
+setting NUM_TRAIN 4096 "training prompts"
+setting WARM_START_STEPS 500 "supervised steps of the starting checkpoint"
+setting RUN "$PARTIAL_ROLLOUT_HOME/quickstart/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "log, metrics and checkpoints"
+help_if_asked "$@"
+
+PYTHON=$VENV/bin/python
+task=$PARTIAL_ROLLOUT_HOME/quickstart/task
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+source "$RUN_DIR/lib/cpu_environment.sh"
+
+build_command --config-name quickstart_cpu \
+  data.train_files="$task/train.parquet" data.val_files="$task/val.parquet" \
+  actor_rollout_ref.model.path="$task/model" \
+  trainer.default_local_dir="$RUN/checkpoints" hydra.run.dir="$RUN/hydra" "$@"
+if is_dry_run; then
+  print_command
+  exit 0
+fi
+
+[[ $SKIP_SETUP == 1 ]] || bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
+require_file "$PYTHON" "Leave out SKIP_SETUP=1, or set VENV to an environment that exists."
+"$PYTHON" -m partial_rollout.run.quickstart.make_task --out "$task" \
+  --num-train "$NUM_TRAIN" --warm-start-steps "$WARM_START_STEPS"
+
+mkdir -p "$RUN"
+VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")
+export VERL_FILE_LOGGER_PATH
+code=0
+"${COMMAND[@]}" 2>&1 | tee -a "$RUN/run.log" || code=$?
+printf '\nlog          %s\nmetrics      %s\ncheckpoints  %s\ntask         %s\n' \
+  "$RUN/run.log" "$VERL_FILE_LOGGER_PATH" "$RUN/checkpoints" "$task"
+[[ $code == 0 ]] || printf 'error: training ended with code %s; the reason is at the end of the log\n' "$code" >&2
+exit "$code"
