@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from partial_rollout.errors import (
     InternalError,
     StaleClaim,
 )
-from partial_rollout.types import Claim, PromptMeta, TakeResult, TrajectorySummary
+from partial_rollout.types import Claim, PromptMeta, QueueSnapshot, TakeResult, TrajectorySummary, VersionSpan
 
 GROUP = 2
 
@@ -261,6 +262,15 @@ def test_snapshot_owns_rows_of_prompts_in_flight_and_trajectories_of_done_groups
         queue.finish(claim, trajectories(claim.uid))
     queue.take(1)
     assert queue.snapshot().owned_keys() == {"b", "c", "d", "b_0_0", "b_1_0"}
+
+
+def test_snapshot_survives_a_checkpoint_as_json() -> None:
+    queue = make_queue("a", "b", "c")
+    a, b = queue.claim("w0", 2 * GROUP)
+    queue.finish(a, [dataclasses.replace(t, version_spans=(VersionSpan(1, 5),)) for t in trajectories("a")])
+    queue.fail(b)
+    snapshot = queue.snapshot()
+    assert msgspec.json.decode(msgspec.json.encode(snapshot), type=QueueSnapshot) == snapshot
 
 
 # ---- property test ----

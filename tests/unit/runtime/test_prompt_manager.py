@@ -109,8 +109,13 @@ def test_long_poll_of_a_released_worker_claims_nothing() -> None:
         lost = asyncio.create_task(manager.claim("lost", GROUP, HOUR_S))
         await settle()
         await manager.release_worker("lost")
-        await manager.admit(prompts("a"))
         assert await woken(lost) == []
+        assert (await manager.status()).workers == {}
+        early = asyncio.create_task(manager.claim("lost", GROUP, HOUR_S))
+        await settle()
+        manager.release_worker_nowait("lost")
+        await manager.admit(prompts("a"))
+        assert await woken(early) == []
         assert (await manager.statistics()).pending == 1
         assert len(await manager.claim("lost", GROUP, 0)) == 1
 
@@ -179,6 +184,19 @@ def test_second_taker_learns_that_prompts_are_missing() -> None:
     run_virtual(main())
 
 
+def test_take_by_another_wakes_whoever_can_no_longer_be_served() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b", "c")
+        await finish(manager, await manager.claim("w0", 2 * GROUP, 0))
+        waiting = asyncio.create_task(manager.take_batch(3, HOUR_S))
+        await settle()
+        assert not waiting.done()
+        assert len((await manager.take_batch(2, 0)).groups) == 2
+        assert await woken(waiting) == TakeResult(num_missing=2)
+
+    run_virtual(main())
+
+
 def test_take_batch_names_who_is_waited_for_at_the_deadline() -> None:
     async def main() -> None:
         manager = await make_manager("a", "b", "c")
@@ -232,10 +250,10 @@ def test_report_of_a_released_worker_is_refused() -> None:
 
 def test_close_ends_all_waits_and_still_accepts_reports() -> None:
     async def main() -> None:
-        manager = await make_manager("a", "b")
+        manager = await make_manager("a")
         (claim,) = await manager.claim("w0", GROUP, 0)
-        claiming = asyncio.create_task(manager.claim("w1", 1, HOUR_S))
-        taking = asyncio.create_task(manager.take_batch(2, HOUR_S))
+        claiming = asyncio.create_task(manager.claim("w1", GROUP, HOUR_S))
+        taking = asyncio.create_task(manager.take_batch(1, HOUR_S))
         await settle()
         await manager.close("run ended")
         assert await woken(claiming) == []
