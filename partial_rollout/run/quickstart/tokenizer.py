@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
