@@ -27,6 +27,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 1800.0
 FAST_POLL = "pkg://benchmarks.fast_poll"
+OWN_METRICS = ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share")
 
 
 @dataclass(frozen=True)
@@ -84,43 +85,56 @@ def write_trace(task: Path, out: Path, workload: Workload) -> Path:
     return path
 
 
-def command(mode: str, task: Path, trace: Path, out: Path, workload: Workload, extra: list[str]) -> list[str]:
-    """The training job of one mode."""
-    slots = workload.batch * workload.group
-    return [
-        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
-        f"data.train_files={trace}", f"data.val_files={task / 'val.parquet'}",
-        f"actor_rollout_ref.model.path={task / 'model'}",
-        f"data.train_batch_size={workload.batch}", f"actor_rollout_ref.rollout.n={workload.group}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={workload.batch}",
-        f"data.max_response_length={workload.longest}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
-        "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
-        f"trainer.total_training_steps={workload.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
-        "trainer.val_before_train=False", "trainer.resume_mode=disable", "trainer.logger=[console,file]",
-        f"trainer.default_local_dir={out / 'checkpoints'}", f"hydra.run.dir={out / 'hydra'}",
-        *MODES[mode], *extra,
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Bench:
+    """What all jobs of a comparison share."""
 
+    task: Path
+    trace: Path
+    work: Path
+    workload: Workload
+    overrides: list[str]
 
-def run_job(mode: str, repeat: int, task: Path, trace: Path, out: Path, workload: Workload, extra: list[str]) -> dict:
-    """Run one job; returns its per-step metrics after the warm-up."""
-    folder = out / f"{mode}-{repeat}"
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / "metrics.jsonl"
-    environment = os.environ | {
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    started = time.monotonic()
-    with (folder / "log.txt").open("w") as log:
-        subprocess.run(
-            command(mode, task, trace, folder, workload, extra),
-            stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder, check=True, timeout=JOB_TIMEOUT_S,
-        )  # fmt: skip
-    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    steps = [step for step in steps if "timing_s/gen" in step][workload.skip :]
-    return {"mode": mode, "repeat": repeat, "job_s": time.monotonic() - started, "steps": [_pick(s) for s in steps]}
+    def command(self, mode: str, folder: Path) -> list[str]:
+        """The training job of one mode."""
+        load, slots = self.workload, self.workload.batch * self.workload.group
+        return [
+            sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+            f"data.train_files={self.trace}", f"data.val_files={self.task / 'val.parquet'}",
+            f"actor_rollout_ref.model.path={self.task / 'model'}",
+            f"data.train_batch_size={load.batch}", f"actor_rollout_ref.rollout.n={load.group}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={load.batch}",
+            f"data.max_response_length={load.longest}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
+            f"actor_rollout_ref.rollout.max_model_len={load.longest + 32}",
+            "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
+            f"trainer.total_training_steps={load.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
+            "trainer.val_before_train=False", "trainer.resume_mode=disable",
+            f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+            *MODES[mode], *self.overrides,
+        ]  # fmt: skip
+
+    def run(self, mode: str, repeat: int) -> dict[str, Any]:
+        """Run one job; returns its per-step metrics after the warm-up."""
+        folder = self.work / f"{mode}-{repeat}"
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": paths}
+        started = time.monotonic()
+        with (folder / "log.txt").open("w") as log:
+            subprocess.run(
+                self.command(mode, folder),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=folder,
+                check=True,
+                timeout=JOB_TIMEOUT_S,
+            )
+        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+        kept = [_pick(step) for step in steps if "timing_s/gen" in step][self.workload.skip :]
+        return {"mode": mode, "repeat": repeat, "job_s": time.monotonic() - started, "steps": kept}
 
 
 def _pick(step: dict[str, Any]) -> dict[str, float]:
@@ -158,7 +172,13 @@ def _mode_summary(jobs: list[dict]) -> dict[str, float]:
         "step_s": statistics.fmean(step["timing_s/step"] for step in steps),
         "tokens_per_s": sum(step["perf/total_num_tokens"] for step in steps) / total_s,
     }
-    for name in ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share"):
+    for name in (
+        "slot_utilisation",
+        "reprefilled_tokens",
+        "resumed_share",
+        "staleness_steps/mean",
+        "stale_token_share",
+    ):
         values = [step[f"partial_rollout/{name}"] for step in steps if f"partial_rollout/{name}" in step]
         if values:
             row[name] = statistics.fmean(values)
@@ -180,11 +200,12 @@ def main() -> None:
     workload = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    trace = write_trace(arguments.task.resolve(), work, workload)
+    task = arguments.task.resolve()
+    bench = Bench(task, write_trace(task, work, workload), work, workload, arguments.overrides)
     plan = [(mode, repeat) for repeat in range(arguments.repeats) for mode in arguments.modes]
     jobs = []
     for mode, repeat in tqdm(plan, desc="jobs"):
-        jobs.append(run_job(mode, repeat, arguments.task.resolve(), trace, work, workload, arguments.overrides))
+        jobs.append(bench.run(mode, repeat))
         result = {
             "machine": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),

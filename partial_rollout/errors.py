@@ -1,6 +1,7 @@
 """Every error this package raises on purpose, split by whose fault it is.
 
 PartialRolloutError
+├── RunEnded                not a fault: a request was turned away because the run is over
 ├── UserError               the command line, the data or the installation: say what was given and what is allowed
 │   ├── ConfigError         a value in the composed configuration
 │   ├── DataError           a prompt, a data file or a model path
@@ -24,6 +25,10 @@ PartialRolloutError
 
 class PartialRolloutError(Exception):
     """Base of all errors raised on purpose by this package."""
+
+
+class RunEnded(PartialRolloutError):
+    """The run is over and the request was turned away: a control-flow signal for agent loops, not a fault."""
 
 
 class UserError(PartialRolloutError):

@@ -68,8 +68,8 @@ explain_pip() {
   local what=$1
   if grep -qiE 'no space left' "$log"; then
     fail "the disk is full while installing $what" "free some space and run this again: finished parts are kept"
-  elif grep -qiE 'Temporary failure in name resolution|Connection (refused|timed out|broken)|Network is unreachable|ReadTimeout|ProxyError|SSLError' "$log"; then
-    fail "the package index cannot be reached while installing $what" \
+  elif grep -qiE 'Temporary failure in name resolution|Connection (refused|timed out|broken)|Network is unreachable|ReadTimeout|ProxyError|SSLError|from versions: none' "$log"; then
+    fail "the package index cannot be reached, or lacks a version, while installing $what" \
       "check the network and pip's settings (pip config list) and run this again" "log: $log"
   fi
   tail -n 15 "$log" >&2

@@ -97,8 +97,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _dispatch_validation(self, prompts: TensorDict) -> None:
         chunks = prompts.chunk(len(self.agent_loop_workers))
         self._validations += [
-            worker.validate.remote(chunk)
-            for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
+            worker.validate.remote(chunk) for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
         ]
 
     def _admit(self, prompts: TensorDict) -> None:
@@ -115,6 +114,5 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             ray.get(list(refs), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            raise WaitTimeout(
-                f"trainer waited {timeout_s:.0f} s for agent-loop workers to {what}: {len(waiting)} of {len(refs)} did not"
-            ) from None
+            late = f"{len(waiting)} of {len(refs)} did not"
+            raise WaitTimeout(f"trainer waited {timeout_s:.0f} s for agent-loop workers to {what}: {late}") from None

@@ -2,12 +2,12 @@
 
 Concurrency, all on the worker actor's event loop:
 
-| task            | consumes                | produces                        | waits for               | unblocked by            |
-|-----------------|-------------------------|---------------------------------|-------------------------|-------------------------|
-| claim loop      | free slots, claims      | one group task per claim        | slots, manager.claim    | trajectory end, admit   |
-| group (prompt)  | prompt row              | finish / fail / drop            | its trajectories        | their end               |
-| trajectory      | engine tokens           | TransferQueue row, a free slot  | client.generate, reward | engine, resume          |
-| validation      | val rows (verl's path)  | TransferQueue rows in "val"     | its trajectories        | their end               |
+| task           | consumes               | produces                       | waits for       | unblocked by   |
+|----------------|------------------------|--------------------------------|-----------------|----------------|
+| claim loop     | free slots, claims     | one group task per claim       | slots, a claim  | a freed slot   |
+| group (prompt) | prompt row             | finish / fail / drop           | trajectories    | their end      |
+| trajectory     | engine tokens          | TransferQueue row, a free slot | generate, score | engine, resume |
+| validation     | val rows (verl's path) | TransferQueue rows in "val"    | trajectories    | their end      |
 
 `run` ends only by `stop` or by an error, which the trainer sees because it waits on the call.
 """

@@ -51,6 +51,13 @@ METRICS_INTERVAL_S = 1.0
 MAX_CONCURRENT_CALLS = 10_000
 """Every worker parks one long poll here; the bound only has to be far above the number of workers."""
 
+ACTOR_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_concurrency": MAX_CONCURRENT_CALLS,
+    "enable_task_events": False,
+}
+"""Without task events: thousands of calls a second would crowd out everything else in the dashboard's task list."""
+
 
 class MetricsSink(Protocol):
     """Whatever shows the manager's status outside the process."""
@@ -325,8 +332,7 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
         ClusterError: another manager with this name is running in the namespace.
     """
     name, namespace = config.manager.name, config.manager.namespace
-    options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENT_CALLS, "get_if_exists": False}
-    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **options)
+    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
     try:
         return actor_class.remote(config.capacity(train_batch_size), config.max_attempts, metrics=ManagerMetrics)
     except ValueError as error:

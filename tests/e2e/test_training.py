@@ -84,9 +84,7 @@ def test_mistakes_are_told_before_anything_starts(
 
 
 def test_missing_resources_are_named(task: Path, tmp_path: Path) -> None:
-    job = run_job(
-        task, tmp_path, FLAG, "ray_kwargs.ray_init.num_cpus=2", "partial_rollout.timeouts.resources_s=3.0"
-    )
+    job = run_job(task, tmp_path, FLAG, "ray_kwargs.ray_init.num_cpus=2", "partial_rollout.timeouts.resources_s=3.0")
     assert job.code == 1
     assert "the Ray cluster lacks CPU" in job.output
     assert job.survivors == []

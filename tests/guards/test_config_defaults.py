@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from partial_rollout.config import BLOCK, PartialRolloutConfig
+from partial_rollout.config import PartialRolloutConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_yaml_defaults_equal_the_dataclass_defaults(repository: Path):
-    text = (repository / "configs" / "partial_rollout.yaml").read_text(encoding="utf-8")
-    assert yaml.safe_load(text)[BLOCK] == dataclasses.asdict(PartialRolloutConfig())
+    text = (repository / "configs" / "partial_rollout" / "default.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == dataclasses.asdict(PartialRolloutConfig())

@@ -13,7 +13,7 @@ CORE_MAY_IMPORT = ("partial_rollout.core", "partial_rollout.types", "partial_rol
 CORE_MUST_NOT_IMPORT = ("asyncio", "ray", "torch", "vllm", "verl", "transfer_queue", "tensordict", "numpy")
 CONTRACTS = ("types", "errors", "config")
 ROOMS_WITH = {
-    "verl": {"integrations", "rollout", "weights", "train", "agent_loop", "diffusion", "main_ppo"},
+    "verl": {"integrations", "rollout", "weights", "train", "agent_loop", "diffusion", "run", "main_ppo"},
     "vllm": {"integrations", "rollout", "weights"},
 }
 HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy", "omegaconf", "asyncio")

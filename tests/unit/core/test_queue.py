@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -147,6 +149,15 @@ def test_released_worker_loses_only_its_own_claims() -> None:
     with pytest.raises(StaleClaim):
         queue.finish(lost[0], trajectories("a"))
     assert [(claim.uid, claim.attempt) for claim in claim_all(queue)] == [("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("change", [{"uid": "b"}, {"worker_id": "other"}, {"attempt": 9}])
+def test_claim_that_was_not_handed_out_is_refused(change: dict[str, Any]) -> None:
+    queue = make_queue("a", "b")
+    (claim,) = queue.claim("w0", GROUP)
+    with pytest.raises(StaleClaim):
+        queue.give_back(dataclasses.replace(claim, **change))
+    assert queue.statistics().ongoing == 1
 
 
 # ---- failures ----

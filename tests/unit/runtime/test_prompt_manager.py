@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from virtual_time import run_virtual, settle, woken
 
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from virtual_time import run_virtual, settle  # noqa: E402
 
 if TYPE_CHECKING:
     from partial_rollout.types import Claim, ManagerStatus
@@ -63,7 +58,7 @@ def test_claim_waits_for_an_admission() -> None:
         await settle()
         assert not waiting.done()
         await manager.admit(prompts("a", "b", "c"))
-        assert [claim.uid for claim in await waiting] == ["a", "b"]
+        assert [claim.uid for claim in await woken(waiting)] == ["a", "b"]
 
     run_virtual(main())
 
@@ -81,7 +76,7 @@ def test_claim_is_woken_by_whatever_makes_a_prompt_pending(event: str) -> None:
             assert await manager.fail(claim, "ValueError: no") is True
         else:
             assert await manager.release_worker("w0") == ["a"]
-        assert [again.worker_id for again in await waiting] == ["w1"]
+        assert [again.worker_id for again in await woken(waiting)] == ["w1"]
 
     run_virtual(main())
 
@@ -115,8 +110,7 @@ def test_long_poll_of_a_released_worker_claims_nothing() -> None:
         await settle()
         await manager.release_worker("lost")
         await manager.admit(prompts("a"))
-        assert await lost == []
-        assert asyncio.get_running_loop().time() == 0.0
+        assert await woken(lost) == []
         assert (await manager.statistics()).pending == 1
         assert len(await manager.claim("lost", GROUP, 0)) == 1
 
@@ -148,7 +142,7 @@ def test_take_batch_waits_for_whole_batches() -> None:
         await settle()
         assert not waiting.done()
         await finish(manager, claims[:1])
-        assert [group.uid for group in (await waiting).groups] == ["c", "a"]
+        assert [group.uid for group in (await woken(waiting)).groups] == ["c", "a"]
 
     run_virtual(main())
 
@@ -167,8 +161,7 @@ def test_take_batch_returns_early_when_too_few_are_in_flight(how: str) -> None:
             assert await manager.fail(claims[0], "once") is True
             (again,) = await manager.claim("w0", GROUP, 0)
             assert await manager.fail(again, "twice") is False
-        assert await waiting == TakeResult(num_missing=1)
-        assert asyncio.get_running_loop().time() == 0.0
+        assert await woken(waiting) == TakeResult(num_missing=1)
 
     run_virtual(main())
 
@@ -180,7 +173,7 @@ def test_second_taker_learns_that_prompts_are_missing() -> None:
         takers = [asyncio.create_task(manager.take_batch(2, HOUR_S)) for _ in range(2)]
         await settle()
         await finish(manager, claims)
-        results = sorted(await asyncio.gather(*takers), key=lambda result: result.num_missing)
+        results = sorted([await woken(taker) for taker in takers], key=lambda result: result.num_missing)
         assert [(len(result.groups), result.num_missing) for result in results] == [(2, 0), (0, 2)]
 
     run_virtual(main())
@@ -245,9 +238,9 @@ def test_close_ends_all_waits_and_still_accepts_reports() -> None:
         taking = asyncio.create_task(manager.take_batch(2, HOUR_S))
         await settle()
         await manager.close("run ended")
-        assert await claiming == []
+        assert await woken(claiming) == []
         with pytest.raises(ActorLost, match="run ended"):
-            await taking
+            await woken(taking)
         with pytest.raises(ActorLost, match="run ended"):
             await manager.admit(prompts("c"))
         assert await manager.claim("w1", 1000, HOUR_S) == []
@@ -268,7 +261,7 @@ def test_restore_continues_and_wakes_waiting_workers() -> None:
         await settle()
         statistics = await manager.restore(await before.snapshot())
         assert statistics == QueueStatistics(admitted=3, pending=2, ongoing=0, done=1, taken=0)
-        assert [claim.uid for claim in await waiting] == ["b", "c"]
+        assert [claim.uid for claim in await woken(waiting)] == ["b", "c"]
         assert [group.uid for group in (await manager.take_batch(1, 0)).groups] == ["a"]
         with pytest.raises(DuplicateUid):
             await manager.admit(prompts("a"))

@@ -46,3 +46,11 @@ async def settle() -> None:
     """Let every task run until it waits for something else than us."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def woken(task: asyncio.Task[T]) -> T:
+    """The result of a task that must end because of an event, not because time passes."""
+    await settle()
+    if not task.done():
+        raise AssertionError("the task was not woken")
+    return task.result()

@@ -40,7 +40,5 @@ def test_gives_up_at_the_bound_with_what_is_missing() -> None:
 def test_a_node_that_joins_in_time_is_enough() -> None:
     clock = _Clock()
     whole = needed_resources(CONFIG)
-    require_resources(
-        CONFIG, 30.0, present=lambda: whole if clock.now > 5 else {}, clock=clock, sleep=clock.sleep
-    )
+    require_resources(CONFIG, 30.0, present=lambda: whole if clock.now > 5 else {}, clock=clock, sleep=clock.sleep)
     assert clock.now < 30

@@ -1,0 +1,224 @@
+"""How many transitions a second the prompt manager carries, with 10,000 prompts in flight.
+
+    python benchmarks/bench_queue.py --json benchmarks/results/bench_queue.json
+
+A transition is one prompt admitted, claimed, finished or taken. Three rows:
+
+- `pure`: the queue alone in this process;
+- `single`: through the actor; each client claims, then reports every group with its own `finish` call, all at once;
+- `batched`: the same, with `finish_many` of `--batch` groups.
+
+The driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every client always
+has a call under way), so latencies are those of a saturated actor. On a machine whose cores are shared with the clients
+the wall-clock rate understates the actor: `per_actor_cpu_s` divides by the CPU seconds the actor itself used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from partial_rollout.core.queue import PromptQueue
+from partial_rollout.observability.metrics import ManagerMetrics
+from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
+from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
+
+CALL_TIMEOUT_S = 120.0
+MEBIBYTE = 2**20
+PERCENTILES = (50, 95, 99)
+
+
+class MeasuredManager(RolloutPromptManager):
+    """The manager, able to say what its process uses."""
+
+    async def usage(self) -> dict[str, float]:
+        """Resident bytes and CPU seconds so far."""
+        return {"rss_bytes": psutil.Process().memory_info().rss, "cpu_s": time.process_time()}
+
+
+@dataclass
+class Latencies:
+    """Milliseconds per call, by method."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    async def timed(self, method: str, ref: Any) -> Any:
+        """Await `ref` and record how long it took."""
+        started = time.perf_counter()
+        result = await ref
+        self.samples.setdefault(method, []).append((time.perf_counter() - started) * 1e3)
+        return result
+
+
+def make_prompts(first: int, num: int, group: int) -> list[PromptMeta]:
+    """Prompts with uids of a uuid's length."""
+    return [PromptMeta(f"{index:036d}", group, 1, source_index=str(index)) for index in range(first, first + num)]
+
+
+def summaries(claim: Claim) -> list[TrajectorySummary]:
+    """A group that was interrupted once."""
+    spans = (VersionSpan(3, 500), VersionSpan(4, 200))
+    return [
+        TrajectorySummary(f"{claim.uid}_{session}_0", 200, 700, 3, 4, 1, 700, spans)
+        for session in range(claim.num_trajectories)
+    ]
+
+
+class Client:
+    """One agent-loop worker that generates in no time."""
+
+    def __init__(self, manager: Any, worker_id: str, options: dict[str, int]) -> None:
+        self._manager, self._worker_id, self._options = manager, worker_id, options
+        self._latencies = Latencies()
+
+    async def ping(self) -> None:
+        """Answer once the process is up."""
+
+    async def run(self, batched: bool) -> dict[str, list[float]]:
+        """Claim and finish until the manager is closed; returns the latencies."""
+        while claims := await self._claim(self._options["batch"] * self._options["group"]):
+            await (self._finish_batched(claims) if batched else self._finish_each(claims))
+        return self._latencies.samples
+
+    async def _claim(self, free_slots: int) -> list[Claim]:
+        return await self._latencies.timed(
+            "claim", self._manager.claim.remote(self._worker_id, free_slots, CALL_TIMEOUT_S)
+        )
+
+    async def _finish_batched(self, claims: list[Claim]) -> None:
+        groups = [(claim, summaries(claim)) for claim in claims]
+        await self._latencies.timed("finish_many", self._manager.finish_many.remote(groups))
+
+    async def _finish_each(self, claims: list[Claim]) -> None:
+        calls = [self._manager.finish.remote(claim, summaries(claim)) for claim in claims]
+        await asyncio.gather(*(self._latencies.timed("finish", call) for call in calls))
+
+
+def num_transitions(now: QueueStatistics) -> int:
+    """Transitions since the start of a run without failures."""
+    return now.admitted + (now.admitted - now.pending) + (now.done + now.taken) + now.taken
+
+
+async def train(manager: Any, options: argparse.Namespace, seconds: float) -> dict[str, list[float]]:
+    """Take and admit as the trainer does, keeping `options.prompts` in flight."""
+    latencies, admitted, deadline = Latencies(), options.prompts, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        result = await latencies.timed("take_batch", manager.take_batch.remote(options.take, CALL_TIMEOUT_S))
+        fresh = make_prompts(admitted, len(result.groups), options.group)
+        await latencies.timed("admit", manager.admit.remote(fresh))
+        admitted += len(fresh)
+    return latencies.samples
+
+
+async def measure(options: argparse.Namespace, batched: bool) -> dict[str, Any]:
+    """One run through a fresh actor."""
+    actor_class: Any = ray.remote(MeasuredManager).options(**ACTOR_OPTIONS)
+    manager = actor_class.remote(options.prompts, 2, metrics=ManagerMetrics)
+    shape = {"batch": options.batch, "group": options.group}
+    client_class: Any = ray.remote(Client).options(num_cpus=0)
+    clients = [client_class.remote(manager, f"w{index}", shape) for index in range(options.clients)]
+    empty = await manager.usage.remote()
+    await manager.admit.remote(make_prompts(0, options.prompts, options.group))
+    await asyncio.gather(*(client.ping.remote() for client in clients))
+    before, usage_before, started = await manager.statistics.remote(), await manager.usage.remote(), time.monotonic()
+    running = [client.run.remote(batched) for client in clients]
+    samples = [await train(manager, options, options.seconds)]
+    elapsed_s = time.monotonic() - started
+    after, usage = await manager.statistics.remote(), await manager.usage.remote()
+    # Only now: a trainer whose workers stop before it does would wait for its last batch.
+    await manager.close.remote("measured")
+    samples += await asyncio.gather(*running)
+    count, cpu_s = num_transitions(after) - num_transitions(before), usage["cpu_s"] - usage_before["cpu_s"]
+    for actor in (manager, *clients):
+        ray.kill(actor)
+    return {
+        "transitions_per_s": round(count / elapsed_s),
+        "per_actor_cpu_s": round(count / cpu_s),
+        "actor_cpu_share": round(cpu_s / elapsed_s, 2),
+        "conserved": after.conserved,
+        "in_flight": after.in_flight,
+        "latency_ms": percentiles(samples),
+        "rss_mib": round(usage["rss_bytes"] / MEBIBYTE),
+        "rss_over_empty_mib": round((usage["rss_bytes"] - empty["rss_bytes"]) / MEBIBYTE),
+        "retired_uids": after.taken,
+    }
+
+
+def percentiles(samples: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """p50, p95, p99 and count per method over all clients."""
+    merged: dict[str, list[float]] = {}
+    for part in samples:
+        for method, values in part.items():
+            merged.setdefault(method, []).extend(values)
+    return {method: _percentiles(sorted(values)) for method, values in sorted(merged.items())}
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    rank = {f"p{p}": round(values[min(len(values) - 1, len(values) * p // 100)], 2) for p in PERCENTILES}
+    return {**rank, "calls": len(values)}
+
+
+def measure_pure(options: argparse.Namespace) -> dict[str, Any]:
+    """The queue alone, same pattern, no serialisation."""
+    queue = PromptQueue(options.prompts, 2, time.monotonic)
+    queue.admit(make_prompts(0, options.prompts, options.group))
+    before, admitted, started = num_transitions(queue.statistics()), options.prompts, time.perf_counter()
+    busy_s = 0.0
+    while time.perf_counter() - started < options.seconds / 2:
+        fresh = make_prompts(admitted, options.batch, options.group)
+        group = summaries(Claim("x", 0, "w", options.group, 0, 1))
+        admitted += options.batch
+        lap = time.perf_counter()
+        for claim in queue.claim("w0", options.batch * options.group):
+            queue.finish(claim, group)
+        queue.take(options.batch)
+        queue.admit(fresh)
+        busy_s += time.perf_counter() - lap
+    return {"transitions_per_s": round((num_transitions(queue.statistics()) - before) / busy_s)}
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=10_000, help="prompts in flight (default: %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="trajectories per prompt (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=2, help="worker processes (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="prompts per claim or finish_many (default: %(default)s)")
+    parser.add_argument("--take", type=int, default=256, help="groups per training batch (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each row (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run all rows and print them."""
+    options = parse()
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    result = {
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "load_average_at_start": os.getloadavg()[0],
+        "options": {key: value for key, value in vars(options).items() if key != "json"},
+        "pure": measure_pure(options),
+        "single": asyncio.run(measure(options, batched=False)),
+        "batched": asyncio.run(measure(options, batched=True)),
+    }
+    ray.shutdown()
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

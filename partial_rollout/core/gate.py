@@ -1,0 +1,204 @@
+"""Admission gate of one engine: who may enter, who waits, who is inside. Pure: no clock, no event loop.
+
+              close                 drained
+    OPEN ---------------> DRAINING ---------> CLOSED
+      ^                                          |
+      +------------------- open -----------------+      (epoch + 1)
+
+A request parks first (`park`), asks `verdict` as often as it likes, and on PASS is admitted in the same breath: no
+await may lie between the two. Capacity is charged by `admit`, freed by `leave`. The verdict depends on the state now,
+never on an opening that happened while the request waited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from partial_rollout.errors import IllegalTransition
+
+
+class GateState(str, Enum):
+    """State of the gate."""
+
+    OPEN = "open"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class GateEvent(str, Enum):
+    """What can happen to the gate."""
+
+    CLOSE = "close"
+    DRAINED = "drained"
+    OPEN = "open"
+
+
+class Verdict(str, Enum):
+    """Answer to a waiting request."""
+
+    PASS = "pass"
+    WAIT = "wait"
+    REJECT = "reject"
+
+
+TRANSITIONS: dict[tuple[GateState, GateEvent], GateState] = {
+    (GateState.OPEN, GateEvent.CLOSE): GateState.DRAINING,
+    (GateState.DRAINING, GateEvent.CLOSE): GateState.DRAINING,
+    (GateState.CLOSED, GateEvent.CLOSE): GateState.CLOSED,
+    (GateState.DRAINING, GateEvent.DRAINED): GateState.CLOSED,
+    (GateState.CLOSED, GateEvent.OPEN): GateState.OPEN,
+    (GateState.OPEN, GateEvent.OPEN): GateState.OPEN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One request's stay at the gate; the number is unique, the request id need not be."""
+
+    number: int
+    request_id: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateStatistics:
+    """Counts at one moment."""
+
+    state: GateState
+    epoch: int
+    """Number of openings after the first one."""
+    in_flight: int
+    """Admitted requests that have not left, `arriving` included."""
+    arriving: int
+    """Admitted requests that the engine has not yet confirmed."""
+    parked: int
+    oldest_in_flight_s: float = 0.0
+    oldest_in_flight_id: str = ""
+    oldest_parked_s: float = 0.0
+    oldest_parked_id: str = ""
+
+
+class Gate:
+    """The gate. Times are passed in, in seconds of any monotonic clock."""
+
+    def __init__(self) -> None:
+        """Start open, in epoch 0, with nobody inside."""
+        self.state = GateState.OPEN
+        self.epoch = 0
+        self._rejecting = False
+        self._next_number = 0
+        # Insertion order is arrival order, so the first entry is the oldest.
+        self._parked: dict[int, Ticket] = {}
+        self._arriving: dict[int, Ticket] = {}
+        self._in_flight: dict[int, Ticket] = {}
+
+    def park(self, request_id: str, now_s: float) -> Ticket:
+        """Let a request wait; it is parked until `admit` or `unpark`."""
+        ticket = Ticket(self._next_number, request_id, now_s)
+        self._next_number += 1
+        self._parked[ticket.number] = ticket
+        return ticket
+
+    def verdict(self, ticket: Ticket) -> Verdict:
+        """Answer a parked request for this very moment."""
+        if ticket.number not in self._parked:
+            raise IllegalTransition(f"request {ticket.request_id!r} is not parked at the gate: it cannot ask to pass")
+        if self._rejecting:
+            return Verdict.REJECT
+        return Verdict.PASS if self.state is GateState.OPEN else Verdict.WAIT
+
+    def may_pass(self, ticket: Ticket) -> bool:
+        """Whether `admit` is allowed now."""
+        return self.verdict(ticket) is Verdict.PASS
+
+    def unpark(self, ticket: Ticket) -> None:
+        """Forget a parked request that was rejected or gave up."""
+        if self._parked.pop(ticket.number, None) is None:
+            raise IllegalTransition(f"request {ticket.request_id!r} is not parked at the gate: it cannot unpark")
+
+    def admit(self, ticket: Ticket, now_s: float) -> None:
+        """Move a parked request inside.
+
+        Raises:
+            IllegalTransition: the gate would not let it pass now.
+        """
+        if not self.may_pass(ticket):
+            raise IllegalTransition(f"gate {self.state.value}: request {ticket.request_id!r} may not be admitted")
+        del self._parked[ticket.number]
+        entered = Ticket(ticket.number, ticket.request_id, now_s)
+        self._in_flight[ticket.number] = self._arriving[ticket.number] = entered
+
+    def arrived(self, ticket: Ticket) -> None:
+        """Note that the engine holds the request; a drain may rely on that from here on."""
+        if self._arriving.pop(ticket.number, None) is None:
+            raise IllegalTransition(f"request {ticket.request_id!r} is not on its way to the engine")
+
+    def leave(self, ticket: Ticket) -> None:
+        """Free the request's place, wherever it had come to."""
+        if self._in_flight.pop(ticket.number, None) is None:
+            raise IllegalTransition(f"request {ticket.request_id!r} is not in flight: it cannot leave")
+        self._arriving.pop(ticket.number, None)
+
+    def close(self) -> None:
+        """Stop admissions; parked requests wait again, even after `reject`. Repeating it is allowed."""
+        self._step(GateEvent.CLOSE)
+        self._rejecting = False
+
+    def drained(self) -> None:
+        """Finish closing.
+
+        Raises:
+            IllegalTransition: requests are still in flight, or the gate was not draining.
+        """
+        if self._in_flight:
+            raise IllegalTransition(f"gate {self.state.value}: drained with {self.in_flight_ids()[:8]} in flight")
+        self._step(GateEvent.DRAINED)
+
+    def open(self) -> None:
+        """Admit again and start a new epoch; on an open gate only an earlier `reject` is taken back."""
+        if self._step(GateEvent.OPEN) is GateState.CLOSED:
+            self.epoch += 1
+        self._rejecting = False
+
+    def reject(self) -> int:
+        """Refuse every parked and coming request until the next `open` or `close`; return how many are parked."""
+        self._rejecting = True
+        return len(self._parked)
+
+    @property
+    def num_arriving(self) -> int:
+        """Admitted requests not yet confirmed by the engine."""
+        return len(self._arriving)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Admitted requests that have not left."""
+        return len(self._in_flight)
+
+    def in_flight_ids(self) -> list[str]:
+        """Ids of the admitted requests, oldest first."""
+        return [ticket.request_id for ticket in self._in_flight.values()]
+
+    def statistics(self, now_s: float) -> GateStatistics:
+        """Counts and the longest waits at `now_s`."""
+        inside, waiting = next(iter(self._in_flight.values()), None), next(iter(self._parked.values()), None)
+        return GateStatistics(
+            state=self.state,
+            epoch=self.epoch,
+            in_flight=len(self._in_flight),
+            arriving=len(self._arriving),
+            parked=len(self._parked),
+            oldest_in_flight_s=now_s - inside.since_s if inside else 0.0,
+            oldest_in_flight_id=inside.request_id if inside else "",
+            oldest_parked_s=now_s - waiting.since_s if waiting else 0.0,
+            oldest_parked_id=waiting.request_id if waiting else "",
+        )
+
+    def _step(self, event: GateEvent) -> GateState:
+        """Take one row of the table; return the state before."""
+        before = self.state
+        if (before, event) not in TRANSITIONS:
+            raise IllegalTransition(f"gate {before.value}: event {event.value!r} is not allowed")
+        self.state = TRANSITIONS[before, event]
+        return before

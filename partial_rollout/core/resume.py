@@ -1,0 +1,173 @@
+"""One generation that may be interrupted: what was produced, what to ask for next, when it is finished. Pure.
+
+    next_request -> (engine) -> add(segment) --+--> finished
+         ^                                     |
+         +------- "aborted", budget left ------+
+
+The token budget is one number for the whole generation, so the sum of all segments is what an uninterrupted request
+could have produced, and never more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partial_rollout.errors import InternalError, ResumeStalled
+from partial_rollout.types import VersionSpan
+
+ABORTED = "aborted"
+"""Stop reason of an interrupted segment."""
+LENGTH = "length"
+"""Stop reason given here when an interruption fell on the last token of the budget."""
+STOPPED = "completed"
+"""Stop reason verl's server gives when the engine stopped by itself, at a stop token or at the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one request to the engine returned."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    """One per token, or None when none were asked for."""
+    stop_reason: str | None
+    version: int
+    """Weight version that sampled the tokens."""
+    epoch: int
+    """Epoch of the gate the request passed; unequal epochs mean that the gate was closed in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRequest:
+    """What to ask the engine for next."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    min_tokens: int
+    is_resumption: bool
+
+
+class ResumableGeneration:
+    """Stitches segments into one response."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        *,
+        min_tokens: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start with an empty response; `max_new_tokens` is the budget of all segments together, at least 1."""
+        if max_new_tokens < 1:
+            raise InternalError(f"max_new_tokens={max_new_tokens}: a generation needs a budget of at least 1 token")
+        self.prompt_ids = prompt_ids
+        self.max_new_tokens = max_new_tokens
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] | None = None
+        self.spans: list[VersionSpan] = []
+        self.stop_reason: str | None = None
+        self.num_interruptions = 0
+        self.num_reprefilled_tokens = 0
+        self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._num_segments = 0
+        self._last_version = 0
+        self._stalled_epoch: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response is complete."""
+        return self.stop_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left in the budget."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest weight version in the response; the last one seen if it is empty."""
+        return min((span.version for span in self.spans), default=self._last_version)
+
+    @property
+    def max_version(self) -> int:
+        """Newest weight version in the response; the last one seen if it is empty."""
+        return max((span.version for span in self.spans), default=self._last_version)
+
+    def next_request(self) -> SegmentRequest:
+        """Ask for the rest, continuing after the tokens so far.
+
+        Raises:
+            InternalError: the generation is finished.
+        """
+        if self.finished:
+            raise InternalError(f"a generation that ended with {self.stop_reason!r} asks for nothing more")
+        return SegmentRequest(
+            prompt_ids=self.prompt_ids + self.token_ids,
+            max_tokens=self.remaining,
+            min_tokens=max(0, self._min_tokens - len(self.token_ids)),
+            is_resumption=self._num_segments > 0,
+        )
+
+    def add(self, segment: Segment) -> bool:
+        """Append a segment and say whether the response is complete.
+
+        Raises:
+            InternalError: log-probs are missing or too many, or the segment exceeds the budget.
+            ResumeStalled: interrupted twice without a token and without the gate having closed in between.
+        """
+        self._check(segment)
+        self.token_ids.extend(segment.token_ids)
+        self._add_log_probs(segment)
+        self._add_span(segment)
+        self._num_segments += 1
+        self._last_version = segment.version
+        self.stop_reason = self._stop_reason(segment)
+        if segment.stop_reason == ABORTED and not self.finished:
+            self._interrupted(segment)
+        return self.finished
+
+    def _check(self, segment: Segment) -> None:
+        if self.finished:
+            raise InternalError(f"a segment arrived after the generation ended with {self.stop_reason!r}")
+        if len(segment.token_ids) > self.remaining:
+            raise InternalError(f"a segment of {len(segment.token_ids)} tokens exceeds the budget of {self.remaining}")
+        if segment.log_probs is not None and len(segment.log_probs) != len(segment.token_ids):
+            raise InternalError(f"{len(segment.log_probs)} log-probs for {len(segment.token_ids)} tokens")
+        if segment.token_ids and len(self.token_ids) and (segment.log_probs is None) != (self.log_probs is None):
+            raise InternalError("some segments have log-probs and some have none")
+
+    def _add_log_probs(self, segment: Segment) -> None:
+        # An interruption before the first token carries no log-probs, whatever was asked for.
+        if segment.log_probs is not None:
+            self.log_probs = (self.log_probs or []) + segment.log_probs
+
+    def _add_span(self, segment: Segment) -> None:
+        num_tokens = len(segment.token_ids)
+        if num_tokens == 0:
+            return
+        if self.spans and self.spans[-1].version == segment.version:
+            num_tokens += self.spans.pop().num_tokens
+        self.spans.append(VersionSpan(segment.version, num_tokens))
+
+    def _stop_reason(self, segment: Segment) -> str | None:
+        if segment.stop_reason != ABORTED:
+            return segment.stop_reason or STOPPED
+        if self.remaining == 0:
+            return LENGTH
+        ends_in_stop = bool(segment.token_ids) and segment.token_ids[-1] in self._stop_token_ids
+        return STOPPED if ends_in_stop and len(self.token_ids) > self._min_tokens else None
+
+    def _interrupted(self, segment: Segment) -> None:
+        self.num_interruptions += 1
+        self.num_reprefilled_tokens += len(self.prompt_ids) + len(self.token_ids)
+        if segment.token_ids:
+            self._stalled_epoch = None
+        elif self._stalled_epoch == segment.epoch:
+            raise ResumeStalled(
+                f"interrupted twice in epoch {segment.epoch} after {len(self.token_ids)} of {self.max_new_tokens} "
+                f"tokens (prompt {len(self.prompt_ids)}): nothing was generated and the gate did not close in between"
+            )
+        else:
+            self._stalled_epoch = segment.epoch

@@ -1,0 +1,196 @@
+"""The client an agent loop calls: it resumes interrupted generations by itself, so that nobody above notices."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from ray.exceptions import RayActorError
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from partial_rollout.core.resume import ResumableGeneration, Segment
+from partial_rollout.errors import ConfigError, EngineDead, RunEnded
+
+if TYPE_CHECKING:
+    import ray.actor
+
+UNRESUMABLE = (
+    "stop",
+    "bad_words",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured_outputs",
+    "repetition_detection",
+    "thinking_token_budget",
+)
+"""Sampling parameters whose state in the engine covers the response only; a resumed request would start it afresh."""
+_SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
+
+
+class ResumingLLMServerClient(LLMServerClient):
+    """LLMServerClient whose `generate` returns complete responses, whatever happens to the gate meanwhile.
+
+    Holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
+    """
+
+    _closed = False
+
+    def close(self) -> None:
+        """Let every generation of this copy end with RunEnded at its next interruption, and start none."""
+        self._closed = True
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
+    ) -> TokenOutput:
+        """Generate one response; arguments as in verl's `LLMServerClient.generate`.
+
+        `extra_fields` of the result: global_steps, min_global_steps, max_global_steps, num_interruptions,
+        num_reprefilled_tokens, version_spans (list of [version, num_tokens]), num_cached_tokens (first segment's).
+
+        Raises:
+            ConfigError: a sampling parameter that cannot be resumed exactly.
+            RunEnded: the run is over.
+            EngineDead: the server or its engine died; names it.
+            ResumeStalled: interrupted twice without progress and without a closed gate in between.
+        """
+        _refuse_unresumable(sampling_params)
+        prompt_ids = normalize_token_ids(prompt_ids)
+        generation = ResumableGeneration(
+            prompt_ids,
+            self._budget(len(prompt_ids), sampling_params),
+            min_tokens=sampling_params.get("min_tokens", 0),
+            stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
+        )
+        merged = MergedFields()
+        while not generation.finished:
+            output = await self._generate_segment(request_id, generation, sampling_params, inputs)
+            merged.add(output)
+            generation.add(_segment(output))
+        return merged.complete(generation)
+
+    async def _generate_segment(
+        self,
+        request_id: str,
+        generation: ResumableGeneration,
+        sampling_params: dict[str, Any],
+        inputs: dict[str, Any],
+    ) -> TokenOutput:
+        if self._closed:
+            raise RunEnded(f"request {request_id!r}: the client is closed")
+        request = generation.next_request()
+        options = {"is_resumption": True} if request.is_resumption else {}
+        try:
+            output = await super().generate(
+                request_id,
+                prompt_ids=request.prompt_ids,
+                sampling_params=_segment_params(sampling_params, generation),
+                **inputs,
+                **options,
+            )
+        except RayActorError as error:
+            raise EngineDead(f"server {_SERVER_ID.get()} died while it held request {request_id!r}: {error}") from error
+        if output.extra_fields.get("rejected"):
+            raise RunEnded(f"request {request_id!r}: turned away by server {_SERVER_ID.get()}")
+        return output
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+        server_id, handle = await super()._acquire_server(request_id, **extra)
+        _SERVER_ID.set(server_id)
+        return server_id, handle
+
+    def _budget(self, prompt_len: int, sampling_params: dict[str, Any]) -> int:
+        """Tokens of the whole response: the caller's limit, else verl's server default, within the context."""
+        rollout = self.config.actor_rollout_ref.rollout
+        budget = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
+        if budget is None:
+            total = rollout.prompt_length + rollout.response_length
+            budget = min(rollout.response_length, total - prompt_len)
+        if rollout.max_model_len is not None:
+            budget = min(budget, rollout.max_model_len - prompt_len)
+        return max(1, budget)
+
+
+class MergedFields:
+    """What verl's TokenOutput carries beside tokens, over all segments."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._last: TokenOutput | None = None
+        self._num_cached_tokens: int | None = None
+        self._num_preempted: int | None = None
+        self._routed_experts: Any = None
+
+    def add(self, output: TokenOutput) -> None:
+        """Take in one segment."""
+        if self._last is None:
+            self._num_cached_tokens = output.extra_fields.get("num_cached_tokens")
+        self._last = output
+        if output.num_preempted is not None:
+            self._num_preempted = (self._num_preempted or 0) + output.num_preempted
+        if output.routed_experts is not None and output.token_ids:
+            self._add_routed_experts(output)
+
+    def _add_routed_experts(self, output: TokenOutput) -> None:
+        # A segment reports prompt and response; what the tokens before it were routed by stands already.
+        if self._routed_experts is None:
+            self._routed_experts = output.routed_experts
+        else:
+            new = output.routed_experts[-len(output.token_ids) :]
+            self._routed_experts = np.concatenate([self._routed_experts, new])
+
+    def complete(self, generation: ResumableGeneration) -> TokenOutput:
+        """Build the result of a finished generation."""
+        fields = dict(self._last.extra_fields) if self._last else {}
+        fields.pop("gate_epoch", None)
+        fields |= {
+            "global_steps": generation.max_version,
+            "min_global_steps": generation.min_version,
+            "max_global_steps": generation.max_version,
+            "num_interruptions": generation.num_interruptions,
+            "num_reprefilled_tokens": generation.num_reprefilled_tokens,
+            "version_spans": [[span.version, span.num_tokens] for span in generation.spans],
+            "num_cached_tokens": self._num_cached_tokens,
+        }
+        return TokenOutput(
+            token_ids=generation.token_ids,
+            log_probs=generation.log_probs,
+            routed_experts=self._routed_experts,
+            stop_reason=generation.stop_reason,
+            num_preempted=self._num_preempted,
+            extra_fields=fields,
+        )
+
+
+def _refuse_unresumable(sampling_params: dict[str, Any]) -> None:
+    for key in UNRESUMABLE:
+        if sampling_params.get(key):
+            raise ConfigError(
+                f"sampling parameter {key}={sampling_params[key]!r} cannot be resumed exactly after an interruption; "
+                "leave it out, or run without partial rollout"
+            )
+
+
+def _segment_params(sampling_params: dict[str, Any], generation: ResumableGeneration) -> dict[str, Any]:
+    """Sampling parameters of the next segment; the caller's own dict stays as it is."""
+    request = generation.next_request()
+    params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
+    params["max_tokens"] = request.max_tokens
+    if "min_tokens" in params:
+        params["min_tokens"] = request.min_tokens
+    if params.get("seed") is not None:
+        # The same seed again would draw the same random numbers as the first tokens did.
+        params["seed"] += len(generation.token_ids)
+    return params
+
+
+def _segment(output: TokenOutput) -> Segment:
+    return Segment(
+        token_ids=output.token_ids,
+        log_probs=output.log_probs,
+        stop_reason=output.stop_reason,
+        version=output.extra_fields["global_steps"],
+        epoch=output.extra_fields["gate_epoch"],
+    )

@@ -1,0 +1,110 @@
+"""Replicas for verl's registry: one with the gate, and one that only makes verl's own modes work on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import ray
+from verl.utils.device import get_device_name
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+from partial_rollout.errors import PartialRolloutError, WaitTimeout
+from partial_rollout.rollout.server import CONTROL_GROUP, ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.rollout.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from partial_rollout.rollout.statistics import RolloutStatistics
+
+NAME = "vllm"
+"""verl asks for rollout.name == "vllm" in many places, so the replacement keeps the name."""
+NUM_CONTROL_CALLS = 64
+"""Control calls that one server runs at the same time."""
+MIN_GENERATE_CONCURRENCY = 4096
+"""Requests one server holds, parked ones included; more wait in Ray, which delays only themselves."""
+MARGIN_S = 10.0
+"""A server's own deadline passes first, because its error knows more."""
+
+
+class PartialRolloutReplica(vLLMReplica):
+    """vLLMReplica whose servers have a gate; every call is awaited, on every server, with a deadline."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what vLLMReplica takes."""
+        super().__init__(*args, **kwargs)
+        self.settings = ServerSettings.from_custom(self.config.custom)
+        self.server_class = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})(PartialRolloutServer)
+
+    @property
+    def max_concurrency(self) -> int:
+        """Concurrency of `generate`; control calls have their own."""
+        return max(MIN_GENERATE_CONCURRENCY, super().max_concurrency)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Close the gates, interrupt and drain.
+
+        Raises:
+            DrainTimeout: requests are left in an engine; names them.
+            WaitTimeout: a server did not answer.
+        """
+        limit_s = self.settings.drain_s + MARGIN_S
+        results = await self._on_all("abort_all_requests", limit_s=limit_s, reject_request=reject_request)
+        request_ids = [request_id for result in results for request_id in result["request_ids"]]
+        return {"aborted_count": len(request_ids), "request_ids": request_ids, "server_results": results}
+
+    async def resume_generation(self) -> None:
+        """Resume the engine, then open the gates (in this order over all nodes, as data-parallel engines need it)."""
+        await self._on_all("resume_engine_generation", limit_s=self.settings.resume_s)
+        await self._on_all("open_submission_gate", limit_s=self.settings.resume_s)
+
+    async def reject_parked(self) -> int:
+        """Turn away all waiting requests; return how many there were."""
+        return sum(await self._on_all("reject_parked", limit_s=self.settings.call_s))
+
+    async def statistics(self) -> list[RolloutStatistics]:
+        """One entry for each server."""
+        return await self._on_all("rollout_statistics", limit_s=self.settings.call_s)
+
+    async def shutdown(self) -> None:
+        """End engines and HTTP servers, then the server actors; the replica cannot be used again."""
+        try:
+            await self._on_all("shutdown", limit_s=2 * ENGINE_STOP_S + MARGIN_S)
+        finally:
+            for server in self.servers:
+                ray.kill(server)
+            self.servers.clear()
+
+    async def _on_all(self, method: str, *, limit_s: float, **kwargs: Any) -> list[Any]:
+        """Call a control method on every server and wait for all answers."""
+        refs = [getattr(server, method).remote(**kwargs) for server in self.servers]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*refs), limit_s)
+        except asyncio.TimeoutError as error:  # noqa: UP041 - not the built-in one on Python 3.10
+            if isinstance(error, PartialRolloutError):
+                raise
+            raise WaitTimeout(
+                f"replica {self.replica_rank}: {method} was not answered by all {len(refs)} server(s) "
+                f"within {limit_s:g} s"
+            ) from None
+
+
+class CpuReplica(vLLMReplica):
+    """verl's replica with weight updates that work on vLLM's CPU backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what vLLMReplica takes."""
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(CpuServer)
+
+
+def register_replicas(partial_rollout: bool) -> None:
+    """Choose the replica class that verl creates for rollout.name=vllm in this process.
+
+    With partial rollout it is ours; without it verl's own, except on a CPU, where verl's cannot update weights.
+    """
+    if partial_rollout:
+        RolloutReplicaRegistry.register(NAME, lambda: PartialRolloutReplica)
+    else:
+        plain = CpuReplica if get_device_name() == "cpu" else vLLMReplica
+        RolloutReplicaRegistry.register(NAME, lambda: plain)

@@ -1,0 +1,293 @@
+"""verl's vLLM server with a gate that cannot leak.
+
+Two Ray concurrency groups, and so two event-loop threads:
+
+| group            | runs                          | waits for                  | unblocked by            |
+|------------------|-------------------------------|----------------------------|-------------------------|
+| (default)        | launch_server, generate, HTTP | the gate, the engine       | control: resume, reject |
+| control          | everything else that is awaited by a trainer | the engine, a drain | engine, deadlines |
+
+AsyncLLM and the gate belong to the default group's loop, where the engine was launched; a control call hops there. So
+parked requests can use up their own group's concurrency without stopping the call that would free them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from partial_rollout.core.resume import ABORTED, STOPPED
+from partial_rollout.errors import DataError, EngineDead, WaitTimeout
+from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
+from partial_rollout.rollout.settings import ServerSettings
+from partial_rollout.rollout.statistics import RolloutStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CONTROL_GROUP = "control"
+WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
+ENGINE_STOP_S = 20.0
+"""An engine core gets this long to end by itself before it is killed."""
+INITIAL_VERSION = 0
+"""Weight version before the first update: what the engine loaded by itself."""
+
+
+def control(base: Callable[..., Awaitable[Any]]) -> Any:
+    """Run an inherited or own coroutine method in the control group, on the engine's loop."""
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    @functools.wraps(base)
+    async def method(self: PartialRolloutServer, *args: Any, **kwargs: Any) -> Any:
+        return await self._on_engine_loop(base(self, *args, **kwargs))
+
+    return method
+
+
+class PartialRolloutServer(vLLMHttpServer):
+    """Server actor of one replica; all state below is touched on the engine's loop only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what vLLMHttpServer takes; the engine starts in `launch_server`."""
+        super().__init__(*args, **kwargs)
+        self._init_gate(ServerSettings.from_custom(self.config.custom))
+
+    def _init_gate(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._admission = Admission()
+        self._control_lock = asyncio.Lock()
+        self._engine_loop: asyncio.AbstractEventLoop | None = None
+        self._num_reprefilled_tokens = 0
+        self._num_aborted = 0
+        self._num_finished = 0
+
+    async def run_server(self, args: Any) -> None:
+        """Start engine and HTTP server, then put the gate in front of the engine."""
+        await super().run_server(args)
+        self._attach_engine(self.engine)
+
+    def _attach_engine(self, engine: AsyncLLM) -> None:
+        self._engine_loop = asyncio.get_running_loop()
+        self.engine = GatedEngine(engine, self._admission)
+
+    async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():
+            return await call
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._engine_loop))
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    async def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        *,
+        is_resumption: bool = False,
+        **inputs: Any,
+    ) -> TokenOutput:
+        """Generate one segment; other arguments and the result as in verl's `vLLMHttpServer.generate`.
+
+        `stop_reason` is "aborted" for an interrupted segment. `extra_fields` holds `global_steps` (the weight version
+        that sampled the tokens), `gate_epoch`, `num_cached_tokens`, and `rejected` for a request turned away.
+
+        Raises:
+            DataError: the prompt leaves no room in the context.
+            EngineDead: the engine process is gone.
+        """
+        full = self._answer_full_context(len(prompt_ids), is_resumption)
+        if full is not None:
+            return full
+        ticket = await self._admission.enter(request_id)
+        if ticket is None:
+            return self._empty_output(ABORTED, rejected=True)
+        version, epoch = self._version, self._admission.epoch
+        reset = CURRENT_TICKET.set(ticket)
+        try:
+            output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
+        except EngineDeadError as error:
+            raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
+        finally:
+            CURRENT_TICKET.reset(reset)
+            self._admission.leave(ticket)
+        output.extra_fields |= {"global_steps": version, "gate_epoch": epoch}
+        self._count(output, len(prompt_ids), is_resumption)
+        return output
+
+    def _answer_full_context(self, prompt_len: int, is_resumption: bool) -> TokenOutput | None:
+        """A resumed request that has filled the context is complete; a fresh one that has is an error."""
+        room = self.config.max_model_len - prompt_len
+        if room >= 1:
+            return None
+        if is_resumption:
+            return self._empty_output(STOPPED)
+        raise DataError(f"a prompt of {prompt_len} tokens leaves no room in max_model_len={self.config.max_model_len}")
+
+    def _engine_params(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """Stream deltas and skip what only text needs; verl hands unknown keys to vLLM's SamplingParams."""
+        return {
+            "output_kind": self._output_kind,
+            "detokenize": bool(sampling_params.get("stop")),
+            **sampling_params,
+        }
+
+    def _empty_output(self, stop_reason: str, **fields: Any) -> TokenOutput:
+        fields |= {"global_steps": self._version, "gate_epoch": self._admission.epoch}
+        return TokenOutput(token_ids=[], stop_reason=stop_reason, extra_fields=fields)
+
+    def _count(self, output: TokenOutput, prompt_len: int, is_resumption: bool) -> None:
+        if output.stop_reason == ABORTED:
+            self._num_aborted += 1
+        else:
+            self._num_finished += 1
+        if is_resumption and output.token_ids:
+            self._num_reprefilled_tokens += prompt_len - (output.extra_fields.get("num_cached_tokens") or 0)
+
+    @property
+    def _output_kind(self) -> RequestOutputKind:
+        """Deltas, except for what vLLM reports with a request's last output and loses when it merges deltas."""
+        mtp = self.config.mtp
+        if self.config.enable_rollout_routing_replay or (mtp is not None and mtp.enable and mtp.enable_rollout):
+            return RequestOutputKind.FINAL_ONLY
+        return RequestOutputKind.DELTA
+
+    @property
+    def _version(self) -> int:
+        return INITIAL_VERSION if self.global_steps is None else self.global_steps
+
+    @property
+    def _name(self) -> str:
+        return f"replica {self.replica_rank} node {self.node_rank} ({self._server_address}:{self._server_port})"
+
+    # ---- gate -------------------------------------------------------------------------------------------------------
+
+    @control
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """Close the gate, interrupt every request and wait until all have left; repeating it is allowed.
+
+        Args:
+            reset_prefix_cache: forget the KV cache, as new weights demand.
+            reject_request: turn waiting and coming requests away instead of parking them.
+
+        Returns:
+            verl's `{"aborted_count", "request_ids"}`.
+
+        Raises:
+            DrainTimeout: requests are left after `drain_s`; names them.
+        """
+        if self.node_rank != 0:
+            return {"aborted_count": 0, "request_ids": []}
+
+        async def pause() -> None:
+            await self.engine.pause_generation(mode="abort", clear_cache=reset_prefix_cache)
+
+        async with self._control_lock:
+            request_ids = await self._admission.close_and_drain(pause, self.settings.drain_s)
+            if reject_request:
+                self._admission.reject()
+        return {"aborted_count": len(request_ids), "request_ids": request_ids}
+
+    @control
+    async def resume_engine_generation(self) -> None:
+        """Let the engine schedule again; the gate stays as it is."""
+        if self.node_rank == 0:
+            await self.engine.resume_generation()
+
+    @control
+    async def open_submission_gate(self) -> None:
+        """Admit parked and coming requests.
+
+        Raises:
+            IllegalTransition: a drain has not finished.
+        """
+        async with self._control_lock:
+            self._admission.open_nowait()
+
+    @control
+    async def resume_generation(self) -> None:
+        """Resume the engine, then open the gate."""
+        await self.resume_engine_generation()
+        await self.open_submission_gate()
+
+    @control
+    async def reject_parked(self) -> int:
+        """Turn away all waiting and coming requests until the gate moves again; return how many were waiting."""
+        return self._admission.reject()
+
+    @control
+    async def rollout_statistics(self) -> RolloutStatistics:
+        """Counts of this server."""
+        gate = self._admission.statistics()
+        return RolloutStatistics(
+            replica_rank=self.replica_rank,
+            gate=gate,
+            version=self._version,
+            parked=gate.parked,
+            running=gate.in_flight,
+            mean_running=self._admission.mean_running(),
+            num_generated_tokens=self.engine.num_generated_tokens if self.node_rank == 0 else 0,
+            num_reprefilled_tokens=self._num_reprefilled_tokens,
+            num_aborted=self._num_aborted,
+            num_finished=self._num_finished,
+            last_drain_s=self._admission.last_drain_s,
+        )
+
+    @control
+    async def shutdown(self) -> None:
+        """Turn everybody away, stop the HTTP server and end the engine's processes.
+
+        Raises:
+            WaitTimeout: the engine did not end in time.
+        """
+        self._admission.reject()
+        if self.node_rank != 0:
+            return
+        self._server_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._server_task
+        stop = asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_STOP_S)
+        try:
+            await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
+            raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
+
+    # ---- the rest of verl's control calls ---------------------------------------------------------------------------
+
+    collective_rpc = control(vLLMHttpServer.collective_rpc)
+    wake_up = control(vLLMHttpServer.wake_up)
+    sleep = control(vLLMHttpServer.sleep)
+    clear_kv_cache = control(vLLMHttpServer.clear_kv_cache)
+    release_kv_cache = control(vLLMHttpServer.release_kv_cache)
+    resume_kv_cache = control(vLLMHttpServer.resume_kv_cache)
+    set_global_steps = control(vLLMHttpServer.set_global_steps)
+    wait_for_requests_to_drain = control(vLLMHttpServer.wait_for_requests_to_drain)
+    abort_request = control(vLLMHttpServer.abort_request)
+    start_profile = control(vLLMHttpServer.start_profile)
+    stop_profile = control(vLLMHttpServer.stop_profile)
+
+    # ---- verl's hooks -----------------------------------------------------------------------------------------------
+
+    def _get_worker_extension_cls(self) -> str:
+        return WORKER_EXTENSION
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs.setdefault("stream_interval", self.settings.stream_interval)
+
+
+class CpuServer(vLLMHttpServer):
+    """verl's own server; only the worker extension differs, because vLLM's CPU layers cannot be loaded in place."""
+
+    def _get_worker_extension_cls(self) -> str:
+        return WORKER_EXTENSION

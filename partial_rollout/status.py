@@ -1,0 +1,108 @@
+"""`python -m partial_rollout.status`: the queues of a running job, from any shell that reaches its Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from partial_rollout.config import ManagerConfig
+from partial_rollout.errors import ClusterError
+from partial_rollout.observability.status_view import format_status, status_json
+
+if TYPE_CHECKING:
+    from partial_rollout.types import ManagerStatus
+
+EXIT_NOT_FOUND = 2
+"""No cluster, no manager, or no answer; the same code argparse uses for a wrong command line."""
+
+ANSWER_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 5.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the status once, or again every `--watch` seconds; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _connect(options.address)
+        _show(options)
+    except ClusterError as error:
+        print(f"partial_rollout.status: {error}", file=sys.stderr)
+        return EXIT_NOT_FOUND
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = ManagerConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m partial_rollout.status", description="Show the prompt queues of a running partial-rollout job."
+    )
+    parser.add_argument("--address", default="auto", help="Ray cluster, host:port (default: the one on this machine)")
+    parser.add_argument("--name", default=defaults.name, help="partial_rollout.manager.name (default: %(default)s)")
+    parser.add_argument(
+        "--namespace", default=defaults.namespace, help="partial_rollout.manager.namespace (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
+    parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help="repeat until interrupted")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return seconds
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    _probe(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster at address {address!r}: {error}".splitlines()[0]) from error
+
+
+def _probe(address: str) -> None:
+    """Raise ClusterError for a port where nobody listens: Ray itself retries for more than a minute."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(f"--address {address!r} is not 'auto' or host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"no Ray cluster at address {address!r}: {error}") from error
+
+
+def _show(options: argparse.Namespace) -> None:
+    view = status_json if options.json else format_status
+    print(view(_fetch(options), options.name), flush=True)
+    while options.watch:
+        time.sleep(options.watch)
+        separator = "" if options.json else "\n"
+        print(separator + view(_fetch(options), options.name), flush=True)
+
+
+def _fetch(options: argparse.Namespace) -> ManagerStatus:
+    import ray
+
+    from partial_rollout.runtime.prompt_manager import find_manager
+
+    manager = find_manager(options.name, options.namespace)
+    try:
+        return ray.get(manager.status.remote(), timeout=ANSWER_TIMEOUT_S)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        raise ClusterError(f"prompt manager {options.name!r} did not answer: {type(error).__name__}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What `python -m partial_rollout.status` prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from partial_rollout import status as command
+from partial_rollout.observability.status_view import format_status, status_json
+from partial_rollout.types import ManagerStatus, QueueStatistics, WorkerStatus
+
+BUSY = ManagerStatus(
+    queue=QueueStatistics(
+        admitted=40,
+        pending=3,
+        ongoing=4,
+        done=1,
+        taken=30,
+        dropped={"prompt_too_long": 1, "agent_loop_failed": 1},
+        failed_attempts=2,
+        claimed_trajectories=16,
+        oldest_ongoing_s=12.34,
+        oldest_ongoing_uid="u7",
+        oldest_ongoing_worker="w1",
+    ),
+    capacity=16,
+    workers={"w1": WorkerStatus(5, 8, 2), "w0": WorkerStatus(6, 8)},
+    step=7,
+    weight_version=6,
+    gate="closed",
+    last_failure="u3: ValueError: no",
+)
+IDLE = ManagerStatus(queue=QueueStatistics(0, 0, 0, 0, 0), capacity=16)
+
+
+def test_busy_manager_as_text() -> None:
+    assert format_status(BUSY, "manager").splitlines() == [
+        "manager: step 7, weights 6, gate closed",
+        "  prompts    3 pending, 4 ongoing, 1 done, 30 taken, 2 dropped = 40 admitted",
+        "  in flight  [##########..........] 8 of 16",
+        "  oldest     prompt u7 at w1 for 12.3 s",
+        "  slots      11 of 16 in use, 2 requests parked",
+        "             w0: 6 of 8, 0 parked",
+        "             w1: 5 of 8, 2 parked",
+        "  dropped    1 agent_loop_failed, 1 prompt_too_long; 2 failed attempts were tried again",
+        "  failure    u3: ValueError: no",
+    ]
+
+
+def test_idle_manager_as_text() -> None:
+    assert format_status(IDLE, "manager").splitlines() == [
+        "manager: no step reported yet",
+        "  prompts    0 pending, 0 ongoing, 0 done, 0 taken, 0 dropped = 0 admitted",
+        "  in flight  [....................] 0 of 16",
+        "  slots      no worker has reported; 0 trajectories claimed",
+        "  dropped    none; 0 failed attempts were tried again",
+    ]
+
+
+def test_a_lost_prompt_cannot_be_overlooked() -> None:
+    lost = ManagerStatus(queue=QueueStatistics(5, 1, 1, 1, 1), capacity=16, closed="run ended")
+    text = format_status(lost, "manager")
+    assert "NOT CONSERVED: 5 admitted" in text
+    assert "(closed: run ended)" in text
+    assert json.loads(status_json(lost, "manager"))["queue"]["conserved"] is False
+
+
+def test_json_has_every_field_and_the_sums() -> None:
+    values = json.loads(status_json(BUSY, "manager"))
+    assert values["queue"]["in_flight"] == 8
+    assert values["workers"]["w1"] == {"inflight_trajectories": 5, "slot_budget": 8, "parked_requests": 2}
+    assert (values["name"], values["slots_total"], values["gate"]) == ("manager", 16, "closed")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "local", "127.0.0.1:99999"])
+def test_no_cluster_is_one_line_and_exit_code_2(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--address", address]) == command.EXIT_NOT_FOUND
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("partial_rollout.status: ")
+    assert address in errors[0]
