@@ -13,7 +13,7 @@ setting WARM_START_STEPS 500 "supervised steps of the starting checkpoint"
 setting RUN "$PARTIAL_ROLLOUT_HOME/quickstart/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "log, metrics and checkpoints"
 help_if_asked "$@"
 
-PYTHON=$VENV/bin/python
+INTERPRETER=$VENV/bin/python
 task=$PARTIAL_ROLLOUT_HOME/quickstart/task
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 source "$RUN_DIR/lib/cpu_environment.sh"
@@ -28,8 +28,8 @@ if is_dry_run; then
 fi
 
 [[ $SKIP_SETUP == 1 ]] || bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
-require_file "$PYTHON" "Leave out SKIP_SETUP=1, or set VENV to an environment that exists."
-"$PYTHON" -m partial_rollout.run.quickstart.make_task --out "$task" \
+require_file "$INTERPRETER" "Leave out SKIP_SETUP=1, or set VENV to an environment that exists."
+"$INTERPRETER" -m partial_rollout.run.quickstart.make_task --out "$task" \
   --num-train "$NUM_TRAIN" --warm-start-steps "$WARM_START_STEPS"
 
 mkdir -p "$RUN"

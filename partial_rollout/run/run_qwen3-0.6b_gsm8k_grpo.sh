@@ -7,7 +7,7 @@ setting MODEL_PATH Qwen/Qwen3-0.6B "Hugging Face name or directory"
 setting TRAIN_FILE "$HOME/data/gsm8k/train.parquet" "training prompts"
 setting VAL_FILE "$HOME/data/gsm8k/test.parquet" "validation prompts"
 setting EXPERIMENT qwen3-0.6b_gsm8k_grpo "name of the run"
-DATA_HINT="Make it: $PYTHON -m partial_rollout.run.data.gsm8k --out DIR, then set TRAIN_FILE and VAL_FILE."
+DATA_HINT="Make it: python3 -m partial_rollout.run.data.gsm8k --out DIR, then set TRAIN_FILE and VAL_FILE."
 source "$RUN_DIR/lib/gpu_grpo.sh"
 
 help_if_asked "$@"

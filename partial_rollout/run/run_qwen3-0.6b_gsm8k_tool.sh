@@ -9,7 +9,7 @@ setting VAL_FILE "$HOME/data/gsm8k_tool/test.parquet" "validation prompts"
 setting EXPERIMENT qwen3-0.6b_gsm8k_tool "name of the run"
 setting TOOL_CONFIG "$RUN_DIR/tools/gsm8k_tool_config.yaml" "tools the model may call"
 setting MAX_TURNS 5 "answers of the model in one trajectory"
-DATA_HINT="Make it: $PYTHON -m partial_rollout.run.data.gsm8k --tool --out DIR, then set TRAIN_FILE and VAL_FILE."
+DATA_HINT="Make it: python3 -m partial_rollout.run.data.gsm8k --tool --out DIR, then set TRAIN_FILE and VAL_FILE."
 source "$RUN_DIR/lib/gpu_grpo.sh"
 
 help_if_asked "$@"

@@ -10,7 +10,7 @@ setting EXPERIMENT qwen3-4b_dapo_math "name of the run"
 setting MAX_PROMPT_LENGTH 2048 "tokens"
 setting MAX_RESPONSE_LENGTH 8192 "tokens"
 setting MAX_TOKENS_PER_GPU 16384 "tokens in one training micro-batch on a GPU"
-DATA_HINT="Make it: $PYTHON -m partial_rollout.run.data.dapo_math --out DIR, then set TRAIN_FILE and VAL_FILE."
+DATA_HINT="Make it: python3 -m partial_rollout.run.data.dapo_math --out DIR, then set TRAIN_FILE and VAL_FILE."
 source "$RUN_DIR/lib/gpu_grpo.sh"
 
 help_if_asked "$@"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by run_*.sh. A recipe names its settings, then calls `launch`.
 #   setting NAME DEFAULT MEANING    environment variable with a default, listed by `--help`; the first one of a name counts
-#   launch OVERRIDE... -- "$@"      starts the training with these Hydra overrides, then the user's
+#   launch OVERRIDE... -- "$@"      starts $INTERPRETER with these Hydra overrides, then the user's
 # PARTIAL_ROLLOUT=0 leaves out the flag: the baselines are the same recipes started that way.
 # PARTIAL_ROLLOUT_DRY_RUN=1 prints the command instead of running it.
 
@@ -20,7 +20,6 @@ setting() {
 
 setting PARTIAL_ROLLOUT 1 "0 runs verl's sync trainer on the same settings"
 setting PARTIAL_ROLLOUT_DRY_RUN 0 "1 prints the command instead of running it"
-setting PYTHON python3 "interpreter of an environment with this package, verl and vLLM"
 
 fail() {
   printf 'error: %s\n' "$1" >&2
@@ -50,7 +49,7 @@ mode_name() { if [[ $PARTIAL_ROLLOUT == 1 ]]; then echo partial; else echo basel
 
 # Fills COMMAND; the user's overrides come last and win.
 build_command() {
-  COMMAND=("$PYTHON" -m partial_rollout.main_ppo)
+  COMMAND=("$INTERPRETER" -m partial_rollout.main_ppo)
   if [[ $1 == --config-name ]]; then
     COMMAND+=("$1" "$2")
     shift 2

@@ -2,6 +2,8 @@
 # Sourced by the GPU recipes, after the defaults that differ between them are set with `setting`.
 #   gpu_grpo NAME OVERRIDE... -- "$@"    NAME is one of configs/recipe/*.yaml
 
+setting PYTHON python3 "interpreter of an environment with this package, verl and vLLM"
+INTERPRETER=$PYTHON
 setting NUM_NODES 1 "machines"
 setting GPUS_PER_NODE 8 "GPUs on each machine"
 setting TENSOR_PARALLEL 1 "GPUs of one rollout engine"

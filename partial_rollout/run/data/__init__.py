@@ -1,0 +1,1 @@
+"""Scripts that bring public data sets into verl's parquet format."""

@@ -1,0 +1,1 @@
+"""Tools for verl's multi-turn agent loop."""

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from partial_rollout.mode import is_enabled, read_settings
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = ROOT / "partial_rollout" / "run"
+RECIPES = sorted(path.name for path in RUN.glob("run_*.sh") if not path.stem.endswith("_baseline"))
+ALL = sorted(path.name for path in RUN.glob("run_*.sh"))
+FLAG = "+async_training.partial_rollout=True"
+HOME = "/somebody/home"
+PRIVATE_PATH = re.compile(r"(?<![\w~}])/(root|work|home|mnt|data|Users|scratch)/")
+
+
+def shell(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": HOME, "RUN": f"{HOME}/run", **variables}
+    return subprocess.run(
+        ["bash", str(RUN / script), *arguments], env=environment, cwd=RUN, capture_output=True, text=True, check=False
+    )
+
+
+def command(script: str, *arguments: str, **variables: str) -> list[str]:
+    """What the recipe would start, one argument each."""
+    done = shell(script, *arguments, PARTIAL_ROLLOUT_DRY_RUN="1", **variables)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def composed(words: list[str]) -> Any:
+    """The configuration that a command line selects, Hydra's own part left out."""
+    arguments = words[3:]
+    name = "partial_rollout"
+    if arguments[0] == "--config-name":
+        name, arguments = arguments[1], arguments[2:]
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        return compose(name, overrides=[item for item in arguments if not item.startswith("hydra.")])
+
+
+def test_every_recipe_has_its_baseline():
+    assert {f"{Path(name).stem}_baseline.sh" for name in RECIPES} == set(ALL) - set(RECIPES)
+    assert len(RECIPES) == 5
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_with_the_flag_and_the_correction(name: str):
+    words = command(name)
+    assert words[1:3] == ["-m", "partial_rollout.main_ppo"]
+    config = composed(words)
+    assert is_enabled(config)
+    assert read_settings(config).prefetch_factor == 2.0
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert config.algorithm.rollout_correction.rollout_is_threshold == 2.0
+    assert not config.algorithm.rollout_correction.bypass_mode
+    assert config.actor_rollout_ref.rollout.calculate_log_probs
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    assert config.data.train_batch_size % config.actor_rollout_ref.actor.ppo_mini_batch_size == 0
+    assert config.trainer.total_training_steps > 0
+    assert not OmegaConf.missing_keys(config) - OmegaConf.missing_keys(composed(["", "-m", "", FLAG, "+recipe=grpo"]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_baseline_differs_by_the_flag_and_the_runs_name_only(name: str):
+    recipe = command(name)
+    baseline = command(name.replace(".sh", "_baseline.sh"))
+    assert FLAG in recipe
+    assert FLAG not in baseline
+    recipe.remove(FLAG)
+    changed = {word.partition("=")[0] for word in set(recipe) ^ set(baseline)}
+    assert changed <= {"trainer.experiment_name", "trainer.default_local_dir", "hydra.run.dir"}
+    assert not is_enabled(composed(baseline))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_paths_are_the_users_or_this_repositorys(name: str):
+    assert PRIVATE_PATH.findall((RUN / name).read_text()) == []
+    paths = [word.partition("=")[2] for word in command(name) if word.partition("=")[2].startswith("/")]
+    assert paths
+    assert all(path.startswith((HOME, str(ROOT))) for path in paths)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_further_overrides_come_last_and_unchanged(name: str):
+    words = command(name, "trainer.total_training_steps=5", "trainer.logger=[console, file]")
+    assert words[-2:] == ["trainer.total_training_steps=5", "trainer.logger=[console, file]"]
+    assert composed(words).trainer.total_training_steps == 5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_says_what_and_which_variables(name: str):
+    done = shell(name, "--help")
+    assert done.returncode == 0
+    assert "PARTIAL_ROLLOUT_DRY_RUN" in done.stdout
+    assert not done.stdout.startswith("\n")
+    assert "set -euo" not in done.stdout
+
+
+def test_sizes_and_paths_come_from_the_environment():
+    words = command("run_qwen3-4b_gsm8k_grpo.sh", BATCH_SIZE="32", GROUP_SIZE="4", TRAIN_FILE="my dir/x.parquet")
+    config = composed(words)
+    assert (config.data.train_batch_size, config.actor_rollout_ref.rollout.n) == (32, 4)
+    assert config.data.train_files == "my dir/x.parquet"
+    assert config.data.max_response_length == 4096
+
+
+def test_a_recipes_own_default_wins_over_the_shared_one():
+    assert composed(command("run_qwen3-4b_dapo_math.sh")).data.max_response_length == 8192
+    assert composed(command("run_qwen3-4b_dapo_math.sh")).actor_rollout_ref.actor.clip_ratio_high == 0.28
+
+
+def test_the_tool_recipe_names_the_tools_for_rollout_and_data():
+    config = composed(command("run_qwen3-0.6b_gsm8k_tool.sh"))
+    assert config.actor_rollout_ref.rollout.multi_turn.enable
+    assert Path(config.actor_rollout_ref.rollout.multi_turn.tool_config_path).is_file()
+    assert config.data.tool_config_path == config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+
+
+def test_missing_data_is_told_with_the_way_out():
+    done = shell("run_qwen3-0.6b_gsm8k_grpo.sh")
+    assert done.returncode == 2
+    assert f"error: {HOME}/data/gsm8k/train.parquet does not exist. Make it: python3 -m" in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_quickstart_fits_its_task():
+    config = composed(command("run_quickstart_cpu.sh"))
+    assert config.trainer.device == "cpu"
+    assert config.reward.custom_reward_function.path == "pkg://partial_rollout.run.quickstart.reward"
+    assert (
+        config.actor_rollout_ref.rollout.max_model_len
+        == config.data.max_prompt_length + config.data.max_response_length
+    )
+    assert config.trainer.total_training_steps == config.trainer.save_freq == 60
