@@ -145,8 +145,8 @@ class WorkerStatus:
 
     inflight_trajectories: int
     slot_budget: int
-    parked_requests: int = 0
-    """Requests waiting at a closed gate."""
+    requests_in_flight: int = 0
+    """Generate calls that have not returned; all of them wait while the gate is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +177,7 @@ class ManagerStatus:
 
     @property
     def parked_requests(self) -> int:
-        """Requests of all workers that wait at a closed gate."""
-        return sum(worker.parked_requests for worker in self.workers.values())
+        """Requests that wait at a closed gate; 0 while it is open."""
+        if self.gate != "closed":
+            return 0
+        return sum(worker.requests_in_flight for worker in self.workers.values())

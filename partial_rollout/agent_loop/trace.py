@@ -50,6 +50,8 @@ class RecordingClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self.num_in_flight = 0
+        """Generate calls that have not returned; while the gate is closed, the parked ones."""
 
     def __getattr__(self, name: str) -> Any:
         """Delegate to the wrapped client."""
@@ -57,7 +59,11 @@ class RecordingClient:
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Same contract as the wrapped client's `generate`."""
-        output = await self._client.generate(*args, **kwargs)
+        self.num_in_flight += 1
+        try:
+            output = await self._client.generate(*args, **kwargs)
+        finally:
+            self.num_in_flight -= 1
         trace = _current_trace.get()
         if trace is not None:
             trace.add(output.extra_fields)

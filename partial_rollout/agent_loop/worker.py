@@ -7,6 +7,7 @@ Concurrency, all on the worker actor's event loop:
 | claim loop     | free slots, claims     | one group task per claim       | slots, a claim  | a freed slot   |
 | group (prompt) | prompt row             | finish / fail / drop           | trajectories    | their end      |
 | trajectory     | engine tokens          | TransferQueue row, a free slot | generate, score | engine, resume |
+| reporter       | finished groups        | finish_many, report_worker     | news            | finish, slots  |
 | validation     | val rows (verl's path) | TransferQueue rows in "val"    | trajectories    | their end      |
 
 `run` ends only by `stop` or by an error, which the trainer sees because it waits on the call.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import transfer_queue as tq
 
+from partial_rollout.agent_loop.reporter import RemoteManager, Reporter
 from partial_rollout.agent_loop.rows import prompt_row, rollout_sampling_params
 from partial_rollout.agent_loop.slots import SlotBudget
 from partial_rollout.agent_loop.trace import RecordingClient, TrajectoryTrace, start_trace
@@ -54,6 +56,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._settings = settings
         self._slots = SlotBudget(num_slots)
         self._manager = find_manager(settings.manager.name, settings.manager.namespace)
+        self._reporter = Reporter(RemoteManager(self._manager), worker_id, self._status)
         self._claiming: asyncio.Task[None] | None = None
         self._supervisor: Supervisor | None = None
 
@@ -68,6 +71,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             EngineError, ClusterError, InternalError: whatever a group could not answer for by itself.
         """
         self._supervisor = supervisor = Supervisor()
+        supervisor.spawn(self._reporter.run(), name="reporter")
         self._claiming = asyncio.create_task(supervisor.guard(self._claim_loop(supervisor)), name="claim-loop")
         try:
             await self._claiming
@@ -99,12 +103,14 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             for claim in claims:
                 self._slots.reserve(claim.num_trajectories)
                 supervisor.spawn(self._run_group(claim), name=f"group-{claim.uid}")
-            if claims:
-                await self._report_slots()
+            self._reporter.changed()
 
-    async def _report_slots(self) -> None:
-        status = WorkerStatus(inflight_trajectories=self._slots.in_use, slot_budget=self._slots.budget)
-        await self._manager.report_worker.remote(self._worker_id, status)
+    def _status(self) -> WorkerStatus:
+        return WorkerStatus(
+            inflight_trajectories=self._slots.in_use,
+            slot_budget=self._slots.budget,
+            requests_in_flight=self.llm_client.num_in_flight,
+        )
 
     async def _run_group(self, claim: Claim) -> None:
         """One prompt: all its trajectories, then exactly one report to the manager."""
@@ -119,7 +125,6 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             return_exceptions=True,
         )
         await self._report(claim, outcomes)
-        await self._report_slots()
 
     async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -127,8 +132,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if fatal is not None:
             raise fatal
         if not errors:
-            summaries = [summary for outcome in outcomes for summary in outcome]
-            await self._manager.finish.remote(claim, summaries)
+            self._reporter.finish(claim, [summary for outcome in outcomes for summary in outcome])
         elif any(isinstance(error, RunEnded) for error in errors):
             await self._manager.give_back.remote(claim)
         else:
@@ -187,6 +191,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             return [_summary(f"{claim.uid}_{session}_{index}", output, trace) for index, output in enumerate(outputs)]
         finally:
             await self._slots.release()
+            self._reporter.changed()
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `_run_trajectory`."""

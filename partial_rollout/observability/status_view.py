@@ -21,7 +21,10 @@ def format_status(status: ManagerStatus, name: str) -> str:
         lines.append(_row("oldest", _oldest(queue)))
     lines.append(_row("slots", _slots(status)))
     lines += [
-        _row("", f"{worker}: {_of(report.inflight_trajectories, report.slot_budget)}, {report.parked_requests} parked")
+        _row(
+            "",
+            f"{worker}: {_of(report.inflight_trajectories, report.slot_budget)}, {report.requests_in_flight} requests",
+        )
         for worker, report in sorted(status.workers.items())
     ]
     lines.append(_row("dropped", _dropped(queue)))

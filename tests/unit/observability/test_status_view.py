@@ -41,8 +41,8 @@ def test_busy_manager_as_text() -> None:
         "  in flight  [##########..........] 8 of 16",
         "  oldest     prompt u7 at w1 for 12.3 s",
         "  slots      11 of 16 in use, 2 requests parked",
-        "             w0: 6 of 8, 0 parked",
-        "             w1: 5 of 8, 2 parked",
+        "             w0: 6 of 8, 0 requests",
+        "             w1: 5 of 8, 2 requests",
         "  dropped    1 agent_loop_failed, 1 prompt_too_long; 2 failed attempts were tried again",
         "  failure    u3: ValueError: no",
     ]
@@ -69,7 +69,7 @@ def test_a_lost_prompt_cannot_be_overlooked() -> None:
 def test_json_has_every_field_and_the_sums() -> None:
     values = json.loads(status_json(BUSY, "manager"))
     assert values["queue"]["in_flight"] == 8
-    assert values["workers"]["w1"] == {"inflight_trajectories": 5, "slot_budget": 8, "parked_requests": 2}
+    assert values["workers"]["w1"] == {"inflight_trajectories": 5, "slot_budget": 8, "requests_in_flight": 2}
     assert (values["name"], values["slots_total"], values["gate"]) == ("manager", 16, "closed")
 
 

@@ -302,7 +302,7 @@ def test_restore_into_a_used_manager_is_refused() -> None:
 def test_status_shows_workers_step_and_last_failure() -> None:
     async def main() -> None:
         manager = await make_manager("a")
-        await manager.report_worker("w0", WorkerStatus(inflight_trajectories=3, slot_budget=8, parked_requests=1))
+        await manager.report_worker("w0", WorkerStatus(inflight_trajectories=3, slot_budget=8, requests_in_flight=1))
         await manager.report_worker("w1", WorkerStatus(inflight_trajectories=2, slot_budget=8))
         await manager.report_step(4, 3, "closed")
         await manager.fail((await manager.claim("w0", GROUP, 0))[0], "ValueError: no")
