@@ -36,7 +36,8 @@ mkdir -p "$RUN"
 VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")
 export VERL_FILE_LOGGER_PATH
 code=0
-"${COMMAND[@]}" 2>&1 | tee -a "$RUN/run.log" || code=$?
+printf 'starting Ray, the training worker and the engine; the first step takes a minute or two (log: %s)\n' "$RUN/run.log"
+"${COMMAND[@]}" 2>&1 | tee -a "$RUN/run.log" | "$INTERPRETER" -m partial_rollout.observability.progress || code=$?
 printf '\nlog          %s\nmetrics      %s\ncheckpoints  %s\ntask         %s\n' \
   "$RUN/run.log" "$VERL_FILE_LOGGER_PATH" "$RUN/checkpoints" "$task"
 [[ $code == 0 ]] || printf 'error: training ended with code %s; the reason is at the end of the log\n' "$code" >&2
