@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -52,6 +53,9 @@ def control(base: Callable[..., Awaitable[Any]]) -> Any:
     async def method(self: PartialRolloutServer, *args: Any, **kwargs: Any) -> Any:
         return await self._on_engine_loop(base(self, *args, **kwargs))
 
+    # Ray follows __wrapped__ and looks for the group on the function at its end, where it is not.
+    method.__signature__ = inspect.signature(base)
+    del method.__wrapped__
     return method
 
 

@@ -1,0 +1,154 @@
+"""A tiny real model and a real replica of ours around it, without verl's training workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from hydra import compose, initialize_config_module
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.router import get_router_handle
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+from partial_rollout.rollout.replica import PartialRolloutReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.rollout.statistics import RolloutStatistics
+
+VOCAB_SIZE = 64
+EOS_ID = 1
+MAX_MODEL_LEN = 256
+NUM_LOGICAL_GPUS = 0.25
+"""Of the one that the session's cluster has, so that several replicas fit."""
+
+
+def make_model(path: Path, *, seed: int, tied: bool = True) -> Qwen3ForCausalLM:
+    """Write a random Qwen3 with a character tokenizer of the same vocabulary to `path`."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        # Makes the weights larger than one transfer bucket of 1 MiB, the smallest there is.
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS_ID,
+        bos_token_id=0,
+        pad_token_id=0,
+        # Wide enough that greedy choices are not near-ties which rounding could flip.
+        initializer_range=0.3,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    model.save_pretrained(path)
+    vocab = {"<pad>": 0, "<eos>": EOS_ID, "<unk>": 2} | {chr(0x40 + i): i for i in range(3, VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
+    return model
+
+
+def make_config(model_path: Path, **overrides: Any) -> DictConfig:
+    """Compose verl's own configuration for a CPU rollout."""
+    rollout = "actor_rollout_ref.rollout"
+    settings = {
+        f"{rollout}.name": "vllm",
+        f"{rollout}.dtype": "float32",
+        f"{rollout}.load_format": "auto",
+        f"{rollout}.enforce_eager": True,
+        f"{rollout}.free_cache_engine": False,
+        f"{rollout}.prompt_length": 64,
+        f"{rollout}.response_length": 128,
+        f"{rollout}.max_model_len": MAX_MODEL_LEN,
+        f"{rollout}.max_num_batched_tokens": 512,
+        f"{rollout}.max_num_seqs": 16,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.n_gpus_per_node": 1,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 1,
+        f"+{rollout}.enable_sleep_mode": False,
+        "actor_rollout_ref.model.path": str(model_path),
+        **overrides,
+    }
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[f"{key}={value}" for key, value in settings.items()])
+
+
+class FusedWorker:
+    """Stands where verl's training worker would: holds the logical GPU the replica asks for."""
+
+
+async def launch(config: DictConfig, replica_rank: int = 0) -> PartialRolloutReplica:
+    """Start one replica the way verl's `init_hybrid` does."""
+    replica = PartialRolloutReplica(
+        replica_rank=replica_rank,
+        config=config.actor_rollout_ref.rollout,
+        model_config=config.actor_rollout_ref.model,
+        gpus_per_node=1,
+    )
+    replica.rollout_mode = RolloutMode.HYBRID
+    replica.workers = [ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker).remote()]
+    await replica.launch_servers()
+    return replica
+
+
+def make_router(replica: PartialRolloutReplica) -> Any:
+    """verl's load balancer over this one replica."""
+    return get_router_handle(servers={replica.server_address: replica.server_handle})
+
+
+async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStatistics], bool]) -> RolloutStatistics:
+    """Ask the server until the condition holds; the test's own timeout is the bound."""
+    while True:
+        statistics = (await replica.statistics())[0]
+        if condition(statistics):
+            return statistics
+
+
+async def send_weights(
+    replica: PartialRolloutReplica, model: Qwen3ForCausalLM, version: int, names: list[str] | None = None
+) -> None:
+    """Update the engine as verl's ServerAdapter does; `names` chooses and orders what is sent."""
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    job_id, server = ray.get_runtime_context().get_job_id(), replica.server_handle
+    update = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
+    sender = BucketedWeightSender(
+        f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica.replica_rank}-rank-0.sock",
+        bucket_size_mb=1,
+        use_shm=True,
+    )
+    await sender.async_send_weights((name, weights[name]) for name in names or spread_order(list(weights)))
+    await update
+    await server.clear_kv_cache.remote()
+    await server.set_global_steps.remote(version)
+
+
+def spread_order(names: list[str]) -> list[str]:
+    """Put tensors that form one engine layer far apart, so that a layer is complete only buckets later."""
+    return sorted(names, key=lambda name: ("up_proj" in name, "v_proj" in name, "k_proj" in name, name))
+
+
+def greedy_reference(model: Qwen3ForCausalLM, prompt_ids: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probs by transformers."""
+    ids, log_probs = list(prompt_ids), []
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            row = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], dim=-1)
+            token = int(row.argmax())
+            ids.append(token)
+            log_probs.append(float(row[token]))
+    return ids[len(prompt_ids) :], log_probs

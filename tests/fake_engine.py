@@ -1,0 +1,152 @@
+"""An engine without a model, for the server around it: it generates only when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from partial_rollout.rollout.server import PartialRolloutServer
+from partial_rollout.rollout.settings import ServerSettings
+
+
+def completion(token_ids: list[int], *, logprobs: list[Any] | None, finish_reason: str | None) -> CompletionOutput:
+    return CompletionOutput(
+        index=0,
+        text="",
+        token_ids=token_ids,
+        cumulative_logprob=None,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+    )
+
+
+def output(token_ids: list[int], finish_reason: str | None = None, logprobs: list[Any] | None = None) -> RequestOutput:
+    """One streamed delta."""
+    return RequestOutput(
+        request_id="",
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[completion(token_ids, logprobs=logprobs, finish_reason=finish_reason)],
+        finished=finish_reason is not None,
+        num_cached_tokens=0,
+    )
+
+
+@dataclass
+class FakeQueue:
+    """vLLM's RequestOutputCollector, filled by the test."""
+
+    request_id: str
+    items: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    def get_nowait(self) -> RequestOutput | None:
+        return None
+
+    async def get(self) -> RequestOutput:
+        item = await self.items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class FakeEngine:
+    """Holds requests until `finish`, `pause_generation` or `die`; `accept` can hold back admissions."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, FakeQueue] = {}
+        self.calls: list[str] = []
+        self.threads: set[int] = set()
+        self.accept = asyncio.Event()
+        self.accept.set()
+        self.abort_on_pause = True
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.get_ident())
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> FakeQueue:
+        await self.accept.wait()
+        self._note(f"add {request_id}")
+        self.queues[request_id] = FakeQueue(request_id)
+        return self.queues[request_id]
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        self._note(f"abort {request_id}")
+        self.queues.pop(request_id, None)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._note(f"pause {mode} {clear_cache}")
+        if self.abort_on_pause:
+            self._end_all(lambda: output([], "abort"))
+
+    async def resume_generation(self) -> None:
+        self._note("resume")
+
+    def stream(self, request_id: str, token_ids: list[int]) -> None:
+        self.queues[request_id].items.put_nowait(output(token_ids))
+
+    def finish(self, request_id: str, token_ids: list[int]) -> None:
+        self.queues.pop(request_id).items.put_nowait(output(token_ids, "stop"))
+
+    def die(self) -> None:
+        self._end_all(EngineDeadError)
+
+    def _end_all(self, make_item: Any) -> None:
+        for queue in self.queues.values():
+            queue.items.put_nowait(make_item())
+        self.queues.clear()
+
+    async def collective_rpc(self, **call: Any) -> None:
+        self._note(f"rpc {call['method']}")
+
+    async def reset_prefix_cache(self, reset_connector: bool) -> None:
+        self._note("reset prefix cache")
+
+    async def reset_mm_cache(self) -> None:
+        self._note("reset mm cache")
+
+    async def reset_encoder_cache(self) -> None:
+        self._note("reset encoder cache")
+
+
+class RolloutConfigStub(SimpleNamespace):
+    """verl's RolloutConfig, reduced to what `generate` reads."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+
+class FakeServer(PartialRolloutServer):
+    """The real server around a fake engine."""
+
+    def __init__(self, settings: ServerSettings | None = None) -> None:
+        self.config = RolloutConfigStub(
+            max_model_len=1000,
+            full_determinism=False,
+            enable_rollout_routing_replay=False,
+            mtp=None,
+            response_length=100,
+            prompt_length=100,
+        )
+        self.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
+        self.replica_rank = self.node_rank = 0
+        self.global_steps = None
+        self._disaggregation_role = "null"
+        self._submission_paused, self._rejecting, self._admitting = False, False, 0
+        self._server_address, self._server_port = "fake", 1
+        self._init_gate(settings or ServerSettings())
+
+    async def launch_server(self) -> None:
+        self.fake = FakeEngine()
+        self._attach_engine(self.fake)  # pyright: ignore[reportArgumentType]
+
+    def engine_threads(self) -> set[int]:
+        """Threads on which the engine was called."""
+        return self.fake.threads

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partial_rollout.core.resume import ABORTED, LENGTH, STOPPED, ResumableGeneration, Segment
+from partial_rollout.errors import InternalError, ResumeStalled
+from partial_rollout.types import VersionSpan
+
+PROMPT = [1, 2, 3]
+
+
+def segment(tokens, stop_reason=ABORTED, *, version=0, epoch=0, log_probs=True):
+    return Segment(list(tokens), [-float(t) for t in tokens] if log_probs else None, stop_reason, version, epoch)
+
+
+def engine_answer(stream, start, max_tokens, stop_at, cut):
+    """What an engine that always samples `stream` returns: up to `cut` tokens, or less if it stops by itself."""
+    end = min(start + max_tokens, stop_at + 1, len(stream))
+    if start + cut < end:
+        return stream[start : start + cut], ABORTED
+    return stream[start:end], STOPPED
+
+
+@given(
+    stream=st.lists(st.integers(10, 99), min_size=1, max_size=40),
+    budget=st.integers(1, 40),
+    stop_at=st.integers(0, 60),
+    cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2)), max_size=30),
+)
+def test_any_interruptions_give_the_uninterrupted_response(stream, budget, stop_at, cuts):
+    expected = stream[: min(budget, stop_at + 1, len(stream))]
+    generation = ResumableGeneration(PROMPT, budget)
+    version, requests = 0, 0
+    schedule = [*cuts, (len(stream) + 1, 0)]
+    for epoch, (cut, step) in enumerate(schedule):
+        version += step
+        request = generation.next_request()
+        requests += 1
+        assert request.prompt_ids == PROMPT + generation.token_ids
+        assert request.max_tokens == budget - len(generation.token_ids) >= 1
+        assert request.is_resumption == (requests > 1)
+        tokens, reason = engine_answer(stream, len(generation.token_ids), request.max_tokens, stop_at, cut)
+        if generation.add(segment(tokens, reason, version=version, epoch=epoch)):
+            break
+    assert generation.finished
+    assert generation.token_ids == expected
+    assert generation.log_probs == [-float(t) for t in expected]
+    assert generation.num_interruptions == requests - 1
+    assert sum(span.num_tokens for span in generation.spans) == len(expected)
+    versions = [span.version for span in generation.spans]
+    assert versions == sorted(set(versions))
+    assert (generation.min_version, generation.max_version) == (versions[0], versions[-1])
+
+
+def test_an_interruption_on_the_last_token_of_the_budget_is_the_end():
+    generation = ResumableGeneration(PROMPT, 3)
+    assert generation.add(segment([5, 6, 7]))
+    assert (generation.stop_reason, generation.num_interruptions) == (LENGTH, 0)
+    with pytest.raises(InternalError, match="length"):
+        generation.next_request()
+
+
+def test_an_interruption_right_after_a_stop_token_is_the_end():
+    generation = ResumableGeneration(PROMPT, 9, stop_token_ids=frozenset({7}))
+    assert generation.add(segment([5, 7]))
+    assert generation.stop_reason == STOPPED
+
+
+def test_a_stop_token_before_min_tokens_does_not_stop():
+    generation = ResumableGeneration(PROMPT, 9, min_tokens=4, stop_token_ids=frozenset({7}))
+    assert not generation.add(segment([5, 7]))
+    assert generation.next_request().min_tokens == 2
+
+
+def test_min_tokens_shrinks_and_never_falls_below_zero():
+    generation = ResumableGeneration(PROMPT, 9, min_tokens=3)
+    assert generation.next_request().min_tokens == 3
+    generation.add(segment([5, 6]))
+    assert generation.next_request().min_tokens == 1
+    generation.add(segment([5, 6]))
+    assert generation.next_request().min_tokens == 0
+
+
+def test_reprefilled_tokens_are_prompt_and_response_so_far_per_resumption():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5, 6], epoch=0))
+    generation.add(segment([], epoch=1))
+    generation.add(segment([7], STOPPED, epoch=2))
+    assert generation.num_reprefilled_tokens == (3 + 2) * 2
+
+
+def test_neighbouring_segments_of_one_version_are_one_span():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5, 6], version=4))
+    generation.add(segment([7], version=4, epoch=1))
+    generation.add(segment([8], STOPPED, version=6, epoch=2))
+    assert generation.spans == [VersionSpan(4, 3), VersionSpan(6, 1)]
+
+
+def test_an_empty_response_reports_the_version_it_met():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([], STOPPED, version=4))
+    assert (generation.min_version, generation.max_version, generation.spans) == (4, 4, [])
+
+
+def test_two_empty_interruptions_in_one_epoch_are_a_stall():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5], epoch=3))
+    generation.add(segment([], epoch=3))
+    with pytest.raises(ResumeStalled, match="epoch 3 after 1 of 9"):
+        generation.add(segment([], epoch=3))
+
+
+@pytest.mark.parametrize("between", [segment([6], epoch=3), segment([], epoch=4)])
+def test_progress_or_a_new_epoch_is_no_stall(between):
+    generation = ResumableGeneration(PROMPT, 9)
+    for part in (segment([], epoch=3), between, segment([], epoch=between.epoch + 1)):
+        assert not generation.add(part)
+
+
+def test_an_empty_interruption_needs_no_log_probs():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([], log_probs=False))
+    generation.add(segment([5], epoch=1))
+    generation.add(segment([], log_probs=False, epoch=2))
+    generation.add(segment([6], STOPPED, epoch=3))
+    assert generation.log_probs == [-5.0, -6.0]
+
+
+def test_without_log_probs_there_are_none():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5], log_probs=False))
+    generation.add(segment([6], STOPPED, log_probs=False, epoch=1))
+    assert generation.log_probs is None
+
+
+def test_segments_that_cannot_be_are_refused():
+    generation = ResumableGeneration(PROMPT, 2)
+    with pytest.raises(InternalError, match="exceeds the budget of 2"):
+        generation.add(segment([5, 6, 7]))
+    with pytest.raises(InternalError, match="1 log-probs for 2 tokens"):
+        generation.add(Segment([5, 6], [-1.0], ABORTED, 0, 0))
+    generation.add(segment([5]))
+    with pytest.raises(InternalError, match="some have none"):
+        generation.add(segment([6], log_probs=False))
+    generation.add(segment([6], STOPPED))
+    with pytest.raises(InternalError, match="after the generation ended"):
+        generation.add(segment([]))
+
+
+def test_a_budget_below_one_is_refused():
+    with pytest.raises(InternalError, match="max_new_tokens=0"):
+        ResumableGeneration(PROMPT, 0)

@@ -1,0 +1,161 @@
+"""The resuming client with a fake balancer and a server that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from ray.exceptions import ActorDiedError
+from verl.workers.rollout.replica import TokenOutput
+
+from partial_rollout.errors import ConfigError, EngineDead, ResumeStalled, RunEnded
+from partial_rollout.rollout.client import ResumingLLMServerClient
+
+
+def remote(function):
+    """An actor method whose `.remote` answers with an awaitable."""
+
+    async def call(**kwargs):
+        return function(**kwargs)
+
+    return SimpleNamespace(remote=call)
+
+
+def answer(tokens, stop_reason, *, version=1, epoch=0, **fields):
+    fields |= {"global_steps": version, "gate_epoch": epoch}
+    return TokenOutput(
+        token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=stop_reason, extra_fields=fields, num_preempted=1
+    )
+
+
+class Script:
+    """A server that gives prepared answers and keeps the requests."""
+
+    def __init__(self, *answers) -> None:
+        self.answers = list(answers)
+        self.requests = []
+        self.generate = remote(self._generate)
+
+    def _generate(self, **request):
+        self.requests.append(request)
+        item = self.answers.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def make_client(script, *, response_length=8, prompt_length=4, max_model_len=None):
+    rollout = SimpleNamespace(
+        name="vllm", response_length=response_length, prompt_length=prompt_length, max_model_len=max_model_len
+    )
+    client = ResumingLLMServerClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+    released = []
+
+    def note_release(**kwargs):
+        released.append(kwargs["server_id"])
+
+    client._load_balancer = SimpleNamespace(
+        require_acquire_fields=remote(list),
+        require_release_fields=remote(list),
+        acquire_server=remote(lambda request_id: ("server-7", script)),
+        release_server=SimpleNamespace(remote=note_release),
+    )
+    client.released = released
+    return client
+
+
+async def generate(client, params=None, prompt=(1, 2, 3), **inputs):
+    return await client.generate(
+        "q", prompt_ids=list(prompt), sampling_params={} if params is None else params, **inputs
+    )
+
+
+async def test_segments_are_stitched_and_accounted():
+    script = Script(
+        answer([5, 6], "aborted", version=1, epoch=0, num_cached_tokens=2),
+        answer([7], "aborted", version=2, epoch=1, num_cached_tokens=0),
+        answer([8], "completed", version=2, epoch=2),
+    )
+    client = make_client(script)
+    output = await generate(client, {"logprobs": True}, image_data=["picture"])
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6, 7, 8], [-1.0] * 4, "completed")
+    assert output.num_preempted == 3
+    assert output.extra_fields == {
+        "global_steps": 2,
+        "min_global_steps": 1,
+        "max_global_steps": 2,
+        "num_interruptions": 2,
+        "num_reprefilled_tokens": 5 + 6,
+        "version_spans": [[1, 2], [2, 2]],
+        "num_cached_tokens": 2,
+    }
+    assert [request["prompt_ids"] for request in script.requests] == [[1, 2, 3], [1, 2, 3, 5, 6], [1, 2, 3, 5, 6, 7]]
+    assert [request["sampling_params"]["max_tokens"] for request in script.requests] == [8, 6, 5]
+    assert [request.get("is_resumption", False) for request in script.requests] == [False, True, True]
+    assert {request["image_data"][0] for request in script.requests} == {"picture"}
+    assert client.released == ["server-7"] * 3
+
+
+async def test_the_callers_parameters_are_not_touched():
+    params = {"max_new_tokens": 5, "min_tokens": 3, "seed": 11}
+    script = Script(answer([5, 6], "aborted"), answer([7], "completed", epoch=1))
+    await generate(make_client(script), params)
+    assert params == {"max_new_tokens": 5, "min_tokens": 3, "seed": 11}
+    sent = [request["sampling_params"] for request in script.requests]
+    assert sent == [{"max_tokens": 5, "min_tokens": 3, "seed": 11}, {"max_tokens": 3, "min_tokens": 1, "seed": 13}]
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt_len", "max_model_len", "budget"),
+    [
+        ({}, 3, None, 8),
+        ({}, 6, None, 6),
+        ({}, 30, None, 1),
+        ({"max_tokens": 20}, 3, None, 20),
+        ({"max_tokens": 20}, 3, 10, 7),
+    ],
+)
+async def test_the_budget_is_the_servers_own_default_within_the_context(params, prompt_len, max_model_len, budget):
+    script = Script(answer([], "completed"))
+    await generate(make_client(script, max_model_len=max_model_len), params, [1] * prompt_len)
+    assert script.requests[0]["sampling_params"]["max_tokens"] == budget
+
+
+async def test_a_rejected_request_ends_with_run_ended():
+    with pytest.raises(RunEnded, match="server-7"):
+        await generate(make_client(Script(answer([], "aborted", rejected=True))))
+
+
+async def test_a_closed_client_asks_nobody():
+    script = Script()
+    client = make_client(script)
+    client.close()
+    with pytest.raises(RunEnded):
+        await generate(client)
+    assert script.requests == []
+
+
+async def test_a_lost_server_is_named():
+    with pytest.raises(EngineDead, match="server-7"):
+        await generate(make_client(Script(ActorDiedError())))
+
+
+async def test_interruptions_that_lead_nowhere_are_an_error():
+    with pytest.raises(ResumeStalled):
+        await generate(make_client(Script(answer([], "aborted"), answer([], "aborted"))))
+
+
+async def test_what_cannot_be_resumed_exactly_is_refused():
+    with pytest.raises(ConfigError, match="presence_penalty=0.5"):
+        await generate(make_client(Script()), {"presence_penalty": 0.5})
+
+
+async def test_many_generations_share_a_client():
+    outputs = await asyncio.gather(
+        *(generate(make_client(Script(answer([i], "aborted"), answer([i], "completed", epoch=1)))) for i in range(20))
+    )
+    assert [output.token_ids for output in outputs] == [[i, i] for i in range(20)]

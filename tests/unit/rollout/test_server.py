@@ -1,0 +1,154 @@
+"""The real server class around a fake engine, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from partial_rollout.errors import DataError, DrainTimeout, EngineDead
+from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
+from partial_rollout.rollout.settings import ServerSettings
+from tests.fake_engine import FakeServer, completion
+
+PARAMS = {"max_tokens": 50}
+
+
+async def launched(settings: ServerSettings | None = None) -> FakeServer:
+    server = FakeServer(settings)
+    await server.launch_server()
+    return server
+
+
+async def let_run() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def start(server: FakeServer, request_id: str = "a", **options) -> asyncio.Task:
+    return asyncio.create_task(server.generate([1, 2, 3], dict(PARAMS), request_id, **options))
+
+
+async def test_streamed_tokens_come_back_with_an_abort():
+    server = await launched()
+    task = start(server)
+    await let_run()
+    server.fake.stream("a", [5, 6])
+    server.fake.stream("a", [7])
+    await let_run()
+    assert (await server.rollout_statistics()).num_generated_tokens == 3
+    await server.abort_all_requests()
+    output = await task
+    assert (output.token_ids, output.stop_reason) == ([5, 6, 7], "aborted")
+    assert (await server.rollout_statistics()).num_aborted == 1
+
+
+async def test_the_version_is_the_one_that_sampled_the_tokens():
+    server = await launched()
+    await server.set_global_steps(3)
+    task = start(server)
+    await let_run()
+    await server.set_global_steps(4)
+    server.fake.finish("a", [5])
+    assert (await task).extra_fields["global_steps"] == 3
+
+
+async def test_a_request_still_on_its_way_is_drained_too():
+    server = await launched()
+    server.fake.accept.clear()
+    task = start(server)
+    await let_run()
+    drain = asyncio.create_task(server.abort_all_requests(reset_prefix_cache=False))
+    await let_run()
+    assert server.fake.calls == []
+    server.fake.accept.set()
+    assert await drain == {"aborted_count": 1, "request_ids": ["a"]}
+    assert server.fake.calls == ["add a", "pause abort False"]
+    assert (await task).stop_reason == "aborted"
+
+
+async def test_an_engine_that_keeps_a_request_is_named():
+    server = await launched(ServerSettings(drain_s=0.01))
+    server.fake.abort_on_pause = False
+    task = start(server, "keeps-running")
+    await let_run()
+    with pytest.raises(DrainTimeout, match="keeps-running"):
+        await server.abort_all_requests()
+    server.fake.finish("keeps-running", [1])
+    await task
+
+
+async def test_a_dead_engine_is_named_and_leaves_nobody_inside():
+    server = await launched()
+    task = start(server)
+    await let_run()
+    server.fake.die()
+    with pytest.raises(EngineDead, match="replica 0 node 0"):
+        await task
+    assert (await server.rollout_statistics()).running == 0
+
+
+async def test_a_cancelled_request_is_aborted_in_the_engine():
+    server = await launched()
+    task = start(server)
+    await let_run()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.fake.calls == ["add a", "abort a"]
+    assert (await server.rollout_statistics()).running == 0
+
+
+async def test_reprefilled_tokens_are_counted_for_resumed_requests_only():
+    server = await launched()
+    for request_id, resumed in (("a", False), ("b", True)):
+        task = start(server, request_id, is_resumption=resumed)
+        await let_run()
+        server.fake.finish(request_id, [9])
+        await task
+    assert (await server.rollout_statistics()).num_reprefilled_tokens == 3
+
+
+async def test_a_full_context_is_an_end_for_a_resumed_request_and_an_error_for_a_fresh_one():
+    server = await launched()
+    server.config.max_model_len = 3
+    assert (await server.generate([1, 2, 3], {}, "a", is_resumption=True)).stop_reason == "completed"
+    with pytest.raises(DataError, match="3 tokens leaves no room in max_model_len=3"):
+        await server.generate([1, 2, 3], {}, "b")
+
+
+async def test_abort_with_reject_turns_requests_away_until_resumed():
+    server = await launched()
+    await server.abort_all_requests(reject_request=True)
+    output = await start(server)
+    assert (output.stop_reason, output.extra_fields["rejected"], output.token_ids) == ("aborted", True, [])
+    await server.resume_generation()
+    task = start(server)
+    await let_run()
+    server.fake.finish("a", [1])
+    assert (await task).stop_reason == "completed"
+
+
+def test_logprobs_without_a_token_are_cut():
+    repeated = completion([7], logprobs=["of 7", "of 5", "of 6"], finish_reason="abort")
+    drop_repeated_logprobs(repeated)
+    assert repeated.logprobs == ["of 7"]
+    empty = completion([], logprobs=["of 5"], finish_reason="abort")
+    drop_repeated_logprobs(empty)
+    assert empty.logprobs == []
+    none = completion([7], logprobs=None, finish_reason="stop")
+    drop_repeated_logprobs(none)
+    assert none.logprobs is None
+
+
+def test_settings_come_from_the_custom_block():
+    assert ServerSettings.from_custom(None) == ServerSettings()
+    custom = SimpleNamespace(block={"partial_rollout": {"stream_interval": 4, "drain_s": 2}})
+    assert ServerSettings.from_custom(custom.block).stream_interval == 4
+    with pytest.raises(ValueError, match="drain_seconds"):
+        ServerSettings.from_custom({"partial_rollout": {"drain_seconds": 2}})
+    with pytest.raises(ValueError, match="stream_interval=0"):
+        ServerSettings(stream_interval=0)
