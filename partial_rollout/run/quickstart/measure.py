@@ -11,10 +11,11 @@ import random
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from partial_rollout.run.quickstart.make_task import MAX_RESPONSE_TOKENS, TaskFiles
 from partial_rollout.run.quickstart.problem import Problem, draw_problem
@@ -56,9 +57,9 @@ class Summary:
 
 
 def sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
 ) -> list[Sample]:
-    """One response per problem at temperature 1; prompts must be of equal length."""
+    """One response of a `transformers` causal model per problem, at temperature 1; prompts must be of equal length."""
     prompts = torch.tensor([encode_prompt(tokenizer, problem.prompt) for problem in problems])
     with torch.inference_mode():
         output = model.generate(
@@ -76,7 +77,7 @@ def sample(
 
 def _sample(tokenizer: PreTrainedTokenizerBase, problem: Problem, ids: list[int]) -> Sample:
     end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
-    return Sample(problem, tokenizer.decode(ids[:end], skip_special_tokens=True), end)
+    return Sample(problem, str(tokenizer.decode(ids[:end], skip_special_tokens=True)), end)
 
 
 def summarize(samples: list[Sample], max_new_tokens: int) -> Summary:
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     directory = options.model or TaskFiles(options.task).model
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TaskFiles(options.task).model)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)

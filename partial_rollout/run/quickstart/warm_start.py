@@ -10,6 +10,7 @@ from tqdm import trange
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from partial_rollout.run.quickstart.problem import Habits, demonstrate, draw_problem
+from partial_rollout.run.quickstart.tokenizer import PAD, TURN_END
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,10 +50,11 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
         initializer_range=INITIALIZER_STD,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()[TURN_END],
+        pad_token_id=tokenizer.get_vocab()[PAD],
+        dtype="float32",
     )
-    return Qwen3ForCausalLM(config).to(torch.float32)
+    return Qwen3ForCausalLM(config)
 
 
 def train(
@@ -89,7 +91,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, content: str) -> list[int]
     """Token ids of a user turn and the opening of the answer, as verl renders them."""
     messages = [{"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(str(text), add_special_tokens=False)
 
 
 def _batches(
@@ -101,7 +103,7 @@ def _batches(
         groups = list(_group_by_tokens(examples))
         rng.shuffle(groups)
         for group in groups:
-            yield _pad(group, tokenizer.pad_token_id)
+            yield _pad(group, tokenizer.get_vocab()[PAD])
 
 
 def _example(
