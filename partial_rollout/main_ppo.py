@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import hydra
 import ray
+from omegaconf.errors import OmegaConfBaseException
+from ray.exceptions import RayError, RayTaskError
 
-from partial_rollout.errors import PartialRolloutError, UserError
+from partial_rollout.errors import ConfigError, PartialRolloutError, UserError
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
 if TYPE_CHECKING:
@@ -40,14 +42,18 @@ def run(config: DictConfig) -> None:
 
     from partial_rollout.train.task_runner import TaskRunner
 
-    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    try:
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"verl refuses the configuration: {error}") from error
     run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(TaskRunner))
 
 
-def readable(error: BaseException) -> str:
-    """One paragraph for a person: the innermost error of ours if there is one, else the cause's last line."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    return f"{type(cause).__name__}: {cause}"
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised first, below Ray's wrappers of every actor it passed through."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return error
 
 
 @hydra.main(config_path=CONFIG_DIR, config_name="partial_rollout", version_base=None)
@@ -55,12 +61,12 @@ def main(config: DictConfig) -> None:
     """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 1 for any other failure."""
     try:
         run(config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (PartialRolloutError, ray.exceptions.RayError) as error:
-        print(f"error: training failed: {readable(error)}", file=sys.stderr)
-        sys.exit(1)
+    except (PartialRolloutError, OmegaConfBaseException, RayError) as error:
+        cause = root_cause(error)
+        mistake = isinstance(cause, UserError | OmegaConfBaseException)
+        text = str(cause) if mistake else f"training failed: {type(cause).__name__}: {cause}"
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(2 if mistake else 1)
     finally:
         ray.shutdown()
 

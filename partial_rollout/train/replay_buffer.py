@@ -11,7 +11,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import AgentLoopBroken, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
 from partial_rollout.train.metrics import group_metrics
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_REFILL_BATCHES = 3
+"""Batches of dropped prompts that are replaced while one batch is waited for; a broken agent loop drops for ever."""
 REPORT_INTERVAL_S = 60.0
 """How often a waiting trainer logs what it waits for."""
 
@@ -50,6 +52,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
 
         Raises:
             WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
+            AgentLoopBroken: prompts are dropped faster than they finish.
             ActorLost, EngineError: a worker ended while we waited.
         """
         if partition_id == "val":
@@ -68,12 +71,23 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         return batch, group_metrics(groups, trained_version=global_steps - 1)
 
     def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
+        num_refilled = 0
         while True:
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
             if result.groups:
                 return result.groups
+            if num_refilled >= MAX_REFILL_BATCHES * num_groups:
+                self._raise_broken(num_refilled)
             logger.info("%d prompts were dropped; admitting as many fresh ones", result.num_missing)
             self.refill_fn(result.num_missing)
+            num_refilled += result.num_missing
+
+    def _raise_broken(self, num_refilled: int) -> None:
+        status = ray.get(self._manager.status.remote(), timeout=self._settings.timeouts.call_s)
+        raise AgentLoopBroken(
+            f"{num_refilled} prompts were dropped and replaced while one batch was waited for: {status.queue.dropped}; "
+            f"last failed attempt: {status.last_failure or 'none'}"
+        )
 
     def _wait(self, ref: ray.ObjectRef) -> TakeResult:
         started = time.monotonic()

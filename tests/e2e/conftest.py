@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from partial_rollout.run.quickstart import make_task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
@@ -44,20 +48,61 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_job(task: Path, folder: Path, *overrides: str) -> Job:
     """Run `partial_rollout.main_ppo` to its end; `folder` keeps its checkpoints from one job to the next."""
     mark = uuid.uuid4().hex
-    metrics = folder / f"metrics-{mark}.jsonl"
-    done = subprocess.run(
+    with _start(task, folder, overrides, mark) as process:
+        output, _ = process.communicate(timeout=JOB_TIMEOUT_S)
+    return _ended(process, output, folder, mark)
+
+
+def run_job_and_kill(task: Path, folder: Path, *overrides: str, after: str, process: str) -> Job:
+    """As `run_job`, but kill the job's process titled `process` when its log first says `after`."""
+    mark, lines, killed = uuid.uuid4().hex, [], False
+    with _start(task, folder, overrides, mark) as job:
+        for line in _bounded_lines(job):
+            lines.append(line)
+            if after in line and not killed:
+                killed = _kill(process, mark)
+        job.wait(timeout=JOB_TIMEOUT_S)
+    return _ended(job, "".join(lines), folder, mark)
+
+
+def _start(task: Path, folder: Path, overrides: tuple[str, ...], mark: str) -> subprocess.Popen[str]:
+    environment = {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
         _command(task, folder, overrides),
-        env=os.environ | {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": str(ROOT)},
+        env=os.environ | environment,
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=JOB_TIMEOUT_S,
-        check=False,
     )
-    output = done.stdout + done.stderr
+
+
+def _bounded_lines(job: subprocess.Popen[str]) -> Iterator[str]:
+    """Lines of a job's output; a job that is still running at the deadline is killed, which ends them."""
+    deadline = threading.Timer(JOB_TIMEOUT_S, job.kill)
+    deadline.start()
+    try:
+        yield from job.stdout or ()
+    finally:
+        deadline.cancel()
+
+
+def _kill(title: str, mark: str) -> bool:
+    for process in psutil.process_iter():
+        if _has_mark(process, mark) and title in " ".join(process.cmdline()):
+            process.kill()
+            return True
+    raise LookupError(f"the job has no process titled {title}")
+
+
+def _ended(job: subprocess.Popen[str], output: str, folder: Path, mark: str) -> Job:
     (folder / f"log-{mark}.txt").write_text(output)
-    steps = [line["data"] for line in _json_lines(metrics) if "training/global_step" in line["data"]]
-    return Job(done.returncode, output, steps, _json_lines(folder / "events.jsonl"), _survivors(mark))
+    steps = [line["data"] for line in _json_lines(_metrics(folder, mark)) if "training/global_step" in line["data"]]
+    return Job(job.returncode, output, steps, _json_lines(folder / "events.jsonl"), _survivors(mark))
+
+
+def _metrics(folder: Path, mark: str) -> Path:
+    return folder / f"metrics-{mark}.jsonl"
 
 
 def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.conftest import run_job
+from tests.e2e.conftest import ROOT, Job, run_job, run_job_and_kill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,36 +23,42 @@ def _conserved(step: dict) -> bool:
     return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
 
 
-def test_ten_steps_resume_trajectories_and_end_cleanly(task: Path, tmp_path: Path) -> None:
-    job = run_job(task, tmp_path, FLAG, "trainer.total_training_steps=10", "trainer.test_freq=4")
+def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
+    """64 prompts, batch 8, 10 steps and a restart for 4 more: 112 prompts trained and 16 in the queue are two epochs.
+
+    What was trained and what is left must together be exactly what the dataloader gave out: every row twice.
+    """
+    options = [FLAG, "data.train_max_samples=64", "trainer.save_freq=5", "trainer.test_freq=4"]
+    first = run_job(task, tmp_path, *options, "trainer.total_training_steps=10")
+    _check_ended_cleanly(first, steps=range(1, 11))
+    resumed = sum(step["partial_rollout/resumed_trajectories"] for step in first.steps)
+    trained = sum(step["partial_rollout/trajectories"] for step in first.steps)
+    assert resumed >= 0.1 * trained
+    assert any(key.startswith("val-core/") for step in first.steps for key in step)
+
+    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=14")
+    _check_ended_cleanly(second, steps=range(11, 15))
+    _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_14")
+
+
+def _check_ended_cleanly(job: Job, *, steps: range) -> None:
     assert job.code == 0, job.output[-4000:]
     assert "Traceback" not in job.output
     assert job.survivors == []
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, 11))
+    assert [step["training/global_step"] for step in job.steps] == list(steps)
     assert all(_conserved(step) for step in job.steps)
-    resumed = sum(step["partial_rollout/resumed_trajectories"] for step in job.steps)
-    trained = sum(step["partial_rollout/trajectories"] for step in job.steps)
-    assert resumed >= 0.1 * trained
-    assert any(key.startswith("val-core/") for step in job.steps for key in step)
 
 
-def test_a_restart_loses_no_prompt_and_trains_none_twice(task: Path, tmp_path: Path) -> None:
-    """64 prompts, batch 8: an epoch is 8 steps, stopped after 3. What was trained and what is left in the queue at the
-    end must together be exactly what the dataloader gave out: every row once, and 16 prefetched rows a second time."""
-    options = [FLAG, "data.train_max_samples=64", "trainer.save_freq=1"]
-    for last_step in (3, 8):
-        job = run_job(task, tmp_path, *options, f"trainer.total_training_steps={last_step}")
-        assert job.code == 0, job.output[-4000:]
-    assert [event["step"] for event in job.events] == list(range(1, 9))
-    trained = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(trained.values()) == {1}
-    queue = json.loads((tmp_path / "checkpoints/global_step_8/partial_rollout/queue.json").read_text())
+def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -> None:
+    assert [event["step"] for event in events] == list(range(1, 15))
+    uids = Counter(uid for event in events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    queue = json.loads((checkpoint / "partial_rollout/queue.json").read_text())
     left = [prompt for state in ("pending", "ongoing", "done") for prompt in queue[state]]
-    assert not trained.keys() & {prompt["uid"] for prompt in left}
-    rows = Counter(index for event in job.events for index in event["source_index"])
+    assert not uids.keys() & {prompt["uid"] for prompt in left}
+    rows = Counter(index for event in events for index in event["source_index"])
     rows.update(prompt["source_index"] for prompt in left)
-    assert len(rows) == 64
-    assert rows.total() == 80
+    assert (len(rows), set(rows.values())) == (64, {2})
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
@@ -87,4 +93,21 @@ def test_missing_resources_are_named(task: Path, tmp_path: Path) -> None:
     job = run_job(task, tmp_path, FLAG, "ray_kwargs.ray_init.num_cpus=2", "partial_rollout.timeouts.resources_s=3.0")
     assert job.code == 1
     assert "the Ray cluster lacks CPU" in job.output
+    assert job.survivors == []
+
+
+def test_an_agent_loop_that_always_fails_ends_the_run(task: Path, tmp_path: Path) -> None:
+    agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'tests/e2e/broken_agent.yaml'}"
+    default = "actor_rollout_ref.rollout.agent.default_agent_loop=broken_agent"
+    job = run_job(task, tmp_path, FLAG, agents, default)
+    assert job.code == 2
+    assert "prompts were dropped and replaced while one batch was waited for" in job.output
+    assert "RuntimeError: the tool server is down" in job.output
+    assert job.survivors == []
+
+
+def test_a_killed_engine_ends_the_run_with_its_name(task: Path, tmp_path: Path) -> None:
+    job = run_job_and_kill(task, tmp_path, FLAG, after="step:2 ", process="VLLM::EngineCore")
+    assert job.code == 1
+    assert "error: training failed: EngineDead" in job.output
     assert job.survivors == []
