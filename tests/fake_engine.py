@@ -145,7 +145,7 @@ class FakeServer(PartialRolloutServer):
 
     async def launch_server(self) -> None:
         self.fake = FakeEngine()
-        self._attach_engine(self.fake)  # pyright: ignore[reportArgumentType]
+        self._attach_engine(self.fake)
 
     def engine_threads(self) -> set[int]:
         """Threads on which the engine was called."""

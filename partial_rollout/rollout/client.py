@@ -81,7 +81,7 @@ class ResumingLLMServerClient(LLMServerClient):
         if self._closed:
             raise RunEnded(f"request {request_id!r}: the client is closed")
         request = generation.next_request()
-        options = {"is_resumption": True} if request.is_resumption else {}
+        options: dict[str, Any] = {"is_resumption": True} if request.is_resumption else {}
         try:
             output = await super().generate(
                 request_id,
@@ -135,11 +135,11 @@ class MergedFields:
 
     def _add_routed_experts(self, output: TokenOutput) -> None:
         # A segment reports prompt and response; what the tokens before it were routed by stands already.
+        experts: Any = output.routed_experts
         if self._routed_experts is None:
-            self._routed_experts = output.routed_experts
+            self._routed_experts = experts
         else:
-            new = output.routed_experts[-len(output.token_ids) :]
-            self._routed_experts = np.concatenate([self._routed_experts, new])
+            self._routed_experts = np.concatenate([self._routed_experts, experts[-len(output.token_ids) :]])
 
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""

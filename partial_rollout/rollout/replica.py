@@ -34,7 +34,8 @@ class PartialRolloutReplica(vLLMReplica):
         """Take what vLLMReplica takes."""
         super().__init__(*args, **kwargs)
         self.settings = ServerSettings.from_custom(self.config.custom)
-        self.server_class = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})(PartialRolloutServer)
+        as_actor: Any = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})  # pyright: ignore[reportCallIssue]
+        self.server_class = as_actor(PartialRolloutServer)
 
     @property
     def max_concurrency(self) -> int:

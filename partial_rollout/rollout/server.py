@@ -33,9 +33,7 @@ from partial_rollout.rollout.settings import ServerSettings
 from partial_rollout.rollout.statistics import RolloutStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from collections.abc import Callable, Coroutine
 
 CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
@@ -45,18 +43,17 @@ INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
 
-def control(base: Callable[..., Awaitable[Any]]) -> Any:
+def control(base: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     """Run an inherited or own coroutine method in the control group, on the engine's loop."""
 
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    @functools.wraps(base)
     async def method(self: PartialRolloutServer, *args: Any, **kwargs: Any) -> Any:
         return await self._on_engine_loop(base(self, *args, **kwargs))
 
-    # Ray follows __wrapped__ and looks for the group on the function at its end, where it is not.
-    method.__signature__ = inspect.signature(base)
-    del method.__wrapped__
-    return method
+    functools.update_wrapper(method, base)
+    # Ray follows __wrapped__ and would look for the group on the function at its end, where it is not.
+    del method.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
+    method.__signature__ = inspect.signature(base)  # pyright: ignore[reportFunctionMemberAccess]
+    return ray.method(concurrency_group=CONTROL_GROUP)(method)
 
 
 class PartialRolloutServer(vLLMHttpServer):
@@ -81,7 +78,7 @@ class PartialRolloutServer(vLLMHttpServer):
         await super().run_server(args)
         self._attach_engine(self.engine)
 
-    def _attach_engine(self, engine: AsyncLLM) -> None:
+    def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
         self.engine = GatedEngine(engine, self._admission)
 

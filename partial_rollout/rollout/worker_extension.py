@@ -23,8 +23,10 @@ NUM_NAMED_PARAMETERS = 8
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a weight update that is right on vLLM's CPU backend."""
 
+    model_runner: Any  # of the vLLM worker class this one is mixed into
+
     def update_weights_from_ipc(
-        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
+        self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         """Receive all weights over verl's bucketed channel and load them.
 
@@ -63,7 +65,7 @@ class BucketLoader:
     would raise BufferError in place of the cause, and the sender would wait for an answer for ever.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         """Load into a model that was prepared for reloading."""
         self._model = model
         self._loaded: set[str] = set()
