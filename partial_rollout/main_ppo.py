@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import PartialRolloutError, UserError
 from partial_rollout.mode import apply_mode, check_config, is_enabled
@@ -46,7 +47,7 @@ def run(config: DictConfig) -> None:
 
 def readable(error: BaseException) -> str:
     """One paragraph for a person: the innermost error of ours if there is one, else the cause's last line."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause = error.cause if isinstance(error, RayTaskError) else error
     return f"{type(cause).__name__}: {cause}"
 
 
@@ -58,7 +59,7 @@ def main(config: DictConfig) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except (PartialRolloutError, ray.exceptions.RayError) as error:
+    except (PartialRolloutError, RayError) as error:
         print(f"error: training failed: {readable(error)}", file=sys.stderr)
         sys.exit(1)
     finally:

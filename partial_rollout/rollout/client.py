@@ -15,7 +15,7 @@ from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ConfigError, EngineDead, RunEnded
 
 if TYPE_CHECKING:
-    import ray.actor
+    from ray.actor import ActorHandle
 
 UNRESUMABLE = (
     "stop",
@@ -81,7 +81,7 @@ class ResumingLLMServerClient(LLMServerClient):
         if self._closed:
             raise RunEnded(f"request {request_id!r}: the client is closed")
         request = generation.next_request()
-        options = {"is_resumption": True} if request.is_resumption else {}
+        options: dict[str, Any] = {"is_resumption": True} if request.is_resumption else {}
         try:
             output = await super().generate(
                 request_id,
@@ -96,7 +96,7 @@ class ResumingLLMServerClient(LLMServerClient):
             raise RunEnded(f"request {request_id!r}: turned away by server {_SERVER_ID.get()}")
         return output
 
-    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ActorHandle]:
         server_id, handle = await super()._acquire_server(request_id, **extra)
         _SERVER_ID.set(server_id)
         return server_id, handle
@@ -131,15 +131,14 @@ class MergedFields:
         if output.num_preempted is not None:
             self._num_preempted = (self._num_preempted or 0) + output.num_preempted
         if output.routed_experts is not None and output.token_ids:
-            self._add_routed_experts(output)
+            self._add_routed_experts(output.routed_experts, len(output.token_ids))
 
-    def _add_routed_experts(self, output: TokenOutput) -> None:
+    def _add_routed_experts(self, routed: Any, num_tokens: int) -> None:
         # A segment reports prompt and response; what the tokens before it were routed by stands already.
         if self._routed_experts is None:
-            self._routed_experts = output.routed_experts
+            self._routed_experts = routed
         else:
-            new = output.routed_experts[-len(output.token_ids) :]
-            self._routed_experts = np.concatenate([self._routed_experts, new])
+            self._routed_experts = np.concatenate([self._routed_experts, routed[-num_tokens:]])
 
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""

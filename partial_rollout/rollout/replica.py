@@ -21,6 +21,7 @@ NAME = "vllm"
 """verl asks for rollout.name == "vllm" in many places, so the replacement keeps the name."""
 NUM_CONTROL_CALLS = 64
 """Control calls that one server runs at the same time."""
+SERVER_OPTIONS: dict[str, Any] = {"concurrency_groups": {CONTROL_GROUP: NUM_CONTROL_CALLS}}
 MIN_GENERATE_CONCURRENCY = 4096
 """Requests one server holds, parked ones included; more wait in Ray, which delays only themselves."""
 MARGIN_S = 10.0
@@ -34,7 +35,7 @@ class PartialRolloutReplica(vLLMReplica):
         """Take what vLLMReplica takes."""
         super().__init__(*args, **kwargs)
         self.settings = ServerSettings.from_custom(self.config.custom)
-        self.server_class = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})(PartialRolloutServer)
+        self.server_class = ray.remote(**SERVER_OPTIONS)(PartialRolloutServer)
 
     @property
     def max_concurrency(self) -> int:

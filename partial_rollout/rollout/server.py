@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from verl.workers.rollout.replica import TokenOutput
@@ -32,9 +32,9 @@ from partial_rollout.rollout.settings import ServerSettings
 from partial_rollout.rollout.statistics import RolloutStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable, Coroutine
 
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from partial_rollout.rollout.gated_engine import Engine
 
 CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
@@ -44,7 +44,7 @@ INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
 
-def control(base: Callable[..., Awaitable[Any]]) -> Any:
+def control(base: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     """Run an inherited or own coroutine method in the control group, on the engine's loop."""
 
     @ray.method(concurrency_group=CONTROL_GROUP)
@@ -75,9 +75,9 @@ class PartialRolloutServer(vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, then put the gate in front of the engine."""
         await super().run_server(args)
-        self._attach_engine(self.engine)
+        self._attach_engine(cast("Engine", self.engine))
 
-    def _attach_engine(self, engine: AsyncLLM) -> None:
+    def _attach_engine(self, engine: Engine) -> None:
         self._engine_loop = asyncio.get_running_loop()
         self.engine = GatedEngine(engine, self._admission)
 

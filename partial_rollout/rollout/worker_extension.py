@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
@@ -14,6 +14,8 @@ from vllm.platforms import current_platform
 from partial_rollout.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import ModelConfig
 
 NUM_NAMED_PARAMETERS = 8
@@ -22,6 +24,9 @@ NUM_NAMED_PARAMETERS = 8
 
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a weight update that is right on vLLM's CPU backend."""
+
+    model_runner: Any
+    """Of vLLM's worker, which this class is mixed into."""
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -35,7 +40,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             EngineError: weights failed to load or were missing; the model is undefined then and must not be used.
         """
         if not current_platform.is_cpu() or (peft_config and base_sync_done):
-            super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+            # verl's annotation leaves out the None that is its default.
+            super().update_weights_from_ipc(cast("Any", peft_config), base_sync_done, use_shm)
             return
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), torch.device("cpu"), use_shm)
         with set_current_vllm_config(self.model_runner.vllm_config):
@@ -46,7 +52,7 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, receiver: Buckete
     expected = {name for name, _ in model.named_parameters()}
     tied = _tied_head(model)
     initialize_layerwise_reload(model)
-    loader = BucketLoader(model)
+    loader = BucketLoader(cast("LoadableModel", model))
     receiver.receive_weights(on_bucket_received=loader.load)
     loader.raise_failure(expected)
     finalize_layerwise_reload(model, model_config)
@@ -56,6 +62,12 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, receiver: Buckete
         tied.quant_method.process_weights_after_loading(tied)
 
 
+class LoadableModel(Protocol):
+    """What a vLLM model has beyond torch's Module."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], /) -> set[str]: ...
+
+
 class BucketLoader:
     """Callback of the receiver: copies a bucket and loads it; keeps the first failure until the channel is closed.
 
@@ -63,7 +75,7 @@ class BucketLoader:
     would raise BufferError in place of the cause, and the sender would wait for an answer for ever.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: LoadableModel) -> None:
         """Load into a model that was prepared for reloading."""
         self._model = model
         self._loaded: set[str] = set()

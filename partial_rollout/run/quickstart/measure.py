@@ -11,15 +11,19 @@ import random
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partial_rollout.run.quickstart.make_task import MAX_RESPONSE_TOKENS, TaskFiles
 from partial_rollout.run.quickstart.problem import Problem, draw_problem
 from partial_rollout.run.quickstart.reward import is_right
 from partial_rollout.run.quickstart.warm_start import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 BATCH_SIZE = 128
 
@@ -56,7 +60,7 @@ class Summary:
 
 
 def sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
+    model: GenerationMixin, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
 ) -> list[Sample]:
     """One response per problem at temperature 1; prompts must be of equal length."""
     prompts = torch.tensor([encode_prompt(tokenizer, problem.prompt) for problem in problems])
@@ -70,13 +74,14 @@ def sample(
             top_p=1.0,
             max_new_tokens=max_new_tokens,
         )
-    responses = output[:, prompts.shape[1] :].tolist()
+    responses = cast("torch.Tensor", output)[:, prompts.shape[1] :].tolist()
     return [_sample(tokenizer, problem, ids) for problem, ids in zip(problems, responses, strict=True)]
 
 
 def _sample(tokenizer: PreTrainedTokenizerBase, problem: Problem, ids: list[int]) -> Sample:
     end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
-    return Sample(problem, tokenizer.decode(ids[:end], skip_special_tokens=True), end)
+    text = cast("str", tokenizer.decode(ids[:end], skip_special_tokens=True))  # one list of ids, so one text
+    return Sample(problem, text, end)
 
 
 def summarize(samples: list[Sample], max_new_tokens: int) -> Summary:

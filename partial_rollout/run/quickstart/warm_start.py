@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from tqdm import trange
@@ -49,10 +49,10 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
         initializer_range=INITIALIZER_STD,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=cast("int", tokenizer.eos_token_id),
+        pad_token_id=cast("int", tokenizer.pad_token_id),
     )
-    return Qwen3ForCausalLM(config).to(torch.float32)
+    return Qwen3ForCausalLM(config).float()
 
 
 def train(
@@ -89,7 +89,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, content: str) -> list[int]
     """Token ids of a user turn and the opening of the answer, as verl renders them."""
     messages = [{"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(cast("str", text), add_special_tokens=False)
 
 
 def _batches(
@@ -101,7 +101,7 @@ def _batches(
         groups = list(_group_by_tokens(examples))
         rng.shuffle(groups)
         for group in groups:
-            yield _pad(group, tokenizer.pad_token_id)
+            yield _pad(group, cast("int", tokenizer.pad_token_id))
 
 
 def _example(
