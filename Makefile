@@ -4,6 +4,7 @@ PYTHON := $(VENV)/bin/python
 PYTEST := $(PYTHON) -m pytest
 # Further arguments for pytest, for example ARGS="-k gate -x".
 ARGS ?=
+BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/bench_*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check format test test-unit test-ray test-engine e2e bench config clean
@@ -41,7 +42,7 @@ e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
 bench: setup ## the benchmarks, each against its stored baseline
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(PYTHON) $$script || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON) -m benchmarks.$$name || exit 1; done
 
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(PYTHON) -m partial_rollout.main_ppo --cfg job

@@ -1,6 +1,6 @@
 """How many transitions a second the prompt manager carries, with 10,000 prompts in flight.
 
-    python benchmarks/bench_queue.py --json benchmarks/results/bench_queue.json
+    python -m benchmarks.bench_queue --json benchmarks/results/bench_queue.json
 
 A transition is one prompt admitted, claimed, finished or taken. Three rows:
 

@@ -3,7 +3,7 @@
 Whole training jobs, interleaved (A B C A B C ...); response lengths are replayed from one trace, so the work is equal.
 The first steps of a job are left out: engine warm-up, and for the asynchronous modes the filling of the queue.
 
-    python -m benchmarks.bench_rollout --task DIR --out benchmarks/results/bench_rollout.json
+    python -m benchmarks.bench_rollout [--task DIR] [--out benchmarks/results/bench_rollout.json]
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
+
 ROOT = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 1800.0
+TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
+"""Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
 OWN_METRICS = ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share")
 
@@ -68,6 +72,12 @@ def lengths(workload: Workload, num_prompts: int) -> np.ndarray:
     drawn = np.exp(rng.normal(np.log(workload.median), workload.sigma, size=(num_prompts, workload.group)))
     drawn[rng.random(drawn.shape) < workload.long_share] = workload.longest
     return np.clip(drawn, 1, workload.longest).astype(int)
+
+
+def default_task(work: Path) -> Path:
+    """A small quickstart task below `work`, reused by the next run."""
+    make_task(work / "task", TASK)
+    return work / "task"
 
 
 def write_trace(task: Path, out: Path, workload: Workload) -> Path:
@@ -188,7 +198,7 @@ def _mode_summary(jobs: list[dict]) -> dict[str, float]:
 def main() -> None:
     """Run all jobs and store the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", type=Path, required=True, help="folder made by run.quickstart.make_task")
+    parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
@@ -200,7 +210,7 @@ def main() -> None:
     workload = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    task = arguments.task.resolve()
+    task = arguments.task.resolve() if arguments.task else default_task(work)
     bench = Bench(task, write_trace(task, work, workload), work, workload, arguments.overrides)
     plan = [(mode, repeat) for repeat in range(arguments.repeats) for mode in arguments.modes]
     jobs = []

@@ -94,13 +94,14 @@ def _show(options: argparse.Namespace) -> None:
 
 def _fetch(options: argparse.Namespace) -> ManagerStatus:
     import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     from partial_rollout.runtime.prompt_manager import find_manager
 
     manager = find_manager(options.name, options.namespace)
     try:
         return ray.get(manager.status.remote(), timeout=ANSWER_TIMEOUT_S)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+    except (RayActorError, GetTimeoutError) as error:
         raise ClusterError(f"prompt manager {options.name!r} did not answer: {type(error).__name__}") from error
 
 

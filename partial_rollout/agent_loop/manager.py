@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
@@ -18,6 +19,7 @@ from partial_rollout.types import PromptMeta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ray.actor import ActorHandle
     from tensordict import TensorDict
 
 WORKER_START_TIMEOUT_S = 300.0
@@ -45,7 +47,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers = [self._spawn(rank, nodes[rank % len(nodes)]) for rank in range(num_workers)]
         self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
 
-    def _spawn(self, rank: int, node_id: str) -> ray.actor.ActorHandle:
+    def _spawn(self, rank: int, node_id: str) -> ActorHandle:
         worker_id = f"agent_loop_worker_{rank}"
         return (
             ray.remote(PartialRolloutAgentLoopWorker)
@@ -102,9 +104,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _admit(self, prompts: TensorDict) -> None:
         step = int(prompts["global_steps"])
+        uids = cast("Sequence[str]", prompts["uid"])
         metas = [
             PromptMeta(uid=uid, num_trajectories=self.rollout_config.n, global_step=step, source_index=str(index))
-            for uid, index in zip(prompts["uid"], prompts["index"], strict=True)
+            for uid, index in zip(uids, prompts["index"], strict=True)
         ]
         ray.get(self._prompt_manager.admit.remote(metas), timeout=self._settings.timeouts.call_s)
 
@@ -112,7 +115,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> None:
         try:
             ray.get(list(refs), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             late = f"{len(waiting)} of {len(refs)} did not"
             raise WaitTimeout(f"trainer waited {timeout_s:.0f} s for agent-loop workers to {what}: {late}") from None

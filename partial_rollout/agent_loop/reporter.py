@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ray.actor import ActorHandle
+
     from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Reporter:
 class RemoteManager:
     """The manager actor behind plain async methods."""
 
-    def __init__(self, handle: object) -> None:
+    def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
     async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tensordict import TensorDict
 
 
 def prompt_row(batch: TensorDict) -> dict[str, Any]:
     """The single row of `batch` as a plain dict: tensors lose the batch dimension, other values are unwrapped."""
-    return {key: _unwrap(batch.get(key)) for key in batch.keys()}  # noqa: SIM118 (a TensorDict iterates over rows)
+    names = cast("Iterable[str]", batch.keys())  # only nested keys, which are left out, are tuples
+    return {name: _unwrap(batch.get(name)) for name in names}
 
 
 def _unwrap(column: Any) -> Any:

@@ -131,13 +131,13 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         fatal = next((error for error in errors if isinstance(error, _FATAL_ERRORS)), None)
         if fatal is not None:
             raise fatal
+        summaries = [summary for outcome in outcomes if isinstance(outcome, list) for summary in outcome]
         if not errors:
-            self._reporter.finish(claim, [summary for outcome in outcomes for summary in outcome])
+            self._reporter.finish(claim, summaries)
         elif any(isinstance(error, RunEnded) for error in errors):
             await self._manager.give_back.remote(claim)
         else:
-            written = [summary.key for outcome in outcomes if isinstance(outcome, list) for summary in outcome]
-            await self._give_up(claim, errors[0], written)
+            await self._give_up(claim, errors[0], [summary.key for summary in summaries])
 
     async def _give_up(self, claim: Claim, error: BaseException, written: list[str]) -> None:
         """Forget the siblings' trajectories first: once the claim is given back, another worker writes these keys."""

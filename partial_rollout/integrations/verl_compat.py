@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING
 from partial_rollout.errors import VersionError
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from omegaconf import DictConfig
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-    AgentLoopWorkerTQBase = AgentLoopWorker
-    TaskRunnerBase = type
+    class AgentLoopWorkerTQBase(AgentLoopWorker):
+        """The part of verl's AgentLoopWorkerTQ used here."""
+
+        background_tasks: set[asyncio.Task[None]]
+
+    class TaskRunnerBase:
+        """The part of verl's TaskRunnerV1 used here."""
+
+        def run(self, config: DictConfig) -> None: ...
+
 
 REQUIREMENT_FILE = "REQUIRED_VERL.txt"
 CPU_SUFFIX = "+cpu"

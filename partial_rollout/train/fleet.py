@@ -10,21 +10,20 @@ from verl.utils.ray_utils import auto_await
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from partial_rollout.config import TimeoutConfig
     from partial_rollout.rollout.replica import PartialRolloutReplica
 
 
 class ReplicaFleet:
-    """All rollout replicas of a run, driven from the trainer's thread."""
+    """All rollout replicas of a run, driven from the trainer's thread; a call returns when all have answered."""
 
     def __init__(self, replicas: Sequence[PartialRolloutReplica], timeouts: TimeoutConfig) -> None:
         self._replicas = replicas
         self._timeouts = timeouts
 
-    @auto_await
-    async def drain(self) -> int:
+    def drain(self) -> int:
         """Close every gate and interrupt what is running; returns the number of interrupted requests.
 
         Raises:
@@ -33,35 +32,36 @@ class ReplicaFleet:
         """
         margin_s = self._timeouts.call_s
         calls = [replica.abort_all_requests() for replica in self._replicas]
-        results = await self._all("drain", calls, self._timeouts.drain_s + margin_s)
+        results = self._all("drain", calls, self._timeouts.drain_s + margin_s)
         return sum(result["aborted_count"] for result in results)
 
-    @auto_await
-    async def resume(self) -> None:
+    def resume(self) -> None:
         """Open every gate."""
-        await self._all("resume", [r.resume_generation() for r in self._replicas], self._timeouts.resume_s)
+        self._all("resume", [r.resume_generation() for r in self._replicas], self._timeouts.resume_s)
 
-    @auto_await
-    async def reject_parked(self) -> None:
+    def reject_parked(self) -> None:
         """Send every parked request back as rejected."""
-        await self._all("reject parked requests", [r.reject_parked() for r in self._replicas], self._timeouts.call_s)
+        self._all("reject parked requests", [r.reject_parked() for r in self._replicas], self._timeouts.call_s)
 
-    @auto_await
-    async def shutdown(self) -> None:
+    def shutdown(self) -> None:
         """Stop every engine and server."""
-        await self._all("shut down", [r.shutdown() for r in self._replicas], self._timeouts.call_s)
+        self._all("shut down", [r.shutdown() for r in self._replicas], self._timeouts.call_s)
 
-    @auto_await
-    async def statistics_metrics(self, num_slots: int) -> dict[str, float]:
+    def statistics_metrics(self, num_slots: int) -> dict[str, float]:
         """Engine metrics since the gates opened; utilisation is mean running requests over `num_slots`."""
-        statistics = await self._all("report", [r.statistics() for r in self._replicas], self._timeouts.call_s)
+        statistics = self._all("report", [r.statistics() for r in self._replicas], self._timeouts.call_s)
         running = sum(each.mean_running for replica in statistics for each in replica)
         return {
             "partial_rollout/mean_running": running,
             "partial_rollout/slot_utilisation": running / num_slots,
         }
 
-    async def _all(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
+    def _all(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
+        """Block for all results; `auto_await` makes a loop, in a thread of its own where one is running already."""
+        gather: Callable[[], list[Any]] = auto_await(lambda: self._gather(what, calls, timeout_s))
+        return gather()
+
+    async def _gather(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
         try:
             return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
         except asyncio.TimeoutError:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import ray
     from omegaconf import DictConfig
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def load_queue(config: DictConfig, step: int) -> QueueSnapshot | None:
 def restore_queue(
     snapshot: QueueSnapshot,
     call: Callable[[ray.ObjectRef], Any],
-    manager: ray.actor.ActorHandle,
+    manager: ActorHandle,
     partition_id: str,
 ) -> int:
     """Give the restored prompts to the manager and clear what TransferQueue holds beyond them.

@@ -16,6 +16,10 @@ from partial_rollout.observability.event_log import append_batch
 from partial_rollout.train.metrics import group_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ray.actor import ActorHandle
+
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.types import FinishedGroup, TakeResult, TrajectorySummary
@@ -34,13 +38,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     Built by verl without our objects; `bind` hands them over before the first sample.
     """
 
-    _manager: ray.actor.ActorHandle
+    _manager: ActorHandle
     _agent_loops: PartialRolloutAgentLoopManager
     _settings: PartialRolloutConfig
+    refill_fn: Callable[[int], Any]
+    """verl's own attribute, without the None that only a sampler outside a trainer has."""
 
     def bind(
         self,
-        manager: ray.actor.ActorHandle,
+        manager: ActorHandle,
         agent_loops: PartialRolloutAgentLoopManager,
         settings: PartialRolloutConfig,
     ) -> None:

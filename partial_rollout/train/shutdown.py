@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from partial_rollout.errors import PartialRolloutError
 
@@ -30,5 +31,5 @@ def shutdown_run(trainer: Any, agent_loops: Any) -> None:
 def _attempt(what: str, action: Callable[[], Any]) -> None:
     try:
         action()
-    except (PartialRolloutError, ray.exceptions.RayError) as error:
+    except (PartialRolloutError, RayError) as error:
         logger.warning("at the end of the run, could not %s: %s", what, error)

@@ -12,7 +12,7 @@ One step, on the trainer's thread; generation runs meanwhile in workers and engi
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
@@ -27,10 +27,14 @@ from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, sa
 from partial_rollout.train.shutdown import shutdown_run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.rollout.replica import PartialRolloutReplica
+    from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,10 @@ logger = logging.getLogger(__name__)
 @register_trainer(TRAINER_MODE)
 class PartialRolloutTrainer(PPOTrainer):
     """PPO/GRPO trainer whose rollout is pulled from the prompt manager and resumed across steps."""
+
+    # verl's attributes, as apply_mode chose their classes.
+    agent_loop_manager: PartialRolloutAgentLoopManager
+    replay_buffer: PartialRolloutReplayBuffer
 
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)
@@ -49,11 +57,13 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def get_llm_client(self) -> ResumingLLMServerClient:
         """The client that resumes interrupted generations by itself."""
-        return self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
+        client = self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
+        return cast("ResumingLLMServerClient", client)
 
     def on_init_end(self) -> None:
         """Send the loaded weights; the gate is open from the start."""
-        self.fleet = ReplicaFleet(self.llm_server_manager.get_replicas(), self.settings.timeouts)
+        replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
+        self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
         self._send_weights()
         self._report_step("open")
 

@@ -69,23 +69,10 @@ def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) ->
     assert job.survivors == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.train_files=/nowhere/train.parquet"], "data.train_files=/nowhere/train.parquet does not exist"),
-        (["partial_rollout.num_slots=1"], "raise partial_rollout.num_slots"),
-        (["algorithm.adv_estimator=remax"], "algorithm.adv_estimator=remax cannot work"),
-        (["actor_rollout_ref.rollout.n=0"], "actor_rollout_ref.rollout.n=0"),
-        (["data.train_batch_size=0"], "data.train_batch_size=0"),
-        (["+partial_rollout.no_such_key=1"], "unknown key partial_rollout.no_such_key"),
-    ],
-)
-def test_mistakes_are_told_before_anything_starts(
-    task: Path, tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    job = run_job(task, tmp_path, FLAG, *overrides)
+def test_a_mistake_is_told_before_anything_starts(task: Path, tmp_path: Path) -> None:
+    job = run_job(task, tmp_path, FLAG, "data.train_files=/nowhere/train.parquet")
     assert job.code == 2
-    assert message in job.output
+    assert "data.train_files=/nowhere/train.parquet does not exist" in job.output
     assert "Traceback" not in job.output
 
 

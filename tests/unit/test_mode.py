@@ -1,0 +1,134 @@
+"""`partial_rollout.mode`: mistakes are told with their key before anything starts, and the flag sets just the hooks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from partial_rollout.errors import ConfigError, DataError, UserError
+from partial_rollout.mode import apply_mode, check_config, is_enabled, num_slots, slots_per_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omegaconf import DictConfig
+
+    Composed = Callable[..., DictConfig]
+
+CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
+FLAG = "async_training.partial_rollout"
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
+    """The quickstart's configuration, composed once because that takes seconds; its paths are there."""
+    folder = tmp_path_factory.mktemp("task")
+    paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
+    paths["actor_rollout_ref.model.path"] = "model"
+    for name in paths.values():
+        (folder / name).touch()
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return compose("quickstart_cpu", overrides=[f"{key}={folder / name}" for key, name in paths.items()])
+
+
+@pytest.fixture
+def composed(quickstart: DictConfig) -> Composed:
+    """A copy of it with values set by their dotted keys, whether these exist or not."""
+
+    def compose_with(changes: dict[str, Any]) -> DictConfig:
+        config = copy.deepcopy(quickstart)
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        return config
+
+    return compose_with
+
+
+def leaves(config: DictConfig) -> dict[str, Any]:
+    """Every value of a configuration by its dotted key, interpolations unresolved."""
+
+    def walk(node: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(node, dict) or not node:
+            return {prefix: node}
+        return {key: leaf for name, child in node.items() for key, leaf in walk(child, f"{prefix}.{name}").items()}
+
+    return {key.removeprefix("."): leaf for key, leaf in walk(OmegaConf.to_container(config), "").items()}
+
+
+def test_the_quickstart_passes(composed: Composed):
+    check_config(composed({}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("data.train_files", "/nowhere/a.parquet", DataError, "data.train_files=/nowhere/a.parquet does not exist"),
+        ("data.val_files", ["/nowhere/b.parquet"], DataError, "data.val_files=/nowhere/b.parquet does not exist"),
+        ("actor_rollout_ref.model.path", "/no/model", DataError, "actor_rollout_ref.model.path=/no/model does not"),
+        ("partial_rollout.num_slots", 1, ConfigError, "1 trajectory slots over 1 .* raise partial_rollout.num_slots"),
+        ("algorithm.adv_estimator", "remax", ConfigError, "algorithm.adv_estimator=remax cannot work"),
+        ("algorithm.filter_groups", {"enable": True}, ConfigError, "algorithm.filter_groups.enable=True is not"),
+        ("actor_rollout_ref.rollout.n", 0, ConfigError, "actor_rollout_ref.rollout.n=0 is not allowed"),
+        ("actor_rollout_ref.rollout.name", "sglang", ConfigError, "actor_rollout_ref.rollout.name=sglang .* vllm"),
+        ("actor_rollout_ref.rollout.agent.num_workers", 0, ConfigError, "rollout.agent.num_workers=0 is not allowed"),
+        ("data.train_batch_size", 0, ConfigError, "data.train_batch_size=0 is not allowed"),
+        ("partial_rollout.no_such_key", 1, ConfigError, "unknown key partial_rollout.no_such_key; known here: "),
+        ("partial_rollout.timeouts.drain_s", -1, ConfigError, r"partial_rollout.timeouts.drain_s=-1\.0 is not allowed"),
+        ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any, error: type[UserError], message: str):
+    with pytest.raises(error, match=message):
+        check_config(composed({key: value}))
+
+
+def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
+    config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
+    check_config(config)
+    assert (num_slots(config), slots_per_worker(config)) == (8, 4)
+    with pytest.raises(ConfigError, match="8 trajectory slots over 3 agent-loop workers is not allowed"):
+        check_config(composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 3}))
+
+
+def test_slots_left_open_are_one_batch(composed: Composed):
+    assert num_slots(composed({"data.train_batch_size": 6, "actor_rollout_ref.rollout.n": 3})) == 18
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "hdfs://cluster/model"])
+def test_a_model_of_a_hub_is_not_looked_for_on_the_disk(composed: Composed, name: str):
+    check_config(composed({"actor_rollout_ref.model.path": name}))
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, False), ({FLAG: True}, True), ({FLAG: False}, False)])
+def test_the_flag_is_what_was_given(composed: Composed, changes: dict[str, bool], expected: bool):
+    assert is_enabled(composed(changes)) is expected
+
+
+@pytest.mark.parametrize("value", ["yes_please", 1, None])
+def test_a_flag_that_is_no_boolean_is_refused(composed: Composed, value: Any):
+    with pytest.raises(ConfigError, match="async_training.partial_rollout=.* must be True or False"):
+        is_enabled(composed({FLAG: value}))
+
+
+def test_the_flag_sets_exactly_the_hooks(composed: Composed):
+    changes = {"partial_rollout.stream_interval": 7, "partial_rollout.timeouts.drain_s": 5}
+    config = composed(changes)
+    apply_mode(config)
+    before, after = leaves(composed(changes)), leaves(config)
+    assert {key: value for key, value in after.items() if key not in before or before[key] != value} == {
+        "trainer.v1.trainer_mode": "partial_rollout",
+        "trainer.v1.sampler.custom_sampler.path": "pkg://partial_rollout.train.replay_buffer",
+        "trainer.v1.sampler.custom_sampler.name": "PartialRolloutReplayBuffer",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+            "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
+        ),
+        "actor_rollout_ref.rollout.custom.partial_rollout.stream_interval": 7,
+        "actor_rollout_ref.rollout.custom.partial_rollout.drain_s": 5.0,
+        "actor_rollout_ref.rollout.custom.partial_rollout.call_s": 60.0,
+    }
+    assert before.keys() - after.keys() <= {"actor_rollout_ref.rollout.custom", "trainer.v1.sampler.custom_sampler"}
