@@ -11,7 +11,7 @@ import random
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tqdm import tqdm
@@ -23,7 +23,7 @@ from partial_rollout.run.quickstart.reward import is_right
 from partial_rollout.run.quickstart.warm_start import encode_prompt
 
 if TYPE_CHECKING:
-    from transformers import GenerationMixin, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 BATCH_SIZE = 128
 
@@ -60,9 +60,10 @@ class Summary:
 
 
 def sample(
-    model: GenerationMixin, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], *, max_new_tokens: int
 ) -> list[Sample]:
     """One response per problem at temperature 1; prompts must be of equal length."""
+    # The model is Any: the `generate` of transformers does not accept its own models as `self`.
     prompts = torch.tensor([encode_prompt(tokenizer, problem.prompt) for problem in problems])
     with torch.inference_mode():
         output = model.generate(
@@ -74,7 +75,7 @@ def sample(
             top_p=1.0,
             max_new_tokens=max_new_tokens,
         )
-    responses = cast("torch.Tensor", output)[:, prompts.shape[1] :].tolist()
+    responses = output[:, prompts.shape[1] :].tolist()
     return [_sample(tokenizer, problem, ids) for problem, ids in zip(problems, responses, strict=True)]
 
 
