@@ -49,21 +49,18 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _spawn(self, rank: int, node_id: str) -> ActorHandle:
         worker_id = f"agent_loop_worker_{rank}"
-        return (
-            ray.remote(PartialRolloutAgentLoopWorker)
-            .options(
-                name=f"{worker_id}_{uuid4().hex[:8]}",
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
-            )
-            .remote(
-                worker_id,
-                self._settings,
-                slots_per_worker(self.config),
-                self.config,
-                self.llm_client,
-                self.teacher_client,
-                self.reward_loop_worker_handles,
-            )
+        actor_class: Any = ray.remote(PartialRolloutAgentLoopWorker).options(
+            name=f"{worker_id}_{uuid4().hex[:8]}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
+        )
+        return actor_class.remote(
+            worker_id,
+            self._settings,
+            slots_per_worker(self.config),
+            self.config,
+            self.llm_client,
+            self.teacher_client,
+            self.reward_loop_worker_handles,
         )
 
     def start(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.utils.ray_utils import auto_await
 
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from partial_rollout.config import TimeoutConfig
     from partial_rollout.rollout.replica import PartialRolloutReplica
@@ -58,8 +58,7 @@ class ReplicaFleet:
 
     def _all(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
         """Block for all results; `auto_await` makes a loop, in a thread of its own where one is running already."""
-        gather: Callable[[], list[Any]] = auto_await(lambda: self._gather(what, calls, timeout_s))
-        return gather()
+        return cast("list[Any]", auto_await(lambda: self._gather(what, calls, timeout_s))())
 
     async def _gather(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
         try:

@@ -46,6 +46,8 @@ class PartialRolloutTrainer(PPOTrainer):
     # verl's attributes, as apply_mode chose their classes.
     agent_loop_manager: PartialRolloutAgentLoopManager
     replay_buffer: PartialRolloutReplayBuffer
+    checkpoint_manager: Any
+    """Its methods block here, through verl's `auto_await`; their annotations say coroutine."""
 
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)

@@ -1,0 +1,42 @@
+"""`ReplicaFleet` against fake replicas: blocking calls, with or without an event loop in the calling thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from partial_rollout.config import TimeoutConfig
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.train.fleet import ReplicaFleet
+
+
+class Replica:
+    """Interrupts as many requests as it is told to; answers `resume_generation` never."""
+
+    def __init__(self, num_running: int) -> None:
+        self.num_running = num_running
+
+    async def abort_all_requests(self) -> dict[str, Any]:
+        return {"aborted_count": self.num_running}
+
+    async def resume_generation(self) -> None:
+        await asyncio.Event().wait()
+
+
+def fleet(**timeouts: float) -> ReplicaFleet:
+    return ReplicaFleet(cast("Any", [Replica(2), Replica(3)]), TimeoutConfig(**timeouts))
+
+
+def test_a_drain_counts_what_all_replicas_interrupted():
+    assert fleet().drain() == 5
+
+
+async def test_the_call_blocks_inside_a_running_loop_too():
+    assert fleet().drain() == 5
+
+
+def test_a_replica_that_does_not_answer_is_told_with_the_call():
+    with pytest.raises(WaitTimeout, match="for 2 rollout replicas to resume"):
+        fleet(resume_s=0.01).resume()
