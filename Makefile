@@ -47,6 +47,6 @@ bench: setup ## the benchmarks, each against its stored baseline
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(PYTHON) -m partial_rollout.main_ppo --cfg job
 
-clean: ## caches and build results; the environment stays (rm -r $(VENV))
-	rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## caches and build results; the environment ($(VENV)) and outputs/ stay
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find partial_rollout tests -name __pycache__ -type d -prune -exec rm -rf {} +

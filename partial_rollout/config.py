@@ -51,7 +51,7 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, slots=True)
 class PartialRolloutConfig:
-    """All settings of this package; defaults stand in configs/partial_rollout.yaml as well (a test compares them)."""
+    """All settings of this package; a test compares the defaults with configs/partial_rollout/default.yaml."""
 
     prefetch_factor: float = 2.0
     num_slots: int | None = None

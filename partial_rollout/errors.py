@@ -19,7 +19,6 @@ PartialRolloutError
     ├── IllegalTransition
     ├── DuplicateUid
     ├── CapacityExceeded    more prompts were admitted than the prefetch cap allows
-    ├── UnknownPrompt
     └── StaleClaim          a worker reported on a claim that is no longer its own
 """
 
@@ -106,10 +105,6 @@ class DuplicateUid(InternalError):
 
 class CapacityExceeded(InternalError):
     """An admission would put more prompts in flight than the queue's capacity."""
-
-
-class UnknownPrompt(InternalError):
-    """A uid that the queue has never seen, or has already let go."""
 
 
 class StaleClaim(InternalError):

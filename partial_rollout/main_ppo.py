@@ -14,13 +14,13 @@ import ray
 from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
-from partial_rollout.errors import ConfigError, PartialRolloutError, UserError
+from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG_DIR = str(Path(__file__).resolve().parents[1] / "configs")
+CONFIG_DIR = str(Path(__file__).resolve().parent / "configs")
 
 
 def run(config: DictConfig) -> None:
@@ -46,7 +46,21 @@ def run(config: DictConfig) -> None:
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
-    run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(TaskRunner))
+    _require_estimator(str(config.algorithm.adv_estimator))
+    try:
+        run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(TaskRunner))
+    except RayTaskError:
+        raise
+    except (ConnectionError, ValueError) as error:
+        raise ClusterError(f"Ray could not be started or joined with ray_kwargs.ray_init: {error}") from error
+
+
+def _require_estimator(name: str) -> None:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    if name not in ADV_ESTIMATOR_REGISTRY:
+        known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
+        raise ConfigError(f"algorithm.adv_estimator={name} is unknown to verl; known: {known}")
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf, open_dict
@@ -18,6 +19,8 @@ AGENT_LOOP_MANAGER = "partial_rollout.agent_loop.manager.PartialRolloutAgentLoop
 REPLAY_BUFFER_MODULE = "pkg://partial_rollout.train.replay_buffer"
 REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""`model` or `organisation/model`; anything else can only be a local path."""
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
@@ -66,12 +69,13 @@ def check_config(config: DictConfig) -> None:
         ConfigError: names the value, what is allowed and where to set it.
         DataError: a data or model path does not exist.
     """
-    rollout, n = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.n
-    _require(config.data.train_batch_size >= 1, f"data.train_batch_size={config.data.train_batch_size}", "at least 1")
-    _require(n >= 1, f"actor_rollout_ref.rollout.n={n}", "at least 1")
+    rollout = config.actor_rollout_ref.rollout
+    _require_count(config, "data.train_batch_size")
+    n = _require_count(config, "actor_rollout_ref.rollout.n")
+    _require_count(config, "actor_rollout_ref.rollout.agent.num_workers")
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
-    _require(rollout.agent.num_workers >= 1, f"...rollout.agent.num_workers={rollout.agent.num_workers}", "at least 1")
     read_settings(config)
+    _check_lengths(config)
     _require(
         slots_per_worker(config) >= n,
         f"{num_slots(config)} trajectory slots over {rollout.agent.num_workers} agent-loop workers",
@@ -79,6 +83,23 @@ def check_config(config: DictConfig) -> None:
     )
     _check_algorithm(config)
     _check_paths(config)
+
+
+def _require_count(config: DictConfig, key: str) -> int:
+    value = OmegaConf.select(config, key)
+    _require(isinstance(value, int) and value >= 1, f"{key}={value}", "a whole number of at least 1")
+    return value
+
+
+def _check_lengths(config: DictConfig) -> None:
+    prompt = _require_count(config, "data.max_prompt_length")
+    _require_count(config, "data.max_response_length")
+    limit = config.actor_rollout_ref.rollout.max_model_len
+    _require(
+        limit is None or limit > prompt,
+        f"actor_rollout_ref.rollout.max_model_len={limit}",
+        f"null or above data.max_prompt_length={prompt}",
+    )
 
 
 def _check_algorithm(config: DictConfig) -> None:
@@ -91,20 +112,35 @@ def _check_algorithm(config: DictConfig) -> None:
         )
     filter_groups = OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)
     _require(not filter_groups, "algorithm.filter_groups.enable=True", "False with partial rollout")
+    _check_trainer(config)
+
+
+def _check_trainer(config: DictConfig) -> None:
+    """Settings of verl's trainer that contradict one drain and one weight update a step."""
+    updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
+    _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1: one batch is taken a step")
+    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    _require(not sampler, f"trainer.v1.sampler.custom_sampler.path={sampler}", "null: the prompt manager decides")
+    reward = config.reward.reward_model
+    _require(
+        not reward.enable or reward.enable_resource_pool,
+        "reward.reward_model.enable=True with enable_resource_pool=False",
+        "on devices of its own (enable_resource_pool=True): sharing them puts engines to sleep while they generate",
+    )
 
 
 def _check_paths(config: DictConfig) -> None:
     for key in ("data.train_files", "data.val_files"):
         value = OmegaConf.select(config, key)
-        for path in [value] if isinstance(value, str) else list(value or []):
+        for path in list(value) if OmegaConf.is_list(value) else [value]:
             _require_path(key, path)
     _require_path("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, hub=True)
 
 
-def _require_path(key: str, path: str, *, hub: bool = False) -> None:
-    expanded = os.path.expanduser(path)
-    looks_local = not hub or os.path.isabs(expanded) or path.startswith(".")
-    if "://" not in path and looks_local and not os.path.exists(expanded):
+def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
+    _require(isinstance(path, str), f"{key}={path}", "a path" + (" or the name of a model on the hub" if hub else ""))
+    on_hub = hub and HUB_NAME.fullmatch(path) is not None
+    if "://" not in path and not on_hub and not os.path.exists(os.path.expanduser(path)):
         raise DataError(f"{key}={path} does not exist; give the path of an existing one (set {key}=...)")
 
 
@@ -116,14 +152,17 @@ def _require(condition: bool, given: str, allowed: str) -> None:
 def apply_mode(config: DictConfig) -> None:
     """Point verl's public hooks at this package, in place. Only called when the flag is set."""
     settings = read_settings(config)
+    rollout = config.actor_rollout_ref.rollout
     with open_dict(config):
         config.trainer.v1.trainer_mode = TRAINER_MODE
-        config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+        rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
         config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
-        config.actor_rollout_ref.rollout.custom = {
-            "partial_rollout": {
+        rollout.custom = {
+            **(rollout.get("custom") or {}),
+            BLOCK: {
                 "stream_interval": settings.stream_interval,
                 "drain_s": settings.timeouts.drain_s,
+                "resume_s": settings.timeouts.resume_s,
                 "call_s": settings.timeouts.call_s,
-            }
+            },
         }

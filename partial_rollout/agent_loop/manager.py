@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import ray
-from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
-from partial_rollout.errors import ActorLost, WaitTimeout
+from partial_rollout.errors import ActorLost
 from partial_rollout.mode import read_settings, slots_per_worker
 from partial_rollout.runtime.prompt_manager import find_manager
+from partial_rollout.runtime.remote_call import wait_for, wait_for_all
 from partial_rollout.types import PromptMeta
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from tensordict import TensorDict
 
+STOP_TIMEOUT_S = 60.0
+"""A worker that stops only cancels its tasks."""
 WORKER_START_TIMEOUT_S = 300.0
 """Loading tokenizer and reward code on a cold file system takes a minute or two."""
 
@@ -70,9 +72,12 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def stop(self) -> None:
         """Stop the claim loops and give their prompts back. Does nothing when they are not running."""
         loops, self.loops = self.loops, {}
-        if loops:
-            timeout_s = self._settings.timeouts.call_s
-            self._wait_all([worker.stop.remote() for worker in self.agent_loop_workers], "stop", timeout_s)
+        if not loops:
+            return
+        ended, _ = ray.wait(list(loops), num_returns=len(loops), timeout=0)
+        self._wait_all([worker.stop.remote() for worker in self.agent_loop_workers], "stop", STOP_TIMEOUT_S)
+        for ref in ended:
+            ray.get(ref)  # raises what ended a claim loop that nobody asked to end
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
@@ -106,13 +111,12 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             PromptMeta(uid=uid, num_trajectories=self.rollout_config.n, global_step=step, source_index=str(index))
             for uid, index in zip(uids, prompts["index"], strict=True)
         ]
-        ray.get(self._prompt_manager.admit.remote(metas), timeout=self._settings.timeouts.call_s)
+        wait_for(
+            self._prompt_manager.admit.remote(metas),
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits="trainer waits for the prompt manager to admit prompts",
+        )
 
     @staticmethod
     def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> None:
-        try:
-            ray.get(list(refs), timeout=timeout_s)
-        except GetTimeoutError:
-            _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            late = f"{len(waiting)} of {len(refs)} did not"
-            raise WaitTimeout(f"trainer waited {timeout_s:.0f} s for agent-loop workers to {what}: {late}") from None
+        wait_for_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")

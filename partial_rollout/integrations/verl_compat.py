@@ -51,7 +51,7 @@ class Requirement:
         return version.partition("+")[0].split(".")[: len(wanted)] == wanted
 
 
-GPU_VLLM = Requirement("vllm", "0.24", "pip install 'partial-rollout[gpu]'")
+GPU_VLLM = Requirement("vllm", "0.24", "pip install -e '.[gpu]'")
 CPU_VLLM = Requirement("vllm", "0.28", CPU_FIX)
 # Both are imported by verl's trainer and have changed their interfaces between minor versions.
 TRANSFER_QUEUE = Requirement("TransferQueue", "0.1.11", "pip install TransferQueue==0.1.11")

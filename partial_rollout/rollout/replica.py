@@ -67,6 +67,15 @@ class PartialRolloutReplica(vLLMReplica):
         """One entry for each server."""
         return await self._on_all("rollout_statistics", limit_s=self.settings.call_s)
 
+    async def check_health(self) -> None:
+        """Raise EngineDead if an engine has died."""
+        await self._on_all("require_health", limit_s=self.settings.call_s)
+
+    async def sleep(self) -> None:
+        """Release device memory on every server, as verl does after a drain."""
+        await self._on_all("wait_for_requests_to_drain", limit_s=self.settings.drain_s)
+        await self._on_all("sleep", limit_s=self.settings.resume_s)
+
     async def shutdown(self) -> None:
         """End engines and HTTP servers, then the server actors; the replica cannot be used again."""
         try:

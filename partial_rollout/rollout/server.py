@@ -245,6 +245,14 @@ class PartialRolloutServer(vLLMHttpServer):
         )
 
     @control
+    async def require_health(self) -> None:
+        """Raise EngineDead if the engine process is gone."""
+        try:
+            await self.engine.check_health()
+        except EngineDeadError as error:
+            raise EngineDead(f"{self._name}: the engine died") from error
+
+    @control
     async def shutdown(self) -> None:
         """Turn everybody away, stop the HTTP server and end the engine's processes.
 

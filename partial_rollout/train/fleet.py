@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.utils.ray_utils import auto_await
 
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import PartialRolloutError, WaitTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -39,6 +39,10 @@ class ReplicaFleet:
         """Open every gate."""
         self._all("resume", [r.resume_generation() for r in self._replicas], self._timeouts.resume_s)
 
+    def require_health(self) -> None:
+        """Raise EngineDead if an engine is gone: between drain and resume it holds no request that would tell."""
+        self._all("tell their health", [r.check_health() for r in self._replicas], self._timeouts.call_s)
+
     def reject_parked(self) -> None:
         """Send every parked request back as rejected."""
         self._all("reject parked requests", [r.reject_parked() for r in self._replicas], self._timeouts.call_s)
@@ -63,7 +67,9 @@ class ReplicaFleet:
     async def _gather(self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
         try:
             return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError as error:  # noqa: UP041 - not the built-in one on Python 3.10
+            if isinstance(error, PartialRolloutError):
+                raise  # a replica's own error, which names its requests, is a TimeoutError too
             raise WaitTimeout(
                 f"trainer waited {timeout_s:.0f} s for {len(self._replicas)} rollout replicas to {what}"
             ) from None

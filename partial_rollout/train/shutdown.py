@@ -6,30 +6,43 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
-
-from partial_rollout.errors import PartialRolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from partial_rollout.train.trainer import PartialRolloutTrainer
 
 logger = logging.getLogger(__name__)
 
 
-def shutdown_run(trainer: Any, agent_loops: Any) -> None:
-    """Stop claim loops, engines and the manager, then the actors.
+def shutdown_run(trainer: PartialRolloutTrainer) -> None:
+    """Stop claim loops, engines and the manager, then kill the actors; parts that were never made are left out.
 
-    A step that fails is logged and the next one still runs: after an error half of them are expected to.
+    A step that fails is logged and the next one still runs: after an error half of them are expected to fail.
+    Calling it again does nothing.
     """
-    _attempt("stop the agent-loop workers", agent_loops.stop)
-    _attempt("shut down the engines", trainer.fleet.shutdown)
-    _attempt("close the prompt manager", lambda: ray.get(trainer.manager.close.remote("run ended"), timeout=10))
-    for actor in [*agent_loops.agent_loop_workers, *trainer.actor_rollout_wg.workers, trainer.manager]:
+    if trainer.is_shut_down:
+        return
+    trainer.is_shut_down = True
+    for what, action in _steps(trainer):
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
+            logger.warning("at the end of the run, could not %s: %r", what, error)
+    for actor in _actors(trainer):
         ray.kill(actor)
 
 
-def _attempt(what: str, action: Callable[[], Any]) -> None:
-    try:
-        action()
-    except (PartialRolloutError, RayError) as error:
-        logger.warning("at the end of the run, could not %s: %s", what, error)
+def _steps(trainer: PartialRolloutTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
+    agent_loops, fleet = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "fleet", None)
+    if agent_loops is not None:
+        yield "stop the agent-loop workers", agent_loops.stop
+    if fleet is not None:
+        yield "shut down the engines", fleet.shutdown
+    yield "close the prompt manager", trainer.close_manager
+
+
+def _actors(trainer: PartialRolloutTrainer) -> list[ray.actor.ActorHandle]:
+    agent_loops, training = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "actor_rollout_wg", None)
+    workers = agent_loops.agent_loop_workers if agent_loops is not None else []
+    return [*workers, *(training.workers if training is not None else []), trainer.manager]

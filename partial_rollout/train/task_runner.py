@@ -27,4 +27,11 @@ class TaskRunner(TaskRunnerBase):
         register_replicas(partial_rollout=enabled)
         if enabled:
             import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)
-        super().run(config)
+        try:
+            super().run(config)
+        finally:
+            # `fit` cleans up behind itself; this is for an error between the first engine and `fit`.
+            if enabled and self.trainer is not None:
+                from partial_rollout.train.shutdown import shutdown_run
+
+                shutdown_run(self.trainer)

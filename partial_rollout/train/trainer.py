@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
@@ -22,6 +21,7 @@ from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
 from partial_rollout.train.shutdown import shutdown_run
@@ -29,6 +29,7 @@ from partial_rollout.train.shutdown import shutdown_run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import ray
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
 
@@ -53,6 +54,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self.settings = read_settings(config)
         self.manager = create_manager(self.settings, config.data.train_batch_size)
         self._pending_sync_metrics: dict[str, float] = {}
+        self.is_shut_down = False
         super().__init__(config)
 
     # ---- verl's hooks ----
@@ -75,7 +77,11 @@ class PartialRolloutTrainer(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         finally:
-            shutdown_run(self, agent_loop_manager)
+            shutdown_run(self)
+
+    def close_manager(self) -> None:
+        """End all waits at the prompt manager."""
+        self._ask(self.manager.close.remote("run ended"))
 
     def on_train_begin(self) -> None:
         """Start pulling; the restored queue, if any, is already admitted."""
@@ -83,7 +89,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def prepare_step(self) -> dict[str, float]:
         """Fill the queue up to the prefetch cap."""
-        statistics = self._call(self.manager.statistics.remote())
+        statistics = self._ask(self.manager.statistics.remote())
         room = self.settings.capacity(self.config.data.train_batch_size) - statistics.in_flight
         if room > 0:
             self._add_prompts_to_generate(room)
@@ -116,14 +122,14 @@ class PartialRolloutTrainer(PPOTrainer):
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""
         snapshot = load_queue(self.config, self.global_steps - 1)
-        return restore_queue(snapshot, self._call, self.manager, partition_id) if snapshot else 0
+        return restore_queue(snapshot, self._ask, self.manager, partition_id) if snapshot else 0
 
     def _save_checkpoint(self) -> None:
         """Missing hook: before save. The queue must be written before TransferQueue and before the tracker file.
 
         In this order a prompt that finishes in between is at worst generated again; it is never lost.
         """
-        save_queue(self._call(self.manager.snapshot.remote()), self.config, self.global_steps)
+        save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
 
     def _compute_metrics(
@@ -131,7 +137,7 @@ class PartialRolloutTrainer(PPOTrainer):
     ) -> None:
         """Missing hook: metrics of the whole step. Adds the queue's state to verl's."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        statistics = self._call(self.manager.statistics.remote())
+        statistics = self._ask(self.manager.statistics.remote())
         for name in ("pending", "ongoing", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
             metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
@@ -142,11 +148,13 @@ class PartialRolloutTrainer(PPOTrainer):
             lambda: self.checkpoint_manager.update_weights(self.global_steps),
             timeout_s=self.settings.timeouts.resume_s,
             who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
+            check=self.fleet.require_health,
         )
 
     def _report_step(self, gate: str) -> None:
         version = self.global_steps - 1 if gate == "closed" else self.global_steps
-        self._call(self.manager.report_step.remote(self.global_steps, version, gate))
+        self._ask(self.manager.report_step.remote(self.global_steps, version, gate))
 
-    def _call(self, ref: ray.ObjectRef) -> Any:
-        return ray.get(ref, timeout=self.settings.timeouts.call_s)
+    def _ask(self, ref: ray.ObjectRef[Any]) -> Any:
+        timeout_s = self.settings.timeouts.call_s
+        return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")

@@ -1,4 +1,4 @@
-"""Imports point inward, and foreign names stay in their rooms (DESIGN, "Rooms")."""
+"""Imports point inward, and foreign names stay in their rooms (CONTRIBUTING, layout)."""
 
 from __future__ import annotations
 

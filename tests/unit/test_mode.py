@@ -79,6 +79,16 @@ def test_the_quickstart_passes(composed: Composed):
         ("data.train_batch_size", 0, ConfigError, "data.train_batch_size=0 is not allowed"),
         ("partial_rollout.no_such_key", 1, ConfigError, "unknown key partial_rollout.no_such_key; known here: "),
         ("partial_rollout.timeouts.drain_s", -1, ConfigError, r"partial_rollout.timeouts.drain_s=-1\.0 is not allowed"),
+        ("data.train_batch_size", None, ConfigError, "data.train_batch_size=None is not allowed"),
+        ("data.train_batch_size", 2.5, ConfigError, "data.train_batch_size=2.5 is not allowed"),
+        ("actor_rollout_ref.rollout.n", "many", ConfigError, "rollout.n=many is not allowed: must be a whole number"),
+        ("data.train_files", None, ConfigError, "data.train_files=None is not allowed: must be a path"),
+        ("actor_rollout_ref.model.path", None, ConfigError, "model.path=None is not allowed"),
+        ("actor_rollout_ref.model.path", "models/none/here", DataError, "model.path=models/none/here does not exist"),
+        ("actor_rollout_ref.rollout.max_model_len", 10, ConfigError, "max_model_len=10 .* max_prompt_length=32"),
+        ("trainer.v1.partial_rollout", {"parameter_sync_step": 2}, ConfigError, "parameter_sync_step=2 is not"),
+        ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
+        ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .* enable_resource_pool=True"),
         ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
     ],
 )
@@ -128,6 +138,7 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
             "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
         ),
         "actor_rollout_ref.rollout.custom.partial_rollout.stream_interval": 7,
+        "actor_rollout_ref.rollout.custom.partial_rollout.resume_s": 600.0,
         "actor_rollout_ref.rollout.custom.partial_rollout.drain_s": 5.0,
         "actor_rollout_ref.rollout.custom.partial_rollout.call_s": 60.0,
     }

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from partial_rollout.config import TimeoutConfig
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import DrainTimeout, WaitTimeout
 from partial_rollout.train.fleet import ReplicaFleet
 
 
@@ -40,3 +40,15 @@ async def test_the_call_blocks_inside_a_running_loop_too():
 def test_a_replica_that_does_not_answer_is_told_with_the_call():
     with pytest.raises(WaitTimeout, match="for 2 rollout replicas to resume"):
         fleet(resume_s=0.01).resume()
+
+
+class StuckReplica(Replica):
+    async def abort_all_requests(self) -> dict[str, Any]:
+        raise DrainTimeout("drain: 1 request is still in the engine: [stuck-one]")
+
+
+def test_a_drain_that_fails_names_its_requests():
+    """DrainTimeout is a TimeoutError, as is asyncio's own."""
+    stuck = ReplicaFleet(cast("Any", [Replica(1), StuckReplica(1)]), TimeoutConfig())
+    with pytest.raises(DrainTimeout, match="stuck-one"):
+        stuck.drain()

@@ -1,0 +1,32 @@
+"""Ray calls with a deadline that says who waited for whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+from partial_rollout.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> Any:
+    """The call's answer.
+
+    Raises:
+        WaitTimeout: no answer in time; `who_waits` names both ends.
+        Exception: what the call raised.
+    """
+    return wait_for_all([ref], timeout_s=timeout_s, who_waits=who_waits)[0]
+
+
+def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
+    """All answers, in order; raises as `wait_for` and says how many were late."""
+    try:
+        return ray.get(list(refs), timeout=timeout_s)
+    except GetTimeoutError:
+        _, late = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s") from None
