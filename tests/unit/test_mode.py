@@ -85,10 +85,10 @@ def test_the_quickstart_passes(composed: Composed):
         ("data.train_files", None, ConfigError, "data.train_files=None is not allowed: must be a path"),
         ("actor_rollout_ref.model.path", None, ConfigError, "model.path=None is not allowed"),
         ("actor_rollout_ref.model.path", "models/none/here", DataError, "model.path=models/none/here does not exist"),
-        ("actor_rollout_ref.rollout.max_model_len", 10, ConfigError, "max_model_len=10 .* max_prompt_length=32"),
+        ("actor_rollout_ref.rollout.max_model_len", 10, ConfigError, "max_model_len=10 .*max_prompt_length=32"),
         ("trainer.v1.partial_rollout", {"parameter_sync_step": 2}, ConfigError, "parameter_sync_step=2 is not"),
         ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
-        ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .* enable_resource_pool=True"),
+        ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .*enable_resource_pool=True"),
         ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
     ],
 )
