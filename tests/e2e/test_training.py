@@ -83,6 +83,15 @@ def test_missing_resources_are_named(task: Path, tmp_path: Path) -> None:
     assert job.survivors == []
 
 
+def test_a_failure_between_the_first_engine_and_the_first_step_leaves_nothing(task: Path, tmp_path: Path) -> None:
+    tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=/nowhere/tools.yaml"
+    job = run_job(task, tmp_path, FLAG, tools)
+    assert job.code == 1
+    assert "/nowhere/tools.yaml" in job.output
+    assert "error: training failed" in job.output
+    assert job.survivors == []
+
+
 def test_an_agent_loop_that_always_fails_ends_the_run(task: Path, tmp_path: Path) -> None:
     agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'tests/e2e/broken_agent.yaml'}"
     default = "actor_rollout_ref.rollout.agent.default_agent_loop=broken_agent"
