@@ -3,7 +3,7 @@
 One AsyncLLM on the CPU, a tiny random model, `--concurrency` requests of `--tokens` tokens with log-probs. The variants
 take turns in every round, so that a slow minute of the machine hits all of them; medians over rounds are reported.
 
-    python benchmarks/bench_output_kind.py --rounds 7 --out benchmarks/results/output_kind_cpu.json
+    python -m benchmarks.bench_output_kind --rounds 7 --out benchmarks/results/output_kind_cpu.json
 """
 
 from __future__ import annotations

@@ -80,6 +80,12 @@ def default_task(work: Path) -> Path:
     return work / "task"
 
 
+def sync_utilisation(workload: Workload) -> float:
+    """Share of slot-steps in which a batch that waits for its longest response generates, by the trace alone."""
+    batches = lengths(workload, workload.batch * workload.steps).reshape(workload.steps, -1)
+    return float((batches.mean(axis=1) / batches.max(axis=1)).mean())
+
+
 def write_trace(task: Path, out: Path, workload: Workload) -> Path:
     """The task's prompts with a recorded length for each trajectory."""
     frame = pd.read_parquet(task / "train.parquet")
@@ -220,6 +226,7 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "workload": asdict(workload),
+            "sync_utilisation_by_trace": sync_utilisation(workload),
             "summary": summarise(jobs),
             "jobs": jobs,
         }
