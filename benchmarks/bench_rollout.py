@@ -31,6 +31,7 @@ JOB_TIMEOUT_S = 1800.0
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
 """Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
+BASELINES = ("sync", "sync_fast_poll", "colocate_async", "colocate_async_fast_poll")
 OWN_METRICS = ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share")
 
 
@@ -63,6 +64,7 @@ MODES: dict[str, list[str]] = {
         *_sampler("FastPollReplayBufferAsync"),
     ],
     "partial_rollout": ["+async_training.partial_rollout=True"],
+    "partial_rollout_prefetch_3": ["+async_training.partial_rollout=True", "partial_rollout.prefetch_factor=3"],
 }
 
 
@@ -162,11 +164,10 @@ def _pick(step: dict[str, Any]) -> dict[str, float]:
 def summarise(jobs: list[dict]) -> dict[str, dict[str, float]]:
     """Median over all steps of a mode, with the quartiles of the generation time, and ratios to sync."""
     table = {mode: _mode_summary([job for job in jobs if job["mode"] == mode]) for mode in _modes(jobs)}
-    for name, base in (("sync", "sync"), ("colocate_async", "colocate_async")):
+    for base in (mode for mode in BASELINES if mode in table):
         for row in table.values():
-            if base in table:
-                row[f"gen_ratio_to_{name}"] = row["gen_s"] / table[base]["gen_s"]
-                row[f"token_rate_ratio_to_{name}"] = row["tokens_per_s"] / table[base]["tokens_per_s"]
+            row[f"gen_ratio_to_{base}"] = row["gen_s"] / table[base]["gen_s"]
+            row[f"token_rate_ratio_to_{base}"] = row["tokens_per_s"] / table[base]["tokens_per_s"]
     return table
 
 
