@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ray.actor import ActorHandle
-
     from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -66,18 +64,3 @@ class Reporter:
             if stale:
                 logger.warning("worker %s finished prompts that are no longer its own: %s", self._worker_id, stale)
         await self._manager.report_worker(self._worker_id, self._status())
-
-
-class RemoteManager:
-    """The manager actor behind plain async methods."""
-
-    def __init__(self, handle: ActorHandle) -> None:
-        self._handle = handle
-
-    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
-        """See the manager."""
-        return await self._handle.finish_many.remote(list(groups))
-
-    async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
-        """See the manager."""
-        await self._handle.report_worker.remote(worker_id, status)

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+TOOLLESS_AGENT = "single_turn_agent"
+"""verl's agent loop that is given the tools and renders none."""
+
 
 def prompt_row(batch: TensorDict) -> dict[str, Any]:
     """The single row of `batch` as a plain dict: tensors lose the batch dimension, other values are unwrapped."""
@@ -32,3 +35,13 @@ def rollout_sampling_params(rollout: Any) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "logprobs": rollout.calculate_log_probs,
     }
+
+
+def active_tool_schemas(row: dict[str, Any], tools: Iterable[Any]) -> list[dict[str, Any]] | None:
+    """Schemas verl renders into this prompt, by the rules of its agent loops; None when there are none."""
+    if row["agent_name"] == TOOLLESS_AGENT:
+        return None
+    by_name = {tool.name: tool for tool in tools}
+    selection = (row.get("extra_info") or {}).get("tool_selection")
+    chosen = [by_name[name] for name in selection if name in by_name] if selection else by_name.values()
+    return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in chosen] or None

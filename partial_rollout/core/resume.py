@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partial_rollout.errors import InternalError, ResumeStalled
+from partial_rollout.errors import EngineError, InternalError, ResumeStalled
 from partial_rollout.types import VersionSpan
 
 ABORTED = "aborted"
@@ -21,6 +21,8 @@ LENGTH = "length"
 """Stop reason given here when an interruption fell on the last token of the budget."""
 STOPPED = "completed"
 """Stop reason verl's server gives when the engine stopped by itself, at a stop token or at the limit."""
+COMPLETE = frozenset({STOPPED, LENGTH, "stop"})
+"""Stop reasons of a response that may be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class ResumableGeneration:
         """Append a segment and say whether the response is complete.
 
         Raises:
+            EngineError: the engine ended the segment for a reason that is neither an end nor an interruption.
             InternalError: log-probs are missing or too many, or the segment exceeds the budget.
             ResumeStalled: interrupted twice without a token and without the gate having closed in between.
         """
@@ -133,6 +136,11 @@ class ResumableGeneration:
             raise InternalError(f"a segment arrived after the generation ended with {self.stop_reason!r}")
         if len(segment.token_ids) > self.remaining:
             raise InternalError(f"a segment of {len(segment.token_ids)} tokens exceeds the budget of {self.remaining}")
+        if segment.stop_reason != ABORTED and segment.stop_reason not in COMPLETE:
+            raise EngineError(
+                f"the engine ended a request with {segment.stop_reason!r} after {len(self.token_ids)} of "
+                f"{self.max_new_tokens} tokens (prompt {len(self.prompt_ids)})"
+            )
         if segment.log_probs is not None and len(segment.log_probs) != len(segment.token_ids):
             raise InternalError(f"{len(segment.log_probs)} log-probs for {len(segment.token_ids)} tokens")
         if segment.token_ids and len(self.token_ids) and (segment.log_probs is None) != (self.log_probs is None):
@@ -153,7 +161,7 @@ class ResumableGeneration:
 
     def _stop_reason(self, segment: Segment) -> str | None:
         if segment.stop_reason != ABORTED:
-            return segment.stop_reason or STOPPED
+            return segment.stop_reason
         if self.remaining == 0:
             return LENGTH
         ends_in_stop = bool(segment.token_ids) and segment.token_ids[-1] in self._stop_token_ids

@@ -54,6 +54,7 @@ class ResumingLLMServerClient(LLMServerClient):
             ConfigError: a sampling parameter that cannot be resumed exactly.
             RunEnded: the run is over.
             EngineDead: the server or its engine died; names it.
+            EngineError: the engine ended the request with neither a complete response nor an interruption.
             ResumeStalled: interrupted twice without progress and without a closed gate in between.
         """
         _refuse_unresumable(sampling_params)

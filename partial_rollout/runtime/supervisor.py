@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from partial_rollout.errors import ActorLost
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine
 
@@ -14,13 +16,15 @@ T = TypeVar("T")
 class Supervisor:
     """Owns named tasks; the first one that raises fails everything waited for through `guard`.
 
-    spawn -> running -> ended (forgotten) | cancelled (forgotten) | failed (kept, raised from `guard` and `join`)
+    spawn -> running -> ended, or cancelled by `cancel` (forgotten)
+                     -> failed, or cancelled by somebody else (kept, raised from `guard`)
 
     Must be created inside the running event loop that runs the tasks.
     """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._cancelling: set[asyncio.Task[Any]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __len__(self) -> int:
@@ -48,15 +52,22 @@ class Supervisor:
     async def cancel(self) -> None:
         """Cancel every task and wait until all have ended."""
         tasks = list(self._tasks)
+        self._cancelling.update(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
+        error = self._error_of(task)
+        self._cancelling.discard(task)
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
             # A failure after the last `guard` is still logged by asyncio when the future is collected.
+
+    def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
+        if not task.cancelled():
+            return task.exception()
+        if task in self._cancelling:
+            return None
+        return ActorLost(f"task {task.get_name()!r} was cancelled, though nobody had asked for its end")

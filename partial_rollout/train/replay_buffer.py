@@ -11,7 +11,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from partial_rollout.errors import AgentLoopBroken, WaitTimeout
+from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
 from partial_rollout.train.metrics import group_metrics
 
@@ -60,9 +60,11 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
             AgentLoopBroken: prompts are dropped faster than they finish.
             ActorLost, EngineError: a worker ended while we waited.
+            ClusterError: validation ended, but not every prompt of it is in TransferQueue.
         """
         if partition_id == "val":
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
+            self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
         groups = self._take(batch_size)
         if self._settings.event_log:
@@ -75,6 +77,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             tags=[_tag(group, trajectory) for group, trajectory in trajectories],
         )
         return batch, group_metrics(groups, trained_version=global_steps - 1)
+
+    def _require_validated(self, global_steps: int, num_prompts: int) -> None:
+        """verl's own `sample` would wait for a missing prompt for ever; nobody generates it any more."""
+        num_ended = self.get_sampleable_count(global_steps, "val")
+        if num_ended < num_prompts:
+            raise ClusterError(
+                f"validation of step {global_steps} ended with {num_ended} of {num_prompts} prompts in TransferQueue; "
+                "the agent-loop workers' logs say what became of the others"
+            )
 
     def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
         num_refilled = 0

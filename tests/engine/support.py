@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 64
 EOS_ID = 1
 MAX_MODEL_LEN = 256
+BLOCK_SIZE = 32
+"""Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
 NUM_LOGICAL_GPUS = 0.25
 """Of the one that the session's cluster has, so that several replicas fit."""
 
@@ -79,6 +81,7 @@ def make_config(model_path: Path, **overrides: Any) -> DictConfig:
         f"{rollout}.n_gpus_per_node": 1,
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 1,
         f"+{rollout}.enable_sleep_mode": False,
+        f"+{rollout}.engine_kwargs.vllm.block_size": BLOCK_SIZE,
         "actor_rollout_ref.model.path": str(model_path),
         **overrides,
     }

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [11, 12, 13, 14]
 NUM_TOKENS = 48
+LONG_PROMPT = [3 + i % 60 for i in range(100)]
+"""Fills several blocks of the prefix cache."""
 GREEDY = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 
 
@@ -22,14 +24,21 @@ async def update(replica, model, version, names=None):
     await replica.resume_generation()
 
 
-async def assert_engine_equals(client, model, version):
+async def assert_engine_equals(client, model, version, prompt=PROMPT):
     from tests.engine.support import greedy_reference
 
-    output = await client.generate("w", prompt_ids=PROMPT, sampling_params=GREEDY)
-    tokens, log_probs = greedy_reference(model, PROMPT, NUM_TOKENS)
+    output = await client.generate("w", prompt_ids=prompt, sampling_params=GREEDY)
+    tokens, log_probs = greedy_reference(model, prompt, NUM_TOKENS)
     assert output.token_ids == tokens
     assert output.log_probs == pytest.approx(log_probs, abs=1e-4)
     assert output.extra_fields["version_spans"] == [[version, NUM_TOKENS]]
+    return output
+
+
+async def num_cached_tokens(client):
+    """Prompt tokens that a new request finds in the prefix cache."""
+    output = await client.generate("n", prompt_ids=LONG_PROMPT, sampling_params={**GREEDY, "max_tokens": 1})
+    return output.extra_fields["num_cached_tokens"]
 
 
 async def test_tied_model_generates_with_the_new_weights(engine, tmp_path):
@@ -39,6 +48,27 @@ async def test_tied_model_generates_with_the_new_weights(engine, tmp_path):
         model = make_model(tmp_path / str(seed), seed=seed)
         await update(engine.replica, model, version)
         await assert_engine_equals(engine.client, model, version)
+
+
+async def test_an_update_forgets_what_the_old_weights_cached(engine, tmp_path):
+    from tests.engine.support import BLOCK_SIZE, make_model
+
+    await num_cached_tokens(engine.client)
+    assert await num_cached_tokens(engine.client) >= 2 * BLOCK_SIZE
+    model = make_model(tmp_path, seed=151)
+    await update(engine.replica, model, 3)
+    output = await assert_engine_equals(engine.client, model, 3, LONG_PROMPT)
+    assert output.extra_fields["num_cached_tokens"] == 0
+
+
+async def test_a_drain_forgets_the_prefix_cache_by_itself(engine):
+    from tests.engine.support import BLOCK_SIZE
+
+    await num_cached_tokens(engine.client)
+    assert await num_cached_tokens(engine.client) >= 2 * BLOCK_SIZE
+    await engine.replica.abort_all_requests()
+    await engine.replica.resume_generation()
+    assert await num_cached_tokens(engine.client) == 0
 
 
 async def test_a_request_parked_through_an_update_goes_on_with_the_new_weights(engine, tmp_path):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partial_rollout.core.resume import ABORTED, LENGTH, STOPPED, ResumableGeneration, Segment
-from partial_rollout.errors import InternalError, ResumeStalled
+from partial_rollout.errors import EngineDead, EngineError, InternalError, ResumeStalled
 from partial_rollout.types import VersionSpan
 
 PROMPT = [1, 2, 3]
@@ -134,6 +134,23 @@ def test_without_log_probs_there_are_none():
     generation.add(segment([5], log_probs=False))
     generation.add(segment([6], STOPPED, log_probs=False, epoch=1))
     assert generation.log_probs is None
+
+
+@pytest.mark.parametrize("reason", [STOPPED, LENGTH, "stop"])
+def test_a_response_may_end_by_itself_or_at_its_limit(reason):
+    generation = ResumableGeneration(PROMPT, 9)
+    assert generation.add(segment([5], reason))
+    assert generation.stop_reason == reason
+
+
+@pytest.mark.parametrize("reason", ["error", "repetition", None])
+def test_any_other_end_is_an_error_of_this_request_and_never_a_response(reason):
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5]))
+    with pytest.raises(EngineError, match=f"ended a request with {reason!r} after 1 of 9 tokens") as caught:
+        generation.add(segment([6], reason, epoch=1))
+    assert not isinstance(caught.value, EngineDead)
+    assert (generation.token_ids, generation.finished) == ([5], False)
 
 
 def test_segments_that_cannot_be_are_refused():

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.replica import TokenOutput
 
-from partial_rollout.errors import ConfigError, EngineDead, ResumeStalled, RunEnded
+from partial_rollout.errors import ConfigError, EngineDead, EngineError, ResumeStalled, RunEnded
 from partial_rollout.rollout.client import ResumingLLMServerClient
 
 
@@ -147,6 +147,11 @@ async def test_a_lost_server_is_named():
 async def test_interruptions_that_lead_nowhere_are_an_error():
     with pytest.raises(ResumeStalled):
         await generate(make_client(Script(answer([], "aborted"), answer([], "aborted"))))
+
+
+async def test_a_request_that_the_engine_gave_up_is_no_response():
+    with pytest.raises(EngineError, match="ended a request with 'error' after 1 of 8 tokens"):
+        await generate(make_client(Script(answer([5], "aborted"), answer([6], "error", epoch=1))))
 
 
 async def test_what_cannot_be_resumed_exactly_is_refused():

@@ -56,6 +56,14 @@ async def test_the_version_is_the_one_that_sampled_the_tokens():
     assert (await task).extra_fields["global_steps"] == 3
 
 
+async def test_a_drain_forgets_the_prefix_cache_unless_told_otherwise():
+    server = await launched()
+    await server.abort_all_requests()
+    await server.resume_generation()
+    await server.abort_all_requests(reset_prefix_cache=False)
+    assert server.fake.calls == ["pause abort True", "resume", "pause abort False"]
+
+
 async def test_a_request_still_on_its_way_is_drained_too():
     server = await launched()
     server.fake.accept.clear()

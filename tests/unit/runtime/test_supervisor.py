@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from partial_rollout.errors import ActorLost
 from partial_rollout.runtime.supervisor import Supervisor
 
 
@@ -55,3 +56,20 @@ async def test_cancel_ends_every_task_and_counts_none() -> None:
     assert len(supervisor) == 3
     await supervisor.cancel()
     assert len(supervisor) == 0
+
+
+async def test_a_task_cancelled_by_somebody_else_is_a_failure() -> None:
+    supervisor = Supervisor()
+    task = supervisor.spawn(asyncio.Event().wait(), name="reporter")
+    waiting = asyncio.create_task(supervisor.guard(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(ActorLost, match="'reporter' was cancelled"):
+        await waiting
+
+
+async def test_tasks_ended_by_the_supervisor_are_no_failure() -> None:
+    supervisor = Supervisor()
+    supervisor.spawn(asyncio.Event().wait(), name="reporter")
+    await supervisor.cancel()
+    assert await supervisor.guard(asyncio.sleep(0, "answer")) == "answer"

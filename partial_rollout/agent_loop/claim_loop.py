@@ -1,0 +1,248 @@
+"""Pulls prompts from the manager by trajectory slots, and answers for each exactly once. Knows neither Ray nor verl.
+
+Concurrency, all on one event loop, the worker actor's:
+
+| task           | consumes               | produces                       | waits for       | unblocked by   |
+|----------------|------------------------|--------------------------------|-----------------|----------------|
+| claim loop     | free slots, claims     | one group task per claim       | slots, a claim  | a freed slot   |
+| group (prompt) | prompt row             | finish / fail / drop           | trajectories    | their end      |
+| trajectory     | engine tokens          | TransferQueue row, a free slot | generate, score | engine, resume |
+| reporter       | finished groups        | finish_many, report_worker     | news            | finish, slots  |
+
+`run` ends only by `stop` or by an error, which the trainer sees because it waits on the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+from partial_rollout.agent_loop.reporter import Manager, Reporter
+from partial_rollout.agent_loop.slots import SlotBudget
+from partial_rollout.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    DrainTimeout,
+    EngineDead,
+    InternalError,
+    ResumeStalled,
+    RunEnded,
+)
+from partial_rollout.runtime.supervisor import Supervisor
+from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray.actor import ActorHandle
+
+    from partial_rollout.agent_loop.store import RowStore
+
+logger = logging.getLogger(__name__)
+
+CLAIM_POLL_S = 30.0
+"""Length of one long poll; a bound on how long a lost wake-up could matter, not a pace."""
+
+FATAL_ERRORS = (EngineDead, DrainTimeout, ResumeStalled, ClusterError, InternalError, ConfigError)
+"""What another attempt would meet again; a bare EngineError is the failure of one request and is retried."""
+
+
+class ClaimManager(Manager, Protocol):
+    """The prompt manager as a worker sees it."""
+
+    async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
+        """Claims that fit in `free_slots`; waits up to `timeout_s` for one."""
+        ...
+
+    async def fail(self, claim: Claim, reason: str) -> bool:
+        """Charge a failed attempt; False when that was the last one and the prompt is dropped."""
+        ...
+
+    async def drop(self, claim: Claim, reason: str) -> None:
+        """Let the prompt go for good."""
+        ...
+
+    async def give_back(self, claim: Claim) -> None:
+        """Make the prompt pending again."""
+        ...
+
+    async def release_worker(self, worker_id: str) -> list[str]:
+        """Give back all claims of a worker; returns their uids."""
+        ...
+
+
+class Trajectories(Protocol):
+    """What generates; the worker actor."""
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Generate calls that have not returned."""
+        ...
+
+    def prepare(self, claim: Claim, row: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the agent loop from a prompt's row; raises DataError for a prompt that cannot be used."""
+        ...
+
+    async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
+        """One trajectory, stored; one summary per row that was written."""
+        ...
+
+
+class ClaimLoop:
+    """Claims, runs and reports prompts.
+
+    slots free -> claim (slots charged) -> row -> trajectories (each frees its slot) --+-- all whole: finish
+                                                                                       +-- DataError: drop
+                                                                                       +-- run over: give back
+                                                                                       +-- fatal: `run` raises
+                                                                                       +-- else: fail (retried)
+    """
+
+    def __init__(
+        self, worker_id: str, manager: ClaimManager, store: RowStore, *, trajectories: Trajectories, num_slots: int
+    ) -> None:
+        """Create it where `run` will be awaited: in the event loop's thread."""
+        self.slots = SlotBudget(num_slots)
+        self._worker_id = worker_id
+        self._manager = manager
+        self._store = store
+        self._trajectories = trajectories
+        self._reporter = Reporter(manager, worker_id, self._status)
+        self._claiming: asyncio.Task[None] | None = None
+        self._supervisor: Supervisor | None = None
+        self._stopping = False
+
+    async def run(self, num_per_prompt: int) -> None:
+        """Claim and generate until `stop`; `num_per_prompt` is the least number of slots worth asking for.
+
+        Raises:
+            EngineError, ClusterError, InternalError, ConfigError: whatever a group could not answer for by itself.
+        """
+        self._supervisor = supervisor = Supervisor()
+        self._stopping = False
+        supervisor.spawn(self._reporter.run(), name="reporter")
+        claiming = self._claim_for_ever(supervisor, num_per_prompt)
+        self._claiming = asyncio.create_task(supervisor.guard(claiming), name="claim-loop")
+        try:
+            await self._claiming
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            logger.info("worker %s stopped", self._worker_id)
+        finally:
+            await supervisor.cancel()
+
+    async def stop(self) -> list[str]:
+        """End `run`, cancel what is in flight and give its prompts back; returns their uids."""
+        self._stopping = True
+        if self._claiming is not None:
+            self._claiming.cancel()
+            await asyncio.wait({self._claiming})
+        if self._supervisor is not None:
+            await self._supervisor.cancel()
+        return await self._manager.release_worker(self._worker_id)
+
+    async def _claim_for_ever(self, supervisor: Supervisor, num_per_prompt: int) -> None:
+        while True:
+            await self.slots.wait_free(num_per_prompt)
+            claims = await self._manager.claim(self._worker_id, self.slots.free, CLAIM_POLL_S)
+            for claim in claims:
+                self.slots.reserve(claim.num_trajectories)
+                supervisor.spawn(self._run_group(claim), name=f"group-{claim.uid}")
+            self._reporter.changed()
+
+    def _status(self) -> WorkerStatus:
+        return WorkerStatus(
+            inflight_trajectories=self.slots.in_use,
+            slot_budget=self.slots.budget,
+            requests_in_flight=self._trajectories.requests_in_flight,
+        )
+
+    async def _run_group(self, claim: Claim) -> None:
+        """One prompt: all its trajectories, then exactly one report to the manager."""
+        try:
+            row = self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
+        except DataError as error:
+            await self.slots.release(claim.num_trajectories)
+            await self._drop(claim, error)
+            return
+        outcomes = await asyncio.gather(
+            *(self._run_trajectory(claim, row, session) for session in range(claim.num_trajectories)),
+            return_exceptions=True,
+        )
+        await self._report(claim, outcomes)
+
+    async def _run_trajectory(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
+        try:
+            return await self._trajectories.generate(claim, row, session)
+        finally:
+            await self.slots.release()
+            self._reporter.changed()
+
+    async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        fatal = next((error for error in errors if isinstance(error, FATAL_ERRORS)), None)
+        if fatal is not None:
+            raise fatal
+        summaries = [summary for outcome in outcomes if isinstance(outcome, list) for summary in outcome]
+        if not errors:
+            self._reporter.finish(claim, summaries)
+            return
+        # Before the claim is given back: from then on another worker may write these keys.
+        await self._store.clear([summary.key for summary in summaries])
+        if any(isinstance(error, RunEnded) for error in errors):
+            await self._manager.give_back(claim)
+        else:
+            await self._give_up(claim, errors)
+
+    async def _give_up(self, claim: Claim, errors: Sequence[BaseException]) -> None:
+        unusable = next((error for error in errors if isinstance(error, DataError)), None)
+        if unusable is not None:
+            await self._drop(claim, unusable)
+            return
+        error = errors[0]
+        logger.error("attempt %d of prompt %s failed", claim.attempt, claim.uid, exc_info=error)
+        if not await self._manager.fail(claim, f"{type(error).__name__}: {error}"):
+            await self._store.clear([claim.uid])
+
+    async def _drop(self, claim: Claim, error: DataError) -> None:
+        logger.warning("prompt %s dropped: %s", claim.uid, error)
+        await self._manager.drop(claim, error.reason)
+        await self._store.clear([claim.uid])
+
+
+class RemoteManager:
+    """The manager actor behind plain async methods; its death is raised by every call."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
+        """See ClaimManager."""
+        return await self._handle.claim.remote(worker_id, free_slots, timeout_s)
+
+    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
+        """See ClaimManager."""
+        return await self._handle.finish_many.remote(list(groups))
+
+    async def fail(self, claim: Claim, reason: str) -> bool:
+        """See ClaimManager."""
+        return await self._handle.fail.remote(claim, reason)
+
+    async def drop(self, claim: Claim, reason: str) -> None:
+        """See ClaimManager."""
+        await self._handle.drop.remote(claim, reason)
+
+    async def give_back(self, claim: Claim) -> None:
+        """See ClaimManager."""
+        await self._handle.give_back.remote(claim)
+
+    async def release_worker(self, worker_id: str) -> list[str]:
+        """See ClaimManager."""
+        return await self._handle.release_worker.remote(worker_id)
+
+    async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
+        """See ClaimManager."""
+        await self._handle.report_worker.remote(worker_id, status)

@@ -1,0 +1,53 @@
+"""Calls to TransferQueue end, whatever its controller does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from partial_rollout.agent_loop.store import TransferQueueStore
+from partial_rollout.errors import WaitTimeout
+from tests.unit.runtime.virtual_time import run_virtual
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.cleared = []
+
+    async def async_kv_batch_get(self, keys, partition_id):
+        row = {"index": torch.tensor([7]), "raw_prompt": NonTensorStack("hello")}
+        return TensorDict(row, batch_size=[1])
+
+    async def async_kv_clear(self, keys, partition_id):
+        self.cleared.append((partition_id, keys))
+
+
+class LostQueue:
+    async def async_kv_batch_get(self, keys, partition_id):
+        await asyncio.Event().wait()
+
+    async_kv_clear = async_kv_batch_get
+
+
+async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
+    queue = Queue()
+    store = TransferQueueStore(queue, "w3", 60)
+    assert await store.read_prompt("a") == {"index": torch.tensor(7), "raw_prompt": "hello"}
+    await store.clear(["a_0_0", "a_1_0"])
+    await store.clear([])
+    assert queue.cleared == [("train", ["a_0_0", "a_1_0"])]
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda store: store.read_prompt("a"), "read prompt 'a'"),
+        (lambda store: store.clear(["a_0_0", "a_1_0"]), "clear 2 rows from 'a_0_0' on"),
+    ],
+)
+def test_a_queue_that_never_answers_is_named(call, what):
+    with pytest.raises(WaitTimeout, match=f"worker w3 waited 60 s for TransferQueue to {what}"):
+        run_virtual(call(TransferQueueStore(LostQueue(), "w3", 60)))

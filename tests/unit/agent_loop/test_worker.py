@@ -1,0 +1,158 @@
+"""What the worker actor adds to verl's: which prompts it takes, what it says of trajectories, how validation ends."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from partial_rollout.agent_loop.trace import TrajectoryTrace
+from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker, summaries
+from partial_rollout.errors import ClusterError, DataError
+from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
+from partial_rollout.types import VersionSpan
+from tests.fake_worker import make_claim
+
+
+class WordTokenizer:
+    """One token per word of all that a template could render."""
+
+    def apply_chat_template(
+        self, messages, *, tools=None, add_generation_prompt, tokenize, return_dict, system="", **_
+    ):
+        assert (add_generation_prompt, tokenize, return_dict) == (True, True, False)
+        words = [message["content"] for message in messages] + [tool["description"] for tool in tools or []]
+        return " ".join([*words, system]).split()
+
+
+class Tool:
+    def __init__(self, name, description):
+        self.name = name
+        self.tool_schema = SimpleNamespace(model_dump=lambda **_: {"name": name, "description": description})
+
+
+class Worker(PartialRolloutAgentLoopWorker):
+    """The real actor class around nothing."""
+
+    def __init__(self, *, prompt_length=4, tools=(), template_kwargs=None):
+        agent = SimpleNamespace(default_agent_loop="tool_agent")
+        self.rollout_config = SimpleNamespace(prompt_length=prompt_length, agent=agent)
+        self.config = OmegaConf.create({"data": {"apply_chat_template_kwargs": template_kwargs or {}}})
+        self.tokenizer = WordTokenizer()
+        self.tools = list(tools)
+        self.background_tasks = set()
+
+
+def make_row(words, **fields):
+    return {"raw_prompt": [{"role": "user", "content": words}], "index": 3, **fields}
+
+
+def test_an_agent_loops_arguments_are_the_row_and_what_the_claim_says():
+    row = make_row("one two", __rollout_n__=9)
+    prepared = Worker().prepare(make_claim("a"), row)
+    assert prepared == make_row("one two", agent_name="tool_agent", uid="a", global_steps=1)
+    assert "__rollout_n__" in row
+
+
+def test_a_prompt_longer_than_the_limit_is_refused_with_its_length():
+    assert Worker(prompt_length=4).prepare(make_claim(), make_row("1 2 3 4"))
+    with pytest.raises(DataError, match=r"prompt of 5 tokens is longer than data\.max_prompt_length=4") as caught:
+        Worker(prompt_length=4).prepare(make_claim(), make_row("1 2 3 4 5"))
+    assert caught.value.reason == "prompt_too_long"
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({}, 1 + 2 + 3),
+        ({"agent_name": "single_turn_agent"}, 1),
+        ({"extra_info": {"tool_selection": ["sub"]}}, 1 + 3),
+        ({"extra_info": {"tool_selection": ["gone"]}}, 1),
+        ({"extra_info": {"tool_selection": []}}, 1 + 2 + 3),
+        ({"extra_info": None}, 1 + 2 + 3),
+    ],
+)
+def test_the_tools_that_the_agent_loop_renders_count(fields, num_tokens):
+    worker = Worker(prompt_length=0, tools=[Tool("add", "a b"), Tool("sub", "a b c")])
+    with pytest.raises(DataError, match=f"prompt of {num_tokens} tokens"):
+        worker.prepare(make_claim(), make_row("hello", **fields))
+
+
+def test_the_users_template_arguments_count():
+    worker = Worker(prompt_length=0, template_kwargs={"system": "be very brief"})
+    with pytest.raises(DataError, match="prompt of 4 tokens"):
+        worker.prepare(make_claim(), make_row("hello"))
+
+
+def output(num_tokens, **extra):
+    return SimpleNamespace(prompt_ids=[1, 2], response_ids=[7] * num_tokens, extra_fields=extra)
+
+
+def test_interruptions_of_a_trajectory_with_several_outputs_are_counted_once():
+    spans = [VersionSpan(3, 5), VersionSpan(4, 2)]
+    trace = TrajectoryTrace(num_interruptions=1, num_reprefilled_tokens=9, spans=spans)
+    first, last = summaries("a_0", [output(5), output(2)], trace)
+    assert (first.key, last.key) == ("a_0_0", "a_0_1")
+    assert (first.num_interruptions, first.num_reprefilled_tokens, first.version_spans) == (0, 0, ())
+    assert (last.num_interruptions, last.num_reprefilled_tokens, last.version_spans) == (1, 9, tuple(spans))
+    assert {(item.min_version, item.max_version) for item in (first, last)} == {(3, 4)}
+
+
+def test_an_agent_loop_that_asked_somebody_else_reports_verls_versions():
+    (only,) = summaries("a_0", [output(5, min_global_steps=2, max_global_steps=6)], TrajectoryTrace())
+    assert (only.min_version, only.max_version, only.response_len, only.prompt_len) == (2, 6, 5, 2)
+
+
+class ValidatingWorker(Worker):
+    """Starts one task per prompt as verl does: nobody awaits them."""
+
+    async def generate_sequences(self, batch):
+        for prompt in batch:
+            task = asyncio.create_task(prompt)
+            self.background_tasks.add(task)
+            task.add_done_callback(self.background_tasks.discard)
+
+
+async def test_validation_raises_what_a_prompt_raised_after_all_have_ended():
+    ended = []
+
+    async def prompt(name, error=None):
+        await asyncio.sleep(0)
+        ended.append(name)
+        if error is not None:
+            raise error
+
+    await ValidatingWorker().validate([prompt("a"), prompt("b")])
+    await ValidatingWorker().validate([])
+    with pytest.raises(ConnectionError, match="TransferQueue is gone"):
+        await ValidatingWorker().validate([prompt("c", ConnectionError("TransferQueue is gone")), prompt("d")])
+    assert ended == ["a", "b", "c", "d"]
+
+
+class ReplayBuffer(PartialRolloutReplayBuffer):
+    """verl's terminal prompts, told by the test."""
+
+    def __init__(self, num_ended):
+        self.num_ended = num_ended
+        timeouts = SimpleNamespace(batch_s=60)
+        self.waits = []
+        self.bind(None, SimpleNamespace(wait_validation=self.waits.append), SimpleNamespace(timeouts=timeouts))
+
+    def get_sampleable_count(self, global_steps, partition_id):
+        assert (self.waits, partition_id) == ([60], "val")
+        return self.num_ended
+
+    def wait_for_sampleable(self, global_steps, partition_id, target_count):
+        raise InterruptedError("verl waits")
+
+
+def test_a_prompt_missing_after_validation_is_an_error_and_not_a_wait():
+    with pytest.raises(ClusterError, match="validation of step 5 ended with 7 of 8 prompts"):
+        ReplayBuffer(7).sample(5, "val", 8)
+    with pytest.raises(InterruptedError):
+        ReplayBuffer(8).sample(5, "val", 8)
