@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from partial_rollout.errors import AgentLoopBroken, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
+from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.train.metrics import group_metrics
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """Take `batch_size` prompt groups; blocks until they are done.
 
         Raises:
-            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
+            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s, or TransferQueue is silent.
             AgentLoopBroken: prompts are dropped faster than they finish.
             ActorLost, EngineError: a worker ended while we waited.
         """
@@ -67,7 +68,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         groups = self._take(batch_size)
         if self._settings.event_log:
             append_batch(self._settings.event_log, global_steps, groups)
-        tq.kv_clear(keys=[group.uid for group in groups], partition_id=partition_id)
+        self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         batch = KVBatchMeta(
             partition_id=partition_id,
@@ -75,6 +76,13 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             tags=[_tag(group, trajectory) for group, trajectory in trajectories],
         )
         return batch, group_metrics(groups, trained_version=global_steps - 1)
+
+    def _clear_rows(self, uids: list[str], partition_id: str) -> None:
+        call_bounded(
+            lambda: tq.kv_clear(keys=uids, partition_id=partition_id),
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits=f"trainer waits for TransferQueue to clear the rows of {len(uids)} taken prompts",
+        )
 
     def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
         num_refilled = 0
