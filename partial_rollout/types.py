@@ -5,7 +5,11 @@ They carry names, counts and versions, never tokens: one step's control traffic 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class QueueSnapshot:
     """In the order in which they were claimed."""
     done: tuple[FinishedGroup, ...] = ()
     """Oldest finished first."""
+    admitted: int = 0
+    """Counted on its own, not summed up: `restore` compares it with where the prompts are."""
     taken: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     failed_attempts: int = 0
@@ -130,8 +136,17 @@ class QueueSnapshot:
     """Failed attempts so far, by uid of a pending or ongoing prompt that has any."""
     next_claim_id: int = 1
     """Carried so that a claim from before the restart can never look current."""
-    retired: tuple[str, ...] = ()
-    """Uids taken or dropped in this run; they are never admitted again."""
+
+    def without(self, uids: AbstractSet[str], reason: str) -> QueueSnapshot:
+        """The snapshot as if those pending and ongoing prompts among `uids` had been dropped for `reason`."""
+        pending = tuple(prompt for prompt in self.pending if prompt.uid not in uids)
+        ongoing = tuple(prompt for prompt in self.ongoing if prompt.uid not in uids)
+        num_dropped = len(self.pending + self.ongoing) - len(pending + ongoing)
+        if not num_dropped:
+            return self
+        dropped = self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped}
+        failures = {uid: count for uid, count in self.failures.items() if uid not in uids}
+        return replace(self, pending=pending, ongoing=ongoing, dropped=dropped, failures=failures)
 
     def owned_keys(self) -> set[str]:
         """TransferQueue keys the queue still needs: rows of all prompts in flight, trajectories of done groups."""

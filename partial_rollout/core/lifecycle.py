@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from partial_rollout.errors import IllegalTransition
+from partial_rollout.errors import IllegalTransition, InternalError
 
 if TYPE_CHECKING:
-    from partial_rollout.types import PromptMeta
+    from collections.abc import Sequence
+
+    from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
 
 
 class State(Enum):
@@ -66,3 +69,37 @@ class Entry:
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""
         self.state = next_state(self.meta.uid, self.state, event)
+
+
+class UidRegister:
+    """Uids in flight, and the last `num_remembered` that were: `in` is true for both.
+
+    Bounded, and empty after a restart: uids are fresh uuid4s, so one coming back is a bug that shows soon or never;
+    late reports are refused by claim id, which is never forgotten.
+    """
+
+    def __init__(self, num_remembered: int) -> None:
+        self.live: set[str] = set()
+        self._num_remembered = num_remembered
+        # An OrderedDict forgets its oldest item in O(1); a dict would scan the holes that earlier ones left.
+        self._retired: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self.live or uid in self._retired
+
+    def retire(self, uid: str) -> None:
+        """A prompt in flight was taken or dropped."""
+        self.live.remove(uid)
+        self._retired[uid] = None
+        if len(self._retired) > self._num_remembered:
+            self._retired.popitem(last=False)
+
+
+def check_group(claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
+    """Raise InternalError unless `trajectories` are a whole group of the claimed prompt."""
+    num_keys = len({trajectory.key for trajectory in trajectories})
+    if num_keys != len(trajectories) or num_keys < claim.num_trajectories:
+        raise InternalError(
+            f"prompt {claim.uid!r}: {num_keys} different keys in {len(trajectories)} trajectories, "
+            f"expected at least {claim.num_trajectories}"
+        )

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.lifecycle import Entry, Event, State, next_state
+from partial_rollout.core.lifecycle import Entry, Event, State, UidRegister, check_group, next_state
 from partial_rollout.errors import CapacityExceeded, ConfigError, DuplicateUid, InternalError, StaleClaim
 from partial_rollout.types import Claim, FinishedGroup, PromptMeta, QueueSnapshot, QueueStatistics, TakeResult
 
@@ -50,8 +50,7 @@ class PromptQueue:
         self._ongoing: OrderedDict[int, tuple[Claim, Entry]] = OrderedDict()
         self._by_worker: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
         self._done: deque[FinishedGroup] = deque()
-        self._retired: set[str] = set()
-        self._live: set[str] = set()
+        self._uids = UidRegister(num_remembered=capacity)
         self._dropped: Counter[str] = Counter()
         self._num_admitted = self._num_taken = self._num_failed_attempts = self._num_claimed_trajectories = 0
         self._next_order, self._next_claim_id = 0, 1
@@ -87,7 +86,7 @@ class PromptQueue:
     def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
         """Make the claimed prompt done; raises StaleClaim, or InternalError for a group that is not whole."""
         self._current(claim)
-        _check_group(claim, trajectories)
+        check_group(claim, trajectories)
         meta = self._end(claim, Event.FINISH).meta
         self._done.append(FinishedGroup(meta.uid, meta.global_step, meta.source_index, tuple(trajectories)))
 
@@ -104,7 +103,7 @@ class PromptQueue:
 
     def drop(self, claim: Claim, reason: str) -> None:
         """Let the claimed prompt go for good; `reason` is a short fixed word, since it becomes a metric label."""
-        self._retire(self._end(claim, Event.DROP).meta.uid)
+        self._uids.retire(self._end(claim, Event.DROP).meta.uid)
         self._dropped[reason] += 1
 
     def give_back(self, claim: Claim) -> None:
@@ -147,19 +146,19 @@ class PromptQueue:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """All that `restore` needs; O(prompts in flight and retired)."""
+        """All that `restore` needs; O(prompts in flight)."""
         pending = [entry for _, entry in sorted(self._pending)]
         ongoing = [entry for _, entry in self._ongoing.values()]
         return QueueSnapshot(
             pending=tuple(entry.meta for entry in pending),
             ongoing=tuple(entry.meta for entry in ongoing),
             done=tuple(self._done),
+            admitted=self._num_admitted,
             taken=self._num_taken,
             dropped=dict(self._dropped),
             failed_attempts=self._num_failed_attempts,
             failures={entry.meta.uid: entry.failures for entry in pending + ongoing if entry.failures},
             next_claim_id=self._next_claim_id,
-            retired=tuple(sorted(self._retired)),
         )
 
     @classmethod
@@ -169,18 +168,19 @@ class PromptQueue:
         """A queue that continues from `snapshot`; what was ongoing is pending again, ahead of what was pending.
 
         More prompts may be in flight than a smaller `capacity` allows; `admit` then refuses until enough are taken.
+        Raises InternalError for a snapshot that lost a prompt or holds one twice.
         """
         queue = cls(capacity, max_attempts, clock)
         for meta in snapshot.ongoing + snapshot.pending:
             queue._enter(meta, num_failures=snapshot.failures.get(meta.uid, 0))
         queue._done.extend(snapshot.done)
-        queue._live.update(group.uid for group in snapshot.done)
-        queue._retired.update(snapshot.retired)
+        queue._uids.live.update(group.uid for group in snapshot.done)
         queue._dropped.update(snapshot.dropped)
         queue._num_taken = snapshot.taken
         queue._num_failed_attempts = snapshot.failed_attempts
         queue._next_claim_id = snapshot.next_claim_id
-        queue._num_admitted = queue.num_in_flight + snapshot.taken + sum(snapshot.dropped.values())
+        queue._num_admitted = snapshot.admitted
+        queue._check_conservation()
         return queue
 
     def _check_admission(self, prompts: Sequence[PromptMeta]) -> None:
@@ -192,15 +192,20 @@ class PromptQueue:
         for meta in prompts:
             if meta.num_trajectories < 1:
                 raise ConfigError(f"prompt {meta.uid!r}: num_trajectories={meta.num_trajectories} must be at least 1")
-            if meta.uid in self._live or meta.uid in self._retired or meta.uid in uids:
+            if meta.uid in self._uids or meta.uid in uids:
                 raise DuplicateUid(f"prompt {meta.uid!r} was admitted before")
             uids.add(meta.uid)
+
+    def _check_conservation(self) -> None:
+        now = self.statistics()
+        if not now.conserved or len(self._uids.live) != now.in_flight:
+            raise InternalError(f"a snapshot with {len(self._uids.live)} uids in flight does not add up: {now}")
 
     def _enter(self, meta: PromptMeta, num_failures: int = 0) -> None:
         entry = Entry(meta, order=self._next_order, failures=num_failures)
         entry.move(Event.ADMIT)
         heappush(self._pending, (entry.order, entry))
-        self._live.add(meta.uid)
+        self._uids.live.add(meta.uid)
         self._next_order += 1
         self._num_admitted += 1
 
@@ -232,19 +237,6 @@ class PromptQueue:
     def _take_one(self) -> FinishedGroup:
         group = self._done.popleft()
         next_state(group.uid, State.DONE, Event.TAKE)
-        self._retire(group.uid)
+        self._uids.retire(group.uid)
         self._num_taken += 1
         return group
-
-    def _retire(self, uid: str) -> None:
-        self._live.remove(uid)
-        self._retired.add(uid)
-
-
-def _check_group(claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
-    num_keys = len({trajectory.key for trajectory in trajectories})
-    if num_keys != len(trajectories) or num_keys < claim.num_trajectories:
-        raise InternalError(
-            f"prompt {claim.uid!r}: {num_keys} different keys in {len(trajectories)} trajectories, "
-            f"expected at least {claim.num_trajectories}"
-        )

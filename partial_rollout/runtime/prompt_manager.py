@@ -146,7 +146,7 @@ class RolloutPromptManager:
         return self._queue.snapshot()
 
     async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
-        """Continue from a snapshot; raises InternalError if prompts were admitted already."""
+        """Continue from a snapshot; raises InternalError if it does not add up or prompts were admitted already."""
         return await self._apply(lambda: self.restore_nowait(snapshot))
 
     def restore_nowait(self, snapshot: QueueSnapshot) -> QueueStatistics:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import transfer_queue as tq
 
-from partial_rollout.errors import DataError
-from partial_rollout.types import QueueSnapshot
+from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.types import PromptMeta, QueueSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     import ray
     from omegaconf import DictConfig
     from ray.actor import ActorHandle
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+PARTITION = "train"
+"""verl's TransferQueue partition of training prompts."""
+RESTORE_TIMEOUT_S = 300.0
+"""For one listing or clearing of all rows; the client of TransferQueue itself waits for a dead controller for ever."""
+DROPPED_AFTER_SNAPSHOT = "dropped_after_snapshot"
+"""Drop reason of a prompt whose row was cleared between the queue's save and TransferQueue's."""
 
 
 def queue_path(config: DictConfig, step: int) -> Path:
@@ -41,18 +51,25 @@ def save_queue(snapshot: QueueSnapshot, config: DictConfig, step: int) -> None:
 
 
 def load_queue(config: DictConfig, step: int) -> QueueSnapshot | None:
-    """Read the queue saved with step `step`; None at the start of a run or after a checkpoint of another mode.
+    """Read the queue saved with step `step`, or make one of the prompts that a checkpoint of another mode holds.
+
+    None at the start of a run, and when there are no prompts to go on with.
 
     Raises:
         DataError: the file is there but cannot be read as a snapshot.
+        ConfigError: the run was saved with another rollout.n.
     """
-    path = queue_path(config, step)
-    if step == 0 or not path.exists():
+    if step == 0:
         return None
+    path = queue_path(config, step)
+    if not path.exists():
+        return _adopt_prompts(config.actor_rollout_ref.rollout.n)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=QueueSnapshot)
+        snapshot = msgspec.json.decode(path.read_bytes(), type=QueueSnapshot)
     except (msgspec.DecodeError, OSError) as error:
         raise DataError(f"queue checkpoint {path} is unreadable ({error}); resume from an earlier step") from error
+    _check_group_size(snapshot, config.actor_rollout_ref.rollout.n, path)
+    return snapshot
 
 
 def restore_queue(
@@ -65,14 +82,62 @@ def restore_queue(
 
     verl saves TransferQueue before it clears the trained batch, and interrupted groups may have finished siblings:
     both are trajectories that no queued group owns. They are cleared, so they can neither be trained nor leak.
+    TransferQueue is saved after the queue: a prompt without a row was dropped in between, and is dropped here as well.
+
+    Raises:
+        DataError: TransferQueue lacks the row or a trajectory of a group that waits for training.
+        WaitTimeout: TransferQueue did not answer.
     """
-    stored = set((tq.kv_list(partition_id) or {}).get(partition_id, {}))
-    owned = snapshot.owned_keys()
+    stored = _rows(partition_id).keys()
+    kept = _drop_without_row(snapshot, stored)
+    owned = kept.owned_keys()
     missing = sorted(owned - stored)
     if missing:
         raise DataError(f"the checkpoint's TransferQueue lacks {len(missing)} keys of its queue, e.g. {missing[0]}")
-    if stored - owned:
-        tq.kv_clear(keys=sorted(stored - owned), partition_id=partition_id)
-    statistics = call(manager.restore.remote(snapshot))
+    orphaned = sorted(stored - owned)
+    if orphaned:
+        _bounded(lambda: tq.kv_clear(keys=orphaned, partition_id=partition_id), "clear rows nobody owns")
+    statistics = call(manager.restore.remote(kept))
     logger.info("restored the prompt queue: %s", statistics)
     return statistics.in_flight
+
+
+def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
+    """All restored prompts as pending ones; what was generated for them is not known to be whole."""
+    prompts = tuple(
+        PromptMeta(uid, group_size, global_step=int(tag["global_steps"]))
+        for uid, tag in _rows(PARTITION).items()
+        if tag.get("is_prompt")
+    )
+    if not prompts:
+        return None
+    logger.warning("the checkpoint is of another trainer mode: its %d prompts are generated afresh", len(prompts))
+    return QueueSnapshot(pending=prompts, admitted=len(prompts))
+
+
+def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> QueueSnapshot:
+    lost = {prompt.uid for prompt in snapshot.pending + snapshot.ongoing} - stored
+    if lost:
+        logger.warning("%d prompts were dropped while the checkpoint was written: %s", len(lost), sorted(lost))
+    return snapshot.without(lost, DROPPED_AFTER_SNAPSHOT)
+
+
+def _check_group_size(snapshot: QueueSnapshot, group_size: int, path: Path) -> None:
+    """Groups of another size would be trained as they are, or fit in no worker's slots and never be claimed."""
+    sizes = {prompt.num_trajectories for prompt in snapshot.pending + snapshot.ongoing}
+    sizes |= {len({t.key.rsplit("_", 1)[0] for t in group.trajectories}) for group in snapshot.done}
+    other = sorted(sizes - {group_size})
+    if other:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={group_size} is not allowed here: {path} has groups of {other[0]}; "
+            f"resume with actor_rollout_ref.rollout.n={other[0]}, or start afresh with trainer.resume_mode=disable"
+        )
+
+
+def _rows(partition_id: str) -> dict[str, dict[str, Any]]:
+    """Tags by key of all that TransferQueue holds in the partition."""
+    return (_bounded(lambda: tq.kv_list(partition_id), "list its rows") or {}).get(partition_id, {})
+
+
+def _bounded(call: Callable[[], T], what: str) -> T:
+    return call_bounded(call, timeout_s=RESTORE_TIMEOUT_S, who_waits=f"trainer waits for TransferQueue to {what}")

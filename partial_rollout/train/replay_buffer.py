@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
+from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.train.metrics import group_metrics
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """Take `batch_size` prompt groups; blocks until they are done.
 
         Raises:
-            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
+            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s, or TransferQueue is silent.
             AgentLoopBroken: prompts are dropped faster than they finish.
             ActorLost, EngineError: a worker ended while we waited.
             ClusterError: validation ended, but not every prompt of it is in TransferQueue.
@@ -69,7 +70,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         groups = self._take(batch_size)
         if self._settings.event_log:
             append_batch(self._settings.event_log, global_steps, groups)
-        tq.kv_clear(keys=[group.uid for group in groups], partition_id=partition_id)
+        self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         batch = KVBatchMeta(
             partition_id=partition_id,
@@ -86,6 +87,13 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
                 f"validation of step {global_steps} ended with {num_ended} of {num_prompts} prompts in TransferQueue; "
                 "the agent-loop workers' logs say what became of the others"
             )
+
+    def _clear_rows(self, uids: list[str], partition_id: str) -> None:
+        call_bounded(
+            lambda: tq.kv_clear(keys=uids, partition_id=partition_id),
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits=f"trainer waits for TransferQueue to clear the rows of {len(uids)} taken prompts",
+        )
 
     def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
         num_refilled = 0

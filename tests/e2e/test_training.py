@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     options = [FLAG, "data.train_max_samples=64", "trainer.save_freq=5", "trainer.test_freq=4"]
     first = run_job(task, tmp_path, *options, "trainer.total_training_steps=10")
     _check_ended_cleanly(first, steps=range(1, 11))
+    _check_validation_left_nothing(tmp_path / "checkpoints/global_step_10")
     resumed = sum(step["partial_rollout/resumed_trajectories"] for step in first.steps)
     trained = sum(step["partial_rollout/trajectories"] for step in first.steps)
     assert resumed >= 0.1 * trained
@@ -38,6 +40,7 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
 
     second = run_job(task, tmp_path, *options, "trainer.total_training_steps=14")
     _check_ended_cleanly(second, steps=range(11, 15))
+    _check_validation_left_nothing(tmp_path / "checkpoints/global_step_14")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_14")
 
 
@@ -59,6 +62,15 @@ def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -
     rows = Counter(index for event in events for index in event["source_index"])
     rows.update(prompt["source_index"] for prompt in left)
     assert (len(rows), set(rows.values())) == (64, {2})
+
+
+def _check_validation_left_nothing(checkpoint: Path) -> None:
+    """Both steps are saved two steps after a validation: 8 and 12. Of "train" there is the queue and a trained batch."""
+    partitions = pickle.loads((checkpoint / "transfer_queue/controller_state.pkl").read_bytes())["partitions"]
+    left = {name: len(partition.keys_mapping) for name, partition in partitions.items()}
+    assert left.pop("train") > 0
+    assert left.pop("val") == 0
+    assert left == {}
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:

@@ -92,6 +92,17 @@ def test_taken_and_dropped_uids_are_never_admitted_again() -> None:
             queue.admit(prompts(uid))
 
 
+def test_memory_of_uids_is_bounded_by_the_capacity() -> None:
+    queue = make_queue(capacity=2)
+    for uid in ("a", "b", "c"):
+        queue.admit(prompts(uid))
+        queue.drop(claim_all(queue)[0], "x")
+    with pytest.raises(DuplicateUid, match="b"):
+        queue.admit(prompts("b"))
+    queue.admit(prompts("a"))
+    assert len(msgspec.json.encode(queue.snapshot())) < 400
+
+
 def test_admit_beyond_capacity_changes_nothing_and_room_comes_back_with_take() -> None:
     queue = make_queue("a", "b", capacity=2)
     with pytest.raises(CapacityExceeded, match="admitting 1 prompts with 2 in flight exceeds capacity 2"):
@@ -243,9 +254,45 @@ def test_restore_puts_ongoing_first_and_keeps_history() -> None:
         restored.finish(d, trajectories("d"))
     assert uids(claim_all(restored)) == ["d", "e", "f"]
     assert restored.take(1).groups[0].uid == "b"
-    for uid in ("a", "b", "c", "d"):
+    for uid in ("b", "d", "e"):
         with pytest.raises(DuplicateUid):
             restored.admit(prompts(uid))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"pending": ()},
+        {"done": ()},
+        {"taken": 0},
+        {"dropped": {}},
+        {"admitted": 5},
+        {"pending": tuple(prompts("e", "e"))},
+    ],
+)
+def test_restore_refuses_a_snapshot_that_does_not_add_up(damage: dict[str, Any]) -> None:
+    queue = make_queue("a", "b", "c", "d", "e", "f")
+    a, b, c, _ = queue.claim("w0", 4 * GROUP)
+    queue.finish(a, trajectories("a"))
+    queue.finish(b, trajectories("b"))
+    queue.drop(c, "prompt_too_long")
+    queue.take(1)
+    with pytest.raises(InternalError, match="does not add up"):
+        PromptQueue.restore(dataclasses.replace(queue.snapshot(), **damage), 16, 2, ManualClock())
+
+
+def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
+    queue = make_queue("a", "b", "c", "d")
+    a, b = queue.claim("w0", 2 * GROUP)
+    queue.finish(a, trajectories("a"))
+    queue.fail(b)
+    (b,) = queue.claim("w0", GROUP)
+    snapshot = queue.snapshot().without({"a", "b", "d", "unknown"}, "lost")
+    restored = PromptQueue.restore(snapshot, 16, 2, ManualClock())
+    now = restored.statistics()
+    assert (now.admitted, now.pending, now.done, now.dropped) == (4, 1, 1, {"lost": 2})
+    assert uids(claim_all(restored)) == ["c"]
+    assert snapshot.failures == {}
 
 
 def test_restore_keeps_used_attempts() -> None:

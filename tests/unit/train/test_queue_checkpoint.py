@@ -1,0 +1,187 @@
+"""Restoring the prompt queue against a TransferQueue that was saved a moment later, or by another trainer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from fake_transfer_queue import FakeTransferQueue
+from omegaconf import DictConfig, OmegaConf
+
+from partial_rollout.core.queue import PromptQueue
+from partial_rollout.errors import ConfigError, DataError, WaitTimeout
+from partial_rollout.train import queue_checkpoint
+from partial_rollout.train.queue_checkpoint import DROPPED_AFTER_SNAPSHOT, load_queue, restore_queue, save_queue
+from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GROUP = 2
+STEP = 5
+PROMPT = {"is_prompt": True, "status": "running", "global_steps": 4}
+
+
+class Manager:
+    """As much of the manager's handle as a restore calls."""
+
+    def __init__(self) -> None:
+        self.restore = self
+        self.queue: PromptQueue | None = None
+
+    def remote(self, snapshot: QueueSnapshot) -> QueueStatistics:
+        self.queue = PromptQueue.restore(snapshot, 16, 2, lambda: 0.0)
+        return self.queue.statistics()
+
+    def statistics(self) -> QueueStatistics:
+        if self.queue is None:
+            raise LookupError("nothing was restored")
+        return self.queue.statistics()
+
+
+def restore(snapshot: QueueSnapshot, manager: Manager) -> int:
+    return restore_queue(snapshot, lambda ref: cast("Any", ref), cast("Any", manager), "train")
+
+
+def rows(*uids: str) -> dict[str, dict[str, Any]]:
+    return {uid: dict(PROMPT) for uid in uids}
+
+
+def trajectories(uid: str, n: int = GROUP) -> dict[str, dict[str, Any]]:
+    return {f"{uid}_{session}_0": {"status": "success"} for session in range(n)}
+
+
+def saved_queue(n: int = GROUP) -> QueueSnapshot:
+    """`done` is done, `ongoing` is ongoing, `pending` is pending, `trained` was taken."""
+    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue.admit([PromptMeta(uid, n, global_step=4) for uid in ("trained", "done", "ongoing", "pending")])
+    for claim in queue.claim("w0", 3 * n)[:2]:
+        queue.finish(claim, [TrajectorySummary(key, 3, 5, 0, 0) for key in trajectories(claim.uid, n)])
+    queue.take(1)
+    return queue.snapshot()
+
+
+def config(folder: Path, n: int = GROUP) -> DictConfig:
+    return OmegaConf.create({
+        "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
+        "actor_rollout_ref": {"rollout": {"n": n}},
+    })  # fmt: skip
+
+
+@pytest.fixture
+def tq(monkeypatch: pytest.MonkeyPatch) -> FakeTransferQueue:
+    """What belongs to `saved_queue`."""
+    fake = FakeTransferQueue(train=rows("done", "ongoing", "pending") | trajectories("done"))
+    monkeypatch.setattr(queue_checkpoint, "tq", fake)
+    return fake
+
+
+def test_a_saved_queue_is_loaded_as_it_was(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    save_queue(saved_queue(), config(tmp_path), STEP)
+    assert load_queue(config(tmp_path), STEP) == saved_queue()
+    assert load_queue(config(tmp_path), 0) is None
+
+
+def test_a_checkpoint_that_fits_is_restored_without_clearing(tq: FakeTransferQueue) -> None:
+    manager = Manager()
+    assert restore(saved_queue(), manager) == 3
+    assert tq.cleared == []
+    assert manager.statistics().conserved
+
+
+def test_orphaned_trajectories_are_cleared(tq: FakeTransferQueue) -> None:
+    """Of the trained batch, and of siblings that had finished when their group was interrupted."""
+    orphans = trajectories("trained") | trajectories("ongoing", 1)
+    tq.partitions["train"] |= orphans
+    restore(saved_queue(), Manager())
+    assert tq.cleared == [("train", sorted(orphans))]
+    assert set(tq.partitions["train"]) == saved_queue().owned_keys()
+
+
+@pytest.mark.parametrize("uid", ["pending", "ongoing"])
+def test_a_prompt_whose_row_is_gone_is_dropped_and_counted(
+    uid: str, tq: FakeTransferQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    del tq.partitions["train"][uid]
+    manager = Manager()
+    with caplog.at_level(logging.WARNING):
+        assert restore(saved_queue(), manager) == 2
+    now = manager.statistics()
+    assert (now.admitted, now.dropped, now.pending, now.done) == (4, {DROPPED_AFTER_SNAPSHOT: 1}, 1, 1)
+    assert f"['{uid}']" in caplog.text
+
+
+def test_siblings_of_a_prompt_whose_row_is_gone_are_cleared(tq: FakeTransferQueue) -> None:
+    del tq.partitions["train"]["ongoing"]
+    tq.partitions["train"] |= trajectories("ongoing", 1)
+    restore(saved_queue(), Manager())
+    assert tq.cleared == [("train", ["ongoing_0_0"])]
+
+
+@pytest.mark.parametrize("key", ["done", "done_1_0"])
+def test_a_missing_key_of_a_done_group_is_an_error_and_nothing_is_restored(key: str, tq: FakeTransferQueue) -> None:
+    del tq.partitions["train"][key]
+    manager = Manager()
+    with pytest.raises(DataError, match=rf"lacks 1 keys of its queue, e\.g\. {key}$"):
+        restore(saved_queue(), manager)
+    assert manager.queue is None
+    assert tq.cleared == []
+
+
+def test_prompts_of_another_modes_checkpoint_are_adopted(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    snapshot = load_queue(config(tmp_path, n=3), STEP)
+    assert snapshot is not None
+    manager = Manager()
+    assert restore(snapshot, manager) == 3
+    assert tq.cleared == [("train", ["done_0_0", "done_1_0"])]
+    claims = manager.queue.claim("w0", 9) if manager.queue else []
+    assert [(claim.uid, claim.num_trajectories, claim.global_step) for claim in claims] == [
+        ("done", 3, 4), ("ongoing", 3, 4), ("pending", 3, 4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("partitions", [{}, {"train": {}}, {"train": trajectories("trained")}])
+def test_a_checkpoint_without_prompts_gives_no_queue(
+    tmp_path: Path, partitions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue(**partitions))
+    assert load_queue(config(tmp_path), STEP) is None
+
+
+@pytest.mark.parametrize("state", ["pending", "ongoing", "done"])
+def test_groups_of_another_size_are_refused(tmp_path: Path, tq: FakeTransferQueue, state: str) -> None:
+    whole = saved_queue()
+    only = QueueSnapshot(**{state: getattr(whole, state)}, admitted=1)
+    save_queue(only, config(tmp_path), STEP)
+    assert load_queue(config(tmp_path), STEP) == only
+    with pytest.raises(ConfigError, match=r"rollout\.n=8 is not allowed here.*groups of 2"):
+        load_queue(config(tmp_path, n=8), STEP)
+
+
+def test_a_prompt_with_more_outputs_than_samples_has_its_own_size(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    """An agent loop may return several trajectories for one sample: `{uid}_{session}_{index}`."""
+    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue.admit([PromptMeta("a", GROUP, global_step=4)])
+    keys = ("a_0_0", "a_0_1", "a_1_0")
+    queue.finish(queue.claim("w0", GROUP)[0], [TrajectorySummary(key, 3, 5, 0, 0) for key in keys])
+    save_queue(queue.snapshot(), config(tmp_path), STEP)
+    assert load_queue(config(tmp_path), STEP) == queue.snapshot()
+
+
+def test_an_unreadable_queue_is_told_with_its_path(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    save_queue(saved_queue(), config(tmp_path), STEP)
+    path = queue_checkpoint.queue_path(config(tmp_path), STEP)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=f"{path} is unreadable"):
+        load_queue(config(tmp_path), STEP)
+
+
+def test_a_dead_transfer_queue_is_told(tq: FakeTransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_checkpoint, "RESTORE_TIMEOUT_S", 0.01)
+    never = threading.Event()
+    monkeypatch.setattr(tq, "kv_list", lambda partition_id: never.wait())
+    with pytest.raises(WaitTimeout, match="trainer waits for TransferQueue to list its rows"):
+        restore(saved_queue(), Manager())
+    never.set()

@@ -1,0 +1,172 @@
+"""`sample("train")` against a fake manager, fake workers and a fake TransferQueue; time moves only in ray.wait."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fake_transfer_queue import FakeTransferQueue
+
+from partial_rollout.agent_loop import manager as agent_loop_manager
+from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
+from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
+from partial_rollout.train import replay_buffer
+from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
+from partial_rollout.types import FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
+
+STEP = 7
+
+
+@dataclass(eq=False)
+class Ref:
+    """An object ref: `value` once `ready`, or the error to raise."""
+
+    value: Any = None
+    ready: bool = True
+
+
+@dataclass
+class FakeRay:
+    """`wait` with nothing ready lets its whole timeout pass."""
+
+    now_s: float = 0.0
+
+    def get(self, ref: Ref, timeout: float | None = None) -> Any:
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
+
+    def wait(self, refs: list[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        ready = [ref for ref in refs if ref.ready][:num_returns]
+        if not ready:
+            self.now_s += timeout
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Manager:
+    """Answers `take_batch` from a list; the last answer is repeated."""
+
+    answers: list[Ref]
+    calls: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        now = QueueStatistics(admitted=9, pending=0, ongoing=9, done=0, taken=0, dropped={"agent_loop_failed": 6})
+        self.take_batch = SimpleNamespace(remote=self._take)
+        self.statistics = SimpleNamespace(remote=lambda: Ref(now))
+        status = ManagerStatus(queue=now, capacity=9, last_failure="u3: RuntimeError: no tool")
+        self.status = SimpleNamespace(remote=lambda: Ref(status))
+
+    def _take(self, num_groups: int, timeout_s: float) -> Ref:
+        self.calls.append((num_groups, timeout_s))
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@dataclass
+class World:
+    ray: FakeRay
+    tq: FakeTransferQueue
+    refills: list[int] = field(default_factory=list)
+
+    def buffer(self, *answers: Ref, loops: dict[Ref, str] | None = None, **timeouts: float):
+        buffer = PartialRolloutReplayBuffer("partial_rollout", cast("Any", {}), None, "drop", cast("Any", {}))
+        buffer.refill_fn = self.refills.append
+        workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
+        workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
+        settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts))
+        buffer.bind(cast("Any", Manager(list(answers))), workers, settings)
+        return buffer
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(FakeRay(), FakeTransferQueue())
+    for module in (replay_buffer, agent_loop_manager):
+        monkeypatch.setattr(module, "ray", world.ray)
+    monkeypatch.setattr(replay_buffer, "time", world.ray)
+    monkeypatch.setattr(replay_buffer, "tq", world.tq)
+    return world
+
+
+def group(uid: str, *response_lens: int) -> FinishedGroup:
+    members = tuple(
+        TrajectorySummary(f"{uid}_{session}_0", 3, response_len, min_version=4, max_version=6)
+        for session, response_len in enumerate(response_lens)
+    )
+    return FinishedGroup(uid, global_step=5, source_index="0", trajectories=members)
+
+
+def test_a_batch_has_all_trajectories_of_the_groups_with_the_tags_that_verl_reads(world: World) -> None:
+    buffer = world.buffer(Ref(TakeResult(groups=(group("b", 10, 20), group("a", 30)))))
+    batch, metrics = buffer.sample(STEP, "train", 2)
+    assert (batch.partition_id, batch.keys) == ("train", ["b_0_0", "b_1_0", "a_0_0"])
+    assert [tag["seq_len"] for tag in batch.tags] == [13, 23, 33]
+    assert batch.tags[0] == {
+        "status": "success",
+        "prompt_len": 3,
+        "response_len": 10,
+        "seq_len": 13,
+        "global_steps": 5,
+        "min_global_steps": 4,
+        "max_global_steps": 6,
+    }
+    assert metrics
+    assert world.refills == []
+
+
+def test_the_rows_of_taken_prompts_are_cleared_but_not_their_trajectories(world: World) -> None:
+    world.buffer(Ref(TakeResult(groups=(group("b", 1), group("a", 1))))).sample(STEP, "train", 2)
+    assert world.tq.cleared == [("train", ["b", "a"])]
+
+
+def test_dropped_prompts_are_replaced_and_the_same_batch_is_asked_for_again(world: World) -> None:
+    buffer = world.buffer(Ref(TakeResult(num_missing=2)), Ref(TakeResult(groups=(group("a", 1), group("b", 1)))))
+    batch, _ = buffer.sample(STEP, "train", 2)
+    assert world.refills == [2]
+    assert cast("Any", buffer)._manager.calls == [(2, 100.0), (2, 100.0)]
+    assert len(batch.keys) == 2
+
+
+def test_endless_drops_end_the_run_with_their_reason(world: World) -> None:
+    buffer = world.buffer(Ref(TakeResult(num_missing=2)))
+    with pytest.raises(AgentLoopBroken, match=r"6 prompts were dropped.*'agent_loop_failed': 6.*u3: RuntimeError: no"):
+        buffer.sample(STEP, "train", 2)
+    assert sum(world.refills) == MAX_REFILL_BATCHES * 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "message"),
+    [
+        (EngineDead("replica 1 is gone"), EngineDead, "replica 1 is gone"),
+        (None, ActorLost, "agent-loop worker 1 ended its claim loop"),
+    ],
+)
+def test_a_claim_loop_that_ends_while_a_batch_is_waited_for_raises(
+    world: World, outcome: Exception | None, error: type[Exception], message: str
+) -> None:
+    loops = {Ref(ready=False): "agent-loop worker 0", Ref(outcome): "agent-loop worker 1"}
+    with pytest.raises(error, match=message):
+        world.buffer(Ref(ready=False), loops=loops).sample(STEP, "train", 2)
+    assert world.ray.now_s == 0.0
+    assert world.tq.cleared == []
+
+
+def test_a_manager_that_never_answers_is_told_after_the_deadline(world: World) -> None:
+    with pytest.raises(WaitTimeout, match="trainer waited 180 s for the prompt manager's answer"):
+        world.buffer(Ref(ready=False)).sample(STEP, "train", 2)
+
+
+def test_a_dead_transfer_queue_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(world.tq, "kv_clear", lambda keys, partition_id: never.wait())
+    buffer = world.buffer(Ref(TakeResult(groups=(group("a", 1),))), call_s=0.01)
+    with pytest.raises(WaitTimeout, match="TransferQueue to clear the rows of 1 taken prompts"):
+        buffer.sample(STEP, "train", 1)
+    never.set()
