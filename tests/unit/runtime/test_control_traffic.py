@@ -7,7 +7,6 @@ from typing import Any
 
 from ray import cloudpickle
 
-from partial_rollout.agent_loop.slots import SlotBudget
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.types import Claim
 
@@ -22,9 +21,6 @@ class Worker(PartialRolloutAgentLoopWorker):
 
     def __init__(self, response_len: int) -> None:
         self._response_len = response_len
-        self._slots = SlotBudget(GROUP)
-        self._slots.reserve(GROUP)
-        self._reporter: Any = SimpleNamespace(changed=lambda: None)
         self.rollout_config: Any = SimpleNamespace(
             temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True, prompt_length=64
         )
@@ -45,7 +41,7 @@ class Worker(PartialRolloutAgentLoopWorker):
 
 async def finish_many_payload_bytes(response_len: int) -> int:
     worker = Worker(response_len)
-    outcomes = [await worker._run_trajectory(CLAIM, {"index": 0}, session) for session in range(GROUP)]
+    outcomes = [await worker.generate(CLAIM, {"index": 0}, session) for session in range(GROUP)]
     summaries = [summary for outcome in outcomes for summary in outcome]
     assert [summary.response_len for summary in summaries] == [response_len] * GROUP
     return len(cloudpickle.dumps([(CLAIM, summaries)]))
