@@ -16,18 +16,21 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 from tqdm import tqdm
 
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 1800.0
+SAMPLE_INTERVAL_S = 1.0
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
 """Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
@@ -141,18 +144,62 @@ class Bench:
         environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": paths}
         started = time.monotonic()
         with (folder / "log.txt").open("w") as log:
-            subprocess.run(
-                self.command(mode, folder),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=folder,
-                check=True,
-                timeout=JOB_TIMEOUT_S,
+            job = subprocess.Popen(
+                self.command(mode, folder), stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
             )
-        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-        kept = [_pick(step) for step in steps if "timing_s/gen" in step][self.workload.skip :]
-        return {"mode": mode, "repeat": repeat, "job_s": time.monotonic() - started, "steps": kept}
+            profile = CpuProfile(job.pid)
+            while job.poll() is None:
+                if time.monotonic() - started > JOB_TIMEOUT_S:
+                    job.kill()
+                profile.sample(measuring=len(_steps(metrics)) >= self.workload.skip)
+                time.sleep(SAMPLE_INTERVAL_S)
+        if job.returncode:
+            raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
+        kept = [_pick(step) for step in _steps(metrics)[self.workload.skip :]]
+        job_s = time.monotonic() - started
+        return {"mode": mode, "repeat": repeat, "job_s": job_s, "cpu_share": profile.shares(), "steps": kept}
+
+
+class CpuProfile:
+    """Cores used by each kind of process of a job, over the measured steps."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._first: dict[int, float] = {}
+        self._last: dict[int, tuple[str, float]] = {}
+        self._since = self._until = time.monotonic()
+
+    def sample(self, *, measuring: bool) -> None:
+        """Read the CPU seconds of every living process of the job."""
+        now = {}
+        for process in self._root.children(recursive=True) if self._root.is_running() else []:
+            try:
+                times = process.cpu_times()
+                now[process.pid] = (_title(process.cmdline()), times.user + times.system)
+            except psutil.Error:
+                continue
+        if not measuring:
+            self._first, self._since = {pid: seconds for pid, (_, seconds) in now.items()}, time.monotonic()
+        elif now:
+            self._last |= now
+            self._until = time.monotonic()
+
+    def shares(self) -> dict[str, float]:
+        """Cores by process title, largest first."""
+        cores: Counter[str] = Counter()
+        for pid, (title, seconds) in self._last.items():
+            cores[title] += (seconds - self._first.get(pid, 0.0)) / max(self._until - self._since, 1e-9)
+        return {title: round(share, 3) for title, share in cores.most_common(8)}
+
+
+def _title(command: list[str]) -> str:
+    return (command[0] if command else "?").split(".")[0].rsplit("/", 1)[-1][:40]
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    steps = [json.loads(line)["data"] for line in lines]
+    return [step for step in steps if "timing_s/gen" in step]
 
 
 def _pick(step: dict[str, Any]) -> dict[str, float]:
