@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import transfer_queue as tq
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.config import PartialRolloutConfig
-    from partial_rollout.types import FinishedGroup, TakeResult, TrajectorySummary
+    from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             num_refilled += result.num_missing
 
     def _raise_broken(self, num_refilled: int) -> None:
-        status = ray.get(self._manager.status.remote(), timeout=self._settings.timeouts.call_s)
+        status = cast("ManagerStatus", ray.get(self._manager.status.remote(), timeout=self._settings.timeouts.call_s))
         raise AgentLoopBroken(
             f"{num_refilled} prompts were dropped and replaced while one batch was waited for: {status.queue.dropped}; "
             f"last failed attempt: {status.last_failure or 'none'}"
