@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADMIT_TIMEOUT_S = 600.0
+"""The first fetch starts the dataloader's workers, and rows with images are large."""
+
 
 @register_trainer(TRAINER_MODE)
 class PartialRolloutTrainer(PPOTrainer):
@@ -92,7 +95,11 @@ class PartialRolloutTrainer(PPOTrainer):
         statistics = self._ask(self.manager.statistics.remote())
         room = self.settings.capacity(self.config.data.train_batch_size) - statistics.in_flight
         if room > 0:
-            self._add_prompts_to_generate(room)
+            call_bounded(
+                lambda: self._add_prompts_to_generate(room),
+                timeout_s=ADMIT_TIMEOUT_S,
+                who_waits=f"trainer waits for the dataloader and TransferQueue to take in {room} prompts",
+            )
         return {}
 
     def on_sample_end(self) -> None:
