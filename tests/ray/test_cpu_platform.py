@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+ENGINE_DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
 IMPORT_TIMEOUT_S = 120
 PROCESS_GROUP = """
 import os, socket
@@ -26,10 +27,11 @@ set_platform(CpuPlatform())
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a fresh interpreter; the environment is what makes the platform, so never this process's own."""
+    """Run `code` in a fresh interpreter, without what importing verl has left in this process's environment."""
+    inherited = {name: value for name, value in os.environ.items() if name != ENGINE_DEVICE_VARIABLE}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         timeout=IMPORT_TIMEOUT_S,

@@ -19,8 +19,6 @@ from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.types import PromptMeta, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from partial_rollout.types import QueueStatistics
 
 pytestmark = pytest.mark.ray
@@ -34,11 +32,9 @@ NAMESPACE = "test_manager"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Address of a cluster of our own."""
-    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+def cluster(ray_cluster: Any) -> str:
+    """Address of the session's cluster."""
+    return ray_cluster.get_runtime_context().gcs_address
 
 
 @pytest.fixture
