@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import get_rng_state, set_rng_state
 from torch.cpu import Stream, current_stream, set_device, stream
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "device_count",
     "empty_cache",
     "get_device_name",
+    "get_rng_state",
     "ipc_collect",
     "is_available",
     "max_memory_allocated",
@@ -30,6 +32,7 @@ __all__ = [
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "set_device",
+    "set_rng_state",
     "stream",
     "synchronize",
 ]
