@@ -25,7 +25,7 @@ def _conserved(step: dict) -> bool:
 
 
 def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
-    """64 prompts, batch 8, 10 steps and a restart for 4 more: 112 prompts trained and 16 in the queue are two epochs.
+    """64 prompts, batch 8, 10 steps and a restart for 5 more: 120 prompts trained and 8 in the queue are two epochs.
 
     What was trained and what is left must together be exactly what the dataloader gave out: every row twice.
     """
@@ -38,10 +38,10 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert resumed >= 0.1 * trained
     assert any(key.startswith("val-core/") for step in first.steps for key in step)
 
-    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=14")
-    _check_ended_cleanly(second, steps=range(11, 15))
-    _check_validation_left_nothing(tmp_path / "checkpoints/global_step_14")
-    _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_14")
+    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=15")
+    _check_ended_cleanly(second, steps=range(11, 16))
+    _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
+    _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
 
 
 def _check_ended_cleanly(job: Job, *, steps: range) -> None:
@@ -53,7 +53,7 @@ def _check_ended_cleanly(job: Job, *, steps: range) -> None:
 
 
 def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -> None:
-    assert [event["step"] for event in events] == list(range(1, 15))
+    assert [event["step"] for event in events] == list(range(1, 16))
     uids = Counter(uid for event in events for uid in event["uids"])
     assert set(uids.values()) == {1}
     queue = json.loads((checkpoint / "partial_rollout/queue.json").read_text())
@@ -65,7 +65,7 @@ def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -
 
 
 def _check_validation_left_nothing(checkpoint: Path) -> None:
-    """Steps 10 and 14 are saved two steps after a validation; of "train" they hold the queue and the trained batch."""
+    """Steps 10 and 15 are saved after the validations of steps 8 and 12; of "train" they hold the queue and the trained batch."""
     partitions = pickle.loads((checkpoint / "transfer_queue/controller_state.pkl").read_bytes())["partitions"]
     left = {name: len(partition.keys_mapping) for name, partition in partitions.items()}
     assert left.pop("train") > 0
