@@ -65,7 +65,7 @@ def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -
 
 
 def _check_validation_left_nothing(checkpoint: Path) -> None:
-    """Steps 10 and 15 are saved after the validations of steps 8 and 12; of "train" they hold the queue and the trained batch."""
+    """Saved after the validations of steps 8 and 12; of "train" there is the queue and the trained batch."""
     partitions = pickle.loads((checkpoint / "transfer_queue/controller_state.pkl").read_bytes())["partitions"]
     left = {name: len(partition.keys_mapping) for name, partition in partitions.items()}
     assert left.pop("train") > 0
