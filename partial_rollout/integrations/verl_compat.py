@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partial_rollout.errors import VersionError
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     class TaskRunnerBase:
         """The part of verl's TaskRunnerV1 used here."""
+
+        trainer: Any
 
         def run(self, config: DictConfig) -> None: ...
 
