@@ -5,6 +5,7 @@ PartialRolloutError
 ├── UserError               the command line, the data or the installation: say what was given and what is allowed
 │   ├── ConfigError         a value in the composed configuration
 │   ├── DataError           a prompt, a data file or a model path
+│   ├── PackingError        no micro-batches can be made of these samples: none, too few, too long
 │   ├── AgentLoopBroken     one prompt after the other is dropped; the message has the last reason
 │   └── VersionError        an installed package this release was not built for
 ├── ClusterError            Ray cannot give or keep what the run needs
@@ -49,6 +50,10 @@ class DataError(UserError):
     def __str__(self) -> str:
         """Only the message; the reason travels in `args` so that the error survives pickling."""
         return str(self.args[0])
+
+
+class PackingError(UserError):
+    """No plan exists, or none was found, for these samples, ranks and token budget; the message has the numbers."""
 
 
 class AgentLoopBroken(UserError):
