@@ -19,6 +19,8 @@ TOLERANCE = 1e-3
 # Rows this even (max - min over mean) are left alone: a step gains less from more than its timer's noise.
 MAX_EXCHANGES_PER_ROW = 8
 # Rarely more than 3 are made; the bound keeps the time of a plan bounded.
+MAX_PARTNERS = 8
+# Rows tried at each end before the dearest and the cheapest row are taken for as good as they get.
 NOTHING = -1
 # What a row takes in a one-sided exchange.
 
@@ -106,7 +108,10 @@ class Rows:
     def _exchange_once(self, token_budget: float, may_move: bool) -> bool:
         """The dearest row with the cheapest that helps it, else the cheapest row with the dearest it can help."""
         order = sorted(range(len(self._rows)), key=self._row_costs.__getitem__)
-        pairs = chain(((order[-1], row) for row in order[:-1]), ((row, order[0]) for row in order[-2:0:-1]))
+        near = min(MAX_PARTNERS, len(order) - 1)
+        pairs = chain(
+            ((order[-1], row) for row in order[:near]), ((row, order[0]) for row in reversed(order[-1 - near : -1]))
+        )
         for dear, cheap in pairs:
             exchange = self._best_exchange(dear, cheap, token_budget, may_move)
             if exchange is not None:

@@ -10,9 +10,14 @@ from partial_rollout.core.packing.balance import Rows, fill_by_count, fill_by_to
 from partial_rollout.errors import PackingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MicroBatches = list[list[list[int]]]
+
+MAX_TIGHT_MICRO_BATCHES = 32
+# Rows filled to the brim make the slowest row 1 to 5 % dearer (seen), which only so few micro-batches less outweigh.
+SLACK_DIVISOR = 64
+# From this many micro-batches on, one more in 64 is tried at once: each try fills all rows anew.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,14 @@ class BudgetPacker:
         ranks = self.num_ranks // len(groups)
         fewest = max(ceil(self._least_rows(group) / ranks) for group in groups)
         most = min(len(group) for group in groups) // ranks
-        for num_micro_batches in range(fewest, most + 1):
-            filled = [self._fill_group(group, num_micro_batches * ranks) for group in groups]
+        for num_micro_batches in _candidates(fewest, most):
+            may_be_tight = num_micro_batches <= MAX_TIGHT_MICRO_BATCHES or num_micro_batches == most
+            filled = [self._fill_group(group, num_micro_batches * ranks, may_be_tight) for group in groups]
             if all(filled):
                 return filled
         raise PackingError(
             f"packing: no way found to put {len(self.lengths)} samples of {self.lengths[-1]} to {self.lengths[0]}"
-            f" tokens into rows of at most {self.token_budget} tokens, a multiple of {self.num_ranks} rows and none empty:"
+            f" tokens into rows of at most {self.token_budget}, the rows a multiple of {self.num_ranks} and none empty:"
             " make the number of samples a multiple of the number of ranks, or raise the token budget"
         )
 
@@ -62,11 +68,13 @@ class BudgetPacker:
         num_halves = sum(2 * self.lengths[i] > self.token_budget for i in group)
         return max(1, num_halves, ceil(tokens / self.token_budget))
 
-    def _fill_group(self, group: list[int], num_rows: int) -> list[list[int]]:
+    def _fill_group(self, group: list[int], num_rows: int, may_be_tight: bool) -> list[list[int]]:
         """Even rows if they can be had, else tight ones; empty if the samples do not fit."""
         costs, lengths = [self.costs[i] for i in group], [self.lengths[i] for i in group]
-        rows = fill_by_tokens(costs, lengths, num_rows, self.token_budget) or fill_tightly(lengths, self.token_budget)
-        if len(rows) > num_rows:
+        rows = fill_by_tokens(costs, lengths, num_rows, self.token_budget)
+        if rows is None and may_be_tight:
+            rows = fill_tightly(lengths, self.token_budget)
+        if rows is None or len(rows) > num_rows:
             return []
         while len(rows) < num_rows:
             longest = max(rows, key=len)
@@ -88,3 +96,13 @@ class BudgetPacker:
                 here[rank] = row
             placed.append(here)
         return placed
+
+
+def _candidates(fewest: int, most: int) -> Iterator[int]:
+    """Numbers of micro-batches to try, the largest possible at the end."""
+    number = fewest + fewest // SLACK_DIVISOR
+    while number < most:
+        yield number
+        number += 1 + number // SLACK_DIVISOR
+    if fewest <= most:
+        yield most
