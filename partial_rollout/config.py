@@ -49,6 +49,28 @@ class TimeoutConfig:
             _require(value > 0, f"timeouts.{item.name}", value, "a number of seconds above 0")
 
 
+PLANNERS = ("global", "budget", "fixed", "verl")
+COST_MODELS = ("model", "verl")
+
+
+@dataclass(frozen=True, slots=True)
+class PackingConfig:
+    """Which samples train together: the planner of micro-batches, see docs/design/0004."""
+
+    planner: str = "global"
+    token_budget: int | None = None
+    per_rank_batch_size: int | None = None
+    cost_model: str = "model"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown name or a size below 1."""
+        _require(self.planner in PLANNERS, "packing.planner", self.planner, f"one of {', '.join(PLANNERS)}")
+        _require(self.cost_model in COST_MODELS, "packing.cost_model", self.cost_model, " or ".join(COST_MODELS))
+        for name in ("token_budget", "per_rank_batch_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"packing.{name}", value, "null or at least 1")
+
+
 @dataclass(frozen=True, slots=True)
 class PartialRolloutConfig:
     """All settings of this package; a test compares the defaults with configs/partial_rollout/default.yaml."""
@@ -60,6 +82,7 @@ class PartialRolloutConfig:
     event_log: str | None = None
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""

@@ -21,6 +21,7 @@ REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
+PACKED_STRATEGIES = ("fsdp", "fsdp2")
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
@@ -62,6 +63,16 @@ def slots_per_worker(config: DictConfig) -> int:
     return num_slots(config) // config.actor_rollout_ref.rollout.agent.num_workers
 
 
+def num_ranks(config: DictConfig) -> int:
+    """Data-parallel size of the actor."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel_size(config)
+
+
+def sequence_parallel_size(config: DictConfig) -> int:
+    """Devices that share a row of the actor."""
+    return config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+
+
 def check_config(config: DictConfig) -> None:
     """Refuse, before anything is started, what this mode cannot run.
 
@@ -76,6 +87,7 @@ def check_config(config: DictConfig) -> None:
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
     read_settings(config)
     _check_lengths(config)
+    _check_packing(config)
     _require(
         slots_per_worker(config) >= n,
         f"{num_slots(config)} trajectory slots over {rollout.agent.num_workers} agent-loop workers",
@@ -99,6 +111,26 @@ def _check_lengths(config: DictConfig) -> None:
         limit is None or limit > prompt,
         f"actor_rollout_ref.rollout.max_model_len={limit}",
         f"null or above data.max_prompt_length={prompt}",
+    )
+
+
+def _check_packing(config: DictConfig) -> None:
+    """What a planner of ours needs from verl's actor."""
+    packing, actor = read_settings(config).packing, config.actor_rollout_ref.actor
+    if packing.planner == "verl":
+        return
+    alternative = f"with {BLOCK}.packing.planner={packing.planner}: change it, or set {BLOCK}.packing.planner=verl"
+    strategies = " or ".join(PACKED_STRATEGIES)
+    given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
+    _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")
+    _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}")
+    samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
+    _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
+    _require(
+        packing.planner != "fixed" or bool(packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu),
+        f"{BLOCK}.packing.per_rank_batch_size=None with actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=None",
+        f"at least 1 with {BLOCK}.packing.planner=fixed (set {BLOCK}.packing.per_rank_batch_size=...)",
     )
 
 

@@ -23,6 +23,7 @@ from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
+from partial_rollout.train.packing import make_batch_packer, use_packed_workers
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
 from partial_rollout.train.shutdown import shutdown_run
 
@@ -55,6 +56,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)
+        self.packer = make_batch_packer(config, self.settings)
         self.manager = create_manager(self.settings, config.data.train_batch_size)
         self._pending_sync_metrics: dict[str, float] = {}
         self.is_shut_down = False
@@ -125,6 +127,20 @@ class PartialRolloutTrainer(PPOTrainer):
         self._report_step("open")
 
     # ---- verl methods without a hook ----
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Missing hook: the class of the training workers."""
+        super()._init_resource_pool_mgr()
+        if self.packer is not None:
+            use_packed_workers(self.role_worker_mapping)
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
+        """Missing hook: who trains what. verl's own runs first: it fills the batch up and reports its lengths."""
+        sampled = list(batch.keys)
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)
+        if self.packer is not None:
+            self.packer.arrange(batch, sampled, metrics)
+        return batch
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""

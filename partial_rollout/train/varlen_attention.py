@@ -1,0 +1,70 @@
+"""Attention for packed rows where there is no flash-attention: each sequence on its own, through torch's SDPA.
+
+`install()` adds it to transformers' registry as `varlen_sdpa`; a packed row then costs the sum of its sequences'
+squares, while plain `sdpa` keeps sequences apart with a mask and computes the square of the whole row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from partial_rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "varlen_sdpa"
+
+
+def install() -> None:
+    """Register the attention and its (absent) mask; a second call changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_ids: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of one packed row.
+
+    Takes (1, heads, T, head_dim), returns (1, T, heads, head_dim). A sequence starts where `position_ids` (1, T) is 0.
+
+    Raises:
+        ConfigError: more than one row, a padding mask, or a sliding window.
+    """
+    if query.shape[0] != 1 or attention_mask is not None or position_ids is None:
+        raise ConfigError(
+            f"{NAME} takes one packed row with position ids and no mask: use model.use_remove_padding=True"
+        )
+    if getattr(module, "sliding_window", None) is not None:
+        raise ConfigError(f"{NAME} has no sliding window: use attn_implementation=sdpa")
+    parts = [part.split(sequence_lengths(position_ids), dim=2) for part in (query, key, value)]
+    outputs = [
+        torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def sequence_lengths(position_ids: Tensor) -> list[int]:
+    """Lengths of the sequences of one packed row, from where positions (1, T) restart."""
+    starts = torch.nonzero(position_ids[0] == 0).flatten()
+    return torch.diff(starts, append=starts.new_tensor([position_ids.shape[1]])).tolist()
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """`attend` reads the position ids instead."""
