@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -108,14 +109,14 @@ def split(data: TensorDict, counts: Sequence[int]) -> list[TensorDict]:
 
 def join(outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What verl's engine returns for one batch, from what it returned for each row of it: undoes `split`."""
+    metrics: dict[str, Any] = {}
+    for output in outputs:
+        append_to_dict(metrics, output["metrics"])
     names = outputs[0]["model_output"]
     return {
         "model_output": {name: _concatenate([output["model_output"][name] for output in outputs]) for name in names},
         "loss": [loss for output in outputs for loss in output["loss"]],
-        "metrics": {
-            name: [value for output in outputs for value in output["metrics"].get(name, [])]
-            for name in {name: None for output in outputs for name in output["metrics"]}
-        },
+        "metrics": metrics,
     }
 
 

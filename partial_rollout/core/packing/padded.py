@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.packing.planners import MicroBatch, Planner, check_at_least_one
@@ -14,13 +16,18 @@ if TYPE_CHECKING:
     from partial_rollout.core.packing.plan import Plan
 
 
+MIN_SAVED_TOKENS = 1024
+"""A micro-batch more costs a launch of every layer and its collectives: about what so many tokens do, or less."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PaddedPlanner(Planner):
     """Samples of similar length together, so that padding a row to its longest sample adds little.
 
     `token_budget` bounds a row with its padding: number of samples x longest sample. The samples of a mini-batch are
     taken by falling length, as many as fit, and dealt out to the ranks: every rank gets the same number, and the rows
-    of a micro-batch have nearly the same shape.
+    of a micro-batch have nearly the same shape. A micro-batch also ends before samples of less than half its longest,
+    when that saves each rank MIN_SAVED_TOKENS of padding.
     """
 
     token_budget: int
@@ -34,14 +41,24 @@ class PaddedPlanner(Planner):
         if len(lengths) % num_ranks:
             raise PackingError(f"packing: {len(lengths)} samples cannot be dealt evenly to {num_ranks} ranks")
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        falling = [lengths[i] for i in order]
         micro_batches: list[MicroBatch] = []
         start = 0
         while start < len(order):
-            per_rank = max(1, self.token_budget // lengths[order[start]])
-            dealt = order[start : start + per_rank * num_ranks]
-            micro_batches.append([dealt[rank::num_ranks] for rank in range(num_ranks)])
-            start += len(dealt)
+            end = self._end(falling, start, num_ranks)
+            micro_batches.append([order[start + rank : end : num_ranks] for rank in range(num_ranks)])
+            start = end
         return micro_batches
+
+    def _end(self, falling: Sequence[int], start: int, num_ranks: int) -> int:
+        """Where the micro-batch that begins with sample `start` ends: at the budget, or where much padding begins."""
+        longest = falling[start]
+        full = min(len(falling), start + max(1, self.token_budget // longest) * num_ranks)
+        half = bisect_left(falling, -longest / 2, start, full, key=lambda length: -length)
+        half = start + max(1, ceil((half - start) / num_ranks)) * num_ranks
+        if half < full and (full - half) // num_ranks * (longest - falling[half]) >= MIN_SAVED_TOKENS:
+            return half
+        return full
 
     def _count_over_budget(self, micro_batches: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> int:
         rows = (row for micro_batch in micro_batches for row in micro_batch)
