@@ -93,8 +93,8 @@ class Rows:
         """`costs[i]` and `lengths[i]`, in tokens, of sample i; neither rises with i. `rows` is changed in place."""
         self._rows = rows
         self._costs, self._lengths = costs, lengths
-        self._row_costs = [sum(costs[i] for i in row) for row in rows]
-        self._row_tokens = [sum(lengths[i] for i in row) for row in rows]
+        self._row_costs = [sum(map(costs.__getitem__, row)) for row in rows]
+        self._row_tokens = [sum(map(lengths.__getitem__, row)) for row in rows]
 
     def even_out(self, token_budget: float = float("inf"), *, may_move: bool = False) -> None:
         """Exchange until the rows are even within TOLERANCE or no exchange helps; `may_move` lets counts change."""

@@ -53,8 +53,12 @@ class BudgetPacker:
         most = min(len(group) for group in groups) // ranks
         for num_micro_batches in _candidates(fewest, most):
             may_be_tight = num_micro_batches <= MAX_TIGHT_MICRO_BATCHES or num_micro_batches == most
-            filled = [self._fill_group(group, num_micro_batches * ranks, may_be_tight) for group in groups]
-            if all(filled):
+            filled: MicroBatches = []
+            for group in groups:
+                filled.append(self._fill_group(group, num_micro_batches * ranks, may_be_tight))
+                if not filled[-1]:
+                    break
+            else:
                 return filled
         raise PackingError(
             f"packing: no way found to put {len(self.lengths)} samples of {self.lengths[-1]} to {self.lengths[0]}"
@@ -80,7 +84,7 @@ class BudgetPacker:
             longest = max(rows, key=len)
             rows.append(longest[1::2])
             longest[1:] = longest[2::2]
-        rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
+        rows.sort(key=lambda row: (-sum(map(costs.__getitem__, row)), row))
         return [[group[i] for i in row] for row in rows]
 
     def _even_ranks(self, micro_batches: MicroBatches) -> MicroBatches:
@@ -88,7 +92,7 @@ class BudgetPacker:
         totals = [0.0] * self.num_ranks
         placed: MicroBatches = []
         for rows in micro_batches:
-            by_cost = sorted(((sum(self.costs[i] for i in row), row) for row in rows), reverse=True)
+            by_cost = sorted(((sum(map(self.costs.__getitem__, row)), row) for row in rows), reverse=True)
             by_total = sorted(range(self.num_ranks), key=totals.__getitem__)
             here: list[list[int]] = [[] for _ in rows]
             for rank, (cost, row) in zip(by_total, by_cost, strict=True):

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from partial_rollout.core.packing import imbalance
+from partial_rollout.core.packing.balance import TOLERANCE, Rows, fill_by_count, fill_by_tokens, fill_tightly
+
+FALLING = st.lists(st.integers(1, 50), min_size=1, max_size=60).map(lambda lengths: sorted(lengths, reverse=True))
+
+
+def row_costs(rows: list[list[int]], costs: list[int]) -> list[int]:
+    return [sum(costs[i] for i in row) for row in rows]
+
+
+@given(FALLING, st.integers(1, 8), st.booleans())
+def test_exchanges_never_make_rows_less_even(lengths, num_rows, may_move):
+    assume(len(lengths) >= num_rows)
+    costs = [length**2 for length in lengths]
+    rows = fill_by_count(costs, num_rows)
+    before = row_costs(rows, costs)
+    Rows(rows, costs, lengths).even_out(may_move=may_move)
+    after = row_costs(rows, costs)
+    assert max(after) <= max(before)
+    assert min(after) >= min(before)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+
+
+def test_the_best_exchange_closes_the_gap():
+    """16 against 8: of all pairs only 9 for 5 makes them equal."""
+    costs = [9, 7, 5, 3]
+    rows = [[0, 1], [2, 3]]
+    Rows(rows, costs, costs).even_out()
+    assert rows == [[1, 2], [0, 3]]
+
+
+def test_rows_even_within_the_tolerance_are_left_alone():
+    costs = [10_000, 10_001 - int(10_000 * TOLERANCE), 1, 1]
+    rows = [[0, 2], [1, 3]]
+    Rows(rows, costs, costs).even_out(may_move=True)
+    assert rows == [[0, 2], [1, 3]]
+
+
+def test_an_exchange_keeps_the_budget():
+    """Handing the 4 over would even the rows out, and put 14 tokens into the second."""
+    lengths = [10, 9, 4, 3]
+    rows = [[0, 2], [1, 3]]
+    Rows(rows, [16, 2, 8, 1], lengths).even_out(12, may_move=True)
+    assert [sum(lengths[i] for i in row) for row in rows][1] <= 12
+
+
+def test_the_last_sample_of_a_row_is_not_given_away():
+    rows = [[0], [1]]
+    Rows(rows, [100, 1], [100, 1]).even_out(may_move=True)
+    assert rows == [[0], [1]]
+
+
+def test_the_spare_sample_joins_the_cheapest_row():
+    assert fill_by_count([9, 8, 1], 2) == [[0], [1, 2]]
+
+
+def test_greedy_gives_up_where_best_fit_does_not():
+    lengths = [6, 6, 5, 5, 4, 4, 3, 3, 3]
+    assert fill_by_tokens([length**2 for length in lengths], lengths, 4, 10) is None
+    assert len(fill_tightly(lengths, 10)) == 4
+
+
+def test_a_row_found_full_takes_a_shorter_sample_later():
+    """The first row is cheapest but has no room for 5; it has for 2."""
+    assert fill_by_tokens([1, 50, 40, 1], [8, 5, 5, 2], 2, 10) == [[0, 3], [1, 2]]
+
+
+@given(FALLING, st.integers(1, 60))
+def test_tight_rows_keep_the_budget(lengths, budget):
+    for row in fill_tightly(lengths, budget):
+        assert len(row) == 1 or sum(lengths[i] for i in row) <= budget
+
+
+def test_imbalance_is_spread_over_mean():
+    assert imbalance([1, 2, 3]) == pytest.approx(1.0)
