@@ -75,19 +75,21 @@ def fill_tightly(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for sample, length in enumerate(lengths):
-        needed = min(length, token_budget)
-        at = bisect_left(rooms, (needed, 0))
+        at = bisect_left(rooms, (length, 0))
         if at == len(rooms):
             rooms.append((token_budget, len(rows)))
             rows.append([])
         room, row = rooms.pop(at)
         rows[row].append(sample)
-        insort(rooms, (room - needed, row))
+        insort(rooms, (room - length, row))
     return rows
 
 
 class Rows:
-    """Rows with the cost and the tokens of each, made more even by exchanges."""
+    """Rows with the cost and the tokens of each, made more even by exchanges.
+
+    No exchange empties a row: to hand over its only sample would leave the gap as it was.
+    """
 
     def __init__(self, rows: list[list[int]], costs: Sequence[float], lengths: Sequence[int]) -> None:
         """`costs[i]` and `lengths[i]`, in tokens, of sample i; neither rises with i. `rows` is changed in place."""
@@ -125,7 +127,7 @@ class Rows:
         best = half_gap = (self._row_costs[dear] - self._row_costs[cheap]) / 2
         room = token_budget - self._row_tokens[cheap]
         offers = [(costs[i], lengths[i], i) for i in self._rows[cheap]]
-        if may_move and len(self._rows[dear]) > 1:
+        if may_move:
             offers.append((0.0, 0, NOTHING))
         found, at = None, 0
         for give in self._rows[dear]:

@@ -38,9 +38,8 @@ class BudgetPacker:
         return self._even_ranks(micro_batches)
 
     def equal_counts(self) -> MicroBatches:
-        """As many samples for every rank (within one): even ranks first, then each rank's rows. Raises PackingError."""
+        """As many samples for every rank (within one): first the ranks, then each rank's rows. Raises PackingError."""
         ranks = fill_by_count(self.costs, self.num_ranks)
-        Rows(ranks, self.costs, self.lengths).even_out()
         micro_batches = [list(rows) for rows in zip(*self._fill(ranks), strict=True)]
         for micro_batch in micro_batches:
             Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)

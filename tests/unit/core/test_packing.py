@@ -15,6 +15,7 @@ from partial_rollout.core.packing import (
     Planner,
     TokenBudgetPlanner,
     plan_statistics,
+    step_cost,
 )
 from partial_rollout.errors import ConfigError, PackingError
 
@@ -147,6 +148,15 @@ def test_as_few_micro_batches_as_the_budget_allows(lengths, budget, num_ranks, e
     assert TokenBudgetPlanner(budget).plan(lengths, num_ranks).num_micro_batches == expected
 
 
+def test_tight_rows_are_split_until_nobody_is_idle():
+    """Best fit needs 20 rows where the greedy finds no 21; three ranks need 21."""
+    lengths = [25] * 6 + [21, 20, 16, 16, 16, 15, 14, 14, 13, 12, 12, 12, 11] + [10] * 4 + [9] + [8] * 4
+    lengths += [7] * 4 + [6] * 3 + [4, 4, 3, 2, 2, 1, 1, 1, 1]
+    plan = TokenBudgetPlanner(25).plan(lengths, 3)
+    assert [len(rows) for rows in plan.micro_batches] == [3] * 7
+    assert max(sum(lengths[i] for i in row) for row in rows_of(plan)) <= 25
+
+
 @given(LENGTHS)
 def test_a_budget_of_one_token_puts_every_sample_alone(lengths):
     plan = plan_of(TokenBudgetPlanner(1), lengths, 1)
@@ -174,13 +184,13 @@ def test_imbalance_at_the_published_lengths(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_global_rows_cost_the_same_in_the_model_they_are_told(seed: int):
-    """The slowest rows add up to at most 1 % more than a perfect split."""
-    lengths, cost = published_lengths(8 * 128, seed), CostModel(10_000, 1)
-    for equal_counts in (False, True):
-        plan = GlobalPlanner(16_384, cost, equal_counts).plan(lengths, 8)
-        slowest = sum(max(cost.cost(lengths[i] for i in row) for row in rows) for rows in plan.micro_batches)
-        assert slowest <= 1.01 * cost.cost(lengths) / 8
+@pytest.mark.parametrize(("per_rank", "budget", "share"), [(16, 16_384, 0.005), (128, 8192, 0.01)])
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_global_rows_cost_the_same_in_the_model_they_are_told(seed: int, per_rank, budget, share, equal_counts):
+    """The slowest rows of all micro-batches add up to hardly more than a perfect split."""
+    lengths, cost = published_lengths(8 * per_rank, seed), CostModel(10_000, 1)
+    plan = GlobalPlanner(budget, cost, equal_counts).plan(lengths, 8)
+    assert step_cost(plan, lengths, cost) <= (1 + share) * cost.cost(lengths) / 8
 
 
 def test_ranks_even_out_over_micro_batches():

@@ -35,6 +35,14 @@ def test_the_best_exchange_closes_the_gap():
     assert rows == [[1, 2], [0, 3]]
 
 
+def test_the_best_partner_may_be_dearer_than_wanted():
+    """24 against 20: giving 20 for 19 leaves 23 against 21, giving 4 for nothing dear leaves more."""
+    costs = [20, 19, 4, 0.5, 0.5]
+    rows = [[0, 2], [1, 3, 4]]
+    Rows(rows, costs, [1] * 5).even_out()
+    assert rows == [[1, 2], [0, 3, 4]]
+
+
 def test_rows_even_within_the_tolerance_are_left_alone():
     costs = [10_000, 10_001 - int(10_000 * TOLERANCE), 1, 1]
     rows = [[0, 2], [1, 3]]

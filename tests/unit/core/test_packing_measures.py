@@ -20,19 +20,12 @@ def test_the_setting_of_verl():
 
 
 def test_coefficients_of_a_model():
-    """Qwen3-0.6B: 440 M weights in 28 layers and 156 M in the output layer, 2 FLOPs each and token."""
+    """By hand: queries and output 8 x 12, keys and values 8 x 4 each, three MLP matrices 8 x 10; output layer 8 x 100."""
     cost = CostModel.from_model(
-        hidden_size=1024,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        vocab_size=151_936,
+        hidden_size=8, num_layers=5, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=10, vocab_size=100
     )
-    per_layer = 1024 * 2048 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072
-    assert cost.linear == 2 * (28 * per_layer + 1024 * 151_936)
-    assert cost.quadratic == 2 * 28 * 2 * 2048 / 2
+    assert cost.linear == 2 * (5 * (2 * 96 + 2 * 32 + 3 * 80) + 800)
+    assert cost.quadratic == 2 * 5 * 2 * 12 / 2
 
 
 def test_verls_ratio_comes_out_for_the_model_it_was_made_for():
