@@ -67,7 +67,7 @@ QWEN3_06B = CostModel.from_model(
     num_kv_heads=8,
     head_dim=128,
     intermediate_size=3072,
-    vocab_size=151_936,
+    vocab_size=151936,
 )
 
 

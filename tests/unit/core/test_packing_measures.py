@@ -20,7 +20,7 @@ def test_the_setting_of_verl():
 
 
 def test_coefficients_of_a_model():
-    """By hand: queries and output 8 x 12, keys and values 8 x 4 each, three MLP matrices 8 x 10; output layer 8 x 100."""
+    """By hand: queries and output 8 x 12, keys and values 8 x 4 each, three MLP matrices 8 x 10, output 8 x 100."""
     cost = CostModel.from_model(
         hidden_size=8, num_layers=5, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=10, vocab_size=100
     )
