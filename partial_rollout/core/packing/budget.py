@@ -34,7 +34,7 @@ class BudgetPacker:
         (rows,) = self._fill([list(range(len(self.costs)))])
         micro_batches = [rows[at : at + self.num_ranks] for at in range(0, len(rows), self.num_ranks)]
         for micro_batch in micro_batches:
-            Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget, may_move=True)
+            Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)
         return self._even_ranks(micro_batches)
 
     def equal_counts(self) -> MicroBatches:
