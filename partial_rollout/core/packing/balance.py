@@ -2,7 +2,7 @@
 
 Samples are numbered by falling length here (`costs`, `lengths` fall), so every row lists its samples longest first.
 The greedy is Graham's longest processing time (1969), with rows that are full left out. An exchange is one sample
-against one or, where counts may change, against none.
+against one, so counts stay and no row empties; handing samples over as well was tried and gained nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ MAX_EXCHANGES_PER_ROW = 8
 # Rarely more than 3 are made; the bound keeps the time of a plan bounded.
 MAX_PARTNERS = 8
 # Rows tried at each end before the dearest and the cheapest row are taken for as good as they get.
-NOTHING = -1
-# What a row takes in a one-sided exchange.
 
 
 def fill_by_count(costs: Sequence[float], num_rows: int) -> list[list[int]]:
@@ -75,14 +73,13 @@ def fill_tightly(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for sample, length in enumerate(lengths):
-        needed = min(length, token_budget)
-        at = bisect_left(rooms, (needed, 0))
+        at = bisect_left(rooms, (length, 0))
         if at == len(rooms):
             rooms.append((token_budget, len(rows)))
             rows.append([])
         room, row = rooms.pop(at)
         rows[row].append(sample)
-        insort(rooms, (room - needed, row))
+        insort(rooms, (room - length, row))
     return rows
 
 
@@ -93,19 +90,19 @@ class Rows:
         """`costs[i]` and `lengths[i]`, in tokens, of sample i; neither rises with i. `rows` is changed in place."""
         self._rows = rows
         self._costs, self._lengths = costs, lengths
-        self._row_costs = [sum(costs[i] for i in row) for row in rows]
-        self._row_tokens = [sum(lengths[i] for i in row) for row in rows]
+        self._row_costs = [sum(map(costs.__getitem__, row)) for row in rows]
+        self._row_tokens = [sum(map(lengths.__getitem__, row)) for row in rows]
 
-    def even_out(self, token_budget: float = float("inf"), *, may_move: bool = False) -> None:
-        """Exchange until the rows are even within TOLERANCE or no exchange helps; `may_move` lets counts change."""
+    def even_out(self, token_budget: float = float("inf")) -> None:
+        """Exchange until the rows are even within TOLERANCE or no exchange helps."""
         tolerance = TOLERANCE * sum(self._row_costs) / len(self._rows)
         for _ in range(MAX_EXCHANGES_PER_ROW * len(self._rows)):
             if max(self._row_costs) - min(self._row_costs) <= tolerance:
                 return
-            if not self._exchange_once(token_budget, may_move):
+            if not self._exchange_once(token_budget):
                 return
 
-    def _exchange_once(self, token_budget: float, may_move: bool) -> bool:
+    def _exchange_once(self, token_budget: float) -> bool:
         """The dearest row with the cheapest that helps it, else the cheapest row with the dearest it can help."""
         order = sorted(range(len(self._rows)), key=self._row_costs.__getitem__)
         near = min(MAX_PARTNERS, len(order) - 1)
@@ -113,20 +110,18 @@ class Rows:
             ((order[-1], row) for row in order[:near]), ((row, order[0]) for row in reversed(order[-1 - near : -1]))
         )
         for dear, cheap in pairs:
-            exchange = self._best_exchange(dear, cheap, token_budget, may_move)
+            exchange = self._best_exchange(dear, cheap, token_budget)
             if exchange is not None:
                 self._apply(dear, cheap, *exchange)
                 return True
         return False
 
-    def _best_exchange(self, dear: int, cheap: int, token_budget: float, may_move: bool) -> tuple[int, int] | None:
+    def _best_exchange(self, dear: int, cheap: int, token_budget: float) -> tuple[int, int] | None:
         """What `dear` gives and takes so that the gap between the two rows shrinks most; None if nothing helps."""
         costs, lengths = self._costs, self._lengths
         best = half_gap = (self._row_costs[dear] - self._row_costs[cheap]) / 2
         room = token_budget - self._row_tokens[cheap]
         offers = [(costs[i], lengths[i], i) for i in self._rows[cheap]]
-        if may_move and len(self._rows[dear]) > 1:
-            offers.append((0.0, 0, NOTHING))
         found, at = None, 0
         for give in self._rows[dear]:
             wanted = costs[give] - half_gap
@@ -139,10 +134,9 @@ class Rows:
 
     def _apply(self, dear: int, cheap: int, give: int, take: int) -> None:
         for source, target, sample in ((dear, cheap, give), (cheap, dear, take)):
-            if sample != NOTHING:
-                self._rows[source].remove(sample)
-                insort(self._rows[target], sample)
-                self._row_costs[source] -= self._costs[sample]
-                self._row_costs[target] += self._costs[sample]
-                self._row_tokens[source] -= self._lengths[sample]
-                self._row_tokens[target] += self._lengths[sample]
+            self._rows[source].remove(sample)
+            insort(self._rows[target], sample)
+            self._row_costs[source] -= self._costs[sample]
+            self._row_costs[target] += self._costs[sample]
+            self._row_tokens[source] -= self._lengths[sample]
+            self._row_tokens[target] += self._lengths[sample]

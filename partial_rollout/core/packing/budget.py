@@ -34,13 +34,12 @@ class BudgetPacker:
         (rows,) = self._fill([list(range(len(self.costs)))])
         micro_batches = [rows[at : at + self.num_ranks] for at in range(0, len(rows), self.num_ranks)]
         for micro_batch in micro_batches:
-            Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget, may_move=True)
+            Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)
         return self._even_ranks(micro_batches)
 
     def equal_counts(self) -> MicroBatches:
-        """As many samples for every rank (within one): even ranks first, then each rank's rows. Raises PackingError."""
+        """As many samples for every rank (within one): first the ranks, then each rank's rows. Raises PackingError."""
         ranks = fill_by_count(self.costs, self.num_ranks)
-        Rows(ranks, self.costs, self.lengths).even_out()
         micro_batches = [list(rows) for rows in zip(*self._fill(ranks), strict=True)]
         for micro_batch in micro_batches:
             Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)
@@ -53,8 +52,12 @@ class BudgetPacker:
         most = min(len(group) for group in groups) // ranks
         for num_micro_batches in _candidates(fewest, most):
             may_be_tight = num_micro_batches <= MAX_TIGHT_MICRO_BATCHES or num_micro_batches == most
-            filled = [self._fill_group(group, num_micro_batches * ranks, may_be_tight) for group in groups]
-            if all(filled):
+            filled: MicroBatches = []
+            for group in groups:
+                filled.append(self._fill_group(group, num_micro_batches * ranks, may_be_tight))
+                if not filled[-1]:
+                    break
+            else:
                 return filled
         raise PackingError(
             f"packing: no way found to put {len(self.lengths)} samples of {self.lengths[-1]} to {self.lengths[0]}"
@@ -80,7 +83,7 @@ class BudgetPacker:
             longest = max(rows, key=len)
             rows.append(longest[1::2])
             longest[1:] = longest[2::2]
-        rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
+        rows.sort(key=lambda row: (-sum(map(costs.__getitem__, row)), row))
         return [[group[i] for i in row] for row in rows]
 
     def _even_ranks(self, micro_batches: MicroBatches) -> MicroBatches:
@@ -88,7 +91,7 @@ class BudgetPacker:
         totals = [0.0] * self.num_ranks
         placed: MicroBatches = []
         for rows in micro_batches:
-            by_cost = sorted(((sum(self.costs[i] for i in row), row) for row in rows), reverse=True)
+            by_cost = sorted(((sum(map(self.costs.__getitem__, row)), row) for row in rows), reverse=True)
             by_total = sorted(range(self.num_ranks), key=totals.__getitem__)
             here: list[list[int]] = [[] for _ in rows]
             for rank, (cost, row) in zip(by_total, by_cost, strict=True):
