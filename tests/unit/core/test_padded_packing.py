@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.core.packing import Plan
@@ -18,6 +18,7 @@ BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 12)).flatmap(
 """Ranks, and as many samples for each."""
 
 
+@settings(deadline=None)
 @given(BATCHES, st.integers(1, 9000))
 def test_rows_stay_under_the_budget_with_their_padding(batch: tuple[int, list[int]], budget: int):
     ranks, lengths = batch

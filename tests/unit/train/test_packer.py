@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -32,6 +32,7 @@ def samples(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[Sample]:
     return [sample(length, response, start=7 * number) for number, (length, response) in enumerate(lengths)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=8))
 def test_unpack_undoes_pack(lengths: list[tuple[int, int]]):
     given_samples = samples(lengths)
@@ -45,6 +46,7 @@ def test_unpack_undoes_pack(lengths: list[tuple[int, int]]):
                 assert torch.equal(before.response[name], value)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_a_packed_row_is_what_variable_length_attention_takes(lengths: list[int]):
     row = pack(samples([(length, 1) for length in lengths]))
