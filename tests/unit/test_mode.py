@@ -114,6 +114,18 @@ def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any
         check_config(composed({key: value}))
 
 
+def test_a_fixed_count_needs_a_count(composed: Composed):
+    changes = {"partial_rollout.packing.planner": "fixed", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}
+    with pytest.raises(ConfigError, match=r"set partial_rollout.packing.per_rank_batch_size=..."):
+        check_config(composed(changes))
+    check_config(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
+
+
+@pytest.mark.parametrize("change", [{"actor_rollout_ref.actor.strategy": "megatron"}, {"trainer.n_gpus_per_node": 3}])
+def test_verls_planner_asks_for_nothing(composed: Composed, change: dict[str, Any]):
+    check_config(composed(change | {"partial_rollout.packing.planner": "verl"}))
+
+
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
     check_config(config)
