@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAG = "+async_training.partial_rollout=True"
+PACKED = [
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.model.override_config.attn_implementation=varlen_sdpa",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "partial_rollout.packing.token_budget=1200",
+]
+"""Rows without padding, two mini-batches, and a budget that some need several micro-batches for."""
 pytestmark = pytest.mark.e2e
 
 
@@ -25,7 +32,7 @@ def _conserved(step: dict) -> bool:
 
 
 def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
-    """64 prompts, batch 8, 10 steps and a restart for 5 more: 120 prompts trained and 8 in the queue are two epochs.
+    """64 prompts, batch 8, 10 steps and 5 more with packed rows: 120 prompts trained and 8 in the queue are two epochs.
 
     What was trained and what is left must together be exactly what the dataloader gave out: every row twice.
     """
@@ -37,8 +44,12 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     trained = sum(step["partial_rollout/trajectories"] for step in first.steps)
     assert resumed >= 0.1 * trained
     assert any(key.startswith("val-core/") for step in first.steps for key in step)
+    assert all(0 < step["packing/padding_share"] < 0.5 for step in first.steps)
 
-    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=15")
+    second = run_job(task, tmp_path, *options, *PACKED, "trainer.total_training_steps=15")
+    assert all(step["packing/padding_share"] == 0 for step in second.steps)
+    assert all(step["packing/micro_batches"] >= 2 for step in second.steps)
+    assert max(step["packing/micro_batches"] for step in second.steps) > 2
     _check_ended_cleanly(second, steps=range(11, 16))
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
