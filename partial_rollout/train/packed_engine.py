@@ -93,8 +93,12 @@ def _of_mini_batch(loss_function: Callable[..., Any], num_tokens: int) -> Callab
 
 
 def row_counts(numbers: torch.Tensor) -> list[int]:
-    """Samples of each row, from the micro-batch numbers (n, 1) of samples in the order of the plan."""
-    return torch.unique_consecutive(numbers.flatten(), return_counts=True)[1].tolist()
+    """Samples of each row, from the micro-batch numbers (n, 1) of samples in the order of the plan.
+
+    Jagged when they come through TransferQueue, which keeps every field of one dimension a sample that way.
+    """
+    flat = numbers.values() if numbers.is_nested else numbers.flatten()
+    return torch.unique_consecutive(flat, return_counts=True)[1].tolist()
 
 
 def split(data: TensorDict, counts: Sequence[int]) -> list[TensorDict]:

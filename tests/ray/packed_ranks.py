@@ -111,9 +111,14 @@ def parts(samples: TensorDict, *, packed: bool) -> list[tuple[str, tuple[TensorD
         order, numbers = layout(planner.plan(LENGTHS, NUM_RANKS))
         here = slice(rank * len(order) // NUM_RANKS, (rank + 1) * len(order) // NUM_RANKS)
         part = take(samples, order[here], packed=packed)
-        part[MICRO_BATCH_FIELD] = torch.tensor(numbers[here])[:, None]
+        part[MICRO_BATCH_FIELD] = as_stored(numbers[here])
         found.append((name, (part, order[here])))
     return found
+
+
+def as_stored(numbers: list[int]) -> torch.Tensor:
+    """As a rank gets it from TransferQueue."""
+    return torch.nested.as_nested_tensor([torch.tensor([number]) for number in numbers], layout=torch.jagged)
 
 
 def take(samples: TensorDict, indices: list[int], *, packed: bool) -> TensorDict:
@@ -161,7 +166,7 @@ def log_probs(worker: PackedActorRolloutRefWorker, part: TensorDict, indices: li
 def uneven_rows(worker: PackedActorRolloutRefWorker, samples: TensorDict) -> str:
     """What a rank says whose neighbour has another number of rows."""
     part = take(samples, [0, 1], packed=False)
-    part[MICRO_BATCH_FIELD] = torch.tensor([[0], [dist_rank()]])
+    part[MICRO_BATCH_FIELD] = as_stored([0, dist_rank()])
     with worker.actor.engine.eval_mode():
         try:
             worker.actor.engine.infer_batch(part)
