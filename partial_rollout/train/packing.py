@@ -122,7 +122,7 @@ def make_batch_packer(config: DictConfig, settings: PartialRolloutConfig) -> Bat
     pads_rows = not config.actor_rollout_ref.model.use_remove_padding
     planner = _make_planner(config, settings, pads_rows=pads_rows)
     how = "padded to their longest sample, because model.use_remove_padding=False" if pads_rows else "packed"
-    logger.warning("packing: planner=%s (%s), rows are %s", settings.packing.planner, type(planner).__name__, how)
+    logger.info("packing: planner=%s (%s), rows are %s", settings.packing.planner, type(planner).__name__, how)
     return BatchPacker(planner, num_ranks(config), pads_rows, settings.timeouts.call_s)
 
 

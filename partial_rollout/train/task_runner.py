@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.mode import is_enabled, read_settings
+from partial_rollout.observability.log import configure_logging
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.train.resources import require_resources
 
@@ -22,6 +23,7 @@ class TaskRunner(TaskRunnerBase):
         Raises:
             ResourcesUnavailable: the cluster cannot give what the run needs.
         """
+        configure_logging()
         enabled = is_enabled(config)
         require_resources(config, read_settings(config).timeouts.resources_s)
         register_replicas(partial_rollout=enabled)

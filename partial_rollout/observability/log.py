@@ -1,0 +1,22 @@
+"""This package's log in a process where others have set up the root logger."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+NAME = "partial_rollout"
+FORMAT = "%(levelname)s:%(asctime)s:%(message)s"
+"""verl's."""
+
+
+def configure_logging() -> None:
+    """Write this package's messages from INFO on to stderr; a second call changes nothing.
+
+    Importing verl's trainer in a Ray worker leaves a root logger that drops everything below ERROR.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    own = logging.getLogger(NAME)
+    own.handlers, own.propagate = [handler], False
+    own.setLevel(logging.INFO)
