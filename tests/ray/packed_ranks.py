@@ -69,6 +69,7 @@ def compose_config(folder: Path) -> DictConfig:
             "quickstart_cpu",
             overrides=[
                 "data.train_files=none", "data.val_files=none", f"actor_rollout_ref.model.path={folder / 'model'}",
+                "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=True",
                 "trainer.n_gpus_per_node=2", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO_BATCH_SIZE}",
             ],
         )  # fmt: skip
