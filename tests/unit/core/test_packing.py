@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import assume, given, reject
@@ -18,6 +19,9 @@ from partial_rollout.core.packing import (
     step_cost,
 )
 from partial_rollout.errors import ConfigError, PackingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LENGTHS = st.lists(st.integers(1, 40) | st.integers(1, 400) | st.just(400), min_size=1, max_size=80)
 RANKS = st.integers(1, 5)
@@ -146,6 +150,29 @@ def test_equal_counts_gives_every_rank_as_many_samples(budget, lengths, num_rank
 )
 def test_as_few_micro_batches_as_the_budget_allows(lengths, budget, num_ranks, expected):
     assert TokenBudgetPlanner(budget).plan(lengths, num_ranks).num_micro_batches == expected
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to put the items into rows."""
+    if not items:
+        yield []
+        return
+    for rows in partitions(items[1:]):
+        yield [[items[0]], *rows]
+        yield from ([*rows[:at], [items[0], *rows[at]], *rows[at + 1 :]] for at in range(len(rows)))
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 13), st.integers(1, 3))
+def test_small_batches_against_exhaustive_search(lengths, budget, num_ranks):
+    """As few micro-batches as possible, and an error only where nothing is possible: checked for all of these."""
+    assume(len(lengths) >= num_ranks)
+    fitting = [len(rows) for rows in partitions(lengths) if max(map(sum, rows)) <= budget]
+    possible = [number // num_ranks for number in fitting if number % num_ranks == 0]
+    if possible:
+        assert TokenBudgetPlanner(budget).plan(lengths, num_ranks).num_micro_batches == min(possible)
+    else:
+        with pytest.raises(PackingError, match="no way found"):
+            TokenBudgetPlanner(budget).plan(lengths, num_ranks)
 
 
 def test_tight_rows_are_split_until_nobody_is_idle():
