@@ -149,23 +149,31 @@ class Bench:
             job = subprocess.Popen(
                 self.command(mode, folder), stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
             )
-            profile, engines = CpuProfile(job.pid), RunningRequests()
-            while job.poll() is None:
-                if time.monotonic() - started > JOB_TIMEOUT_S:
-                    job.kill()
-                measuring = len(_steps(metrics)) >= self.workload.skip
-                profile.sample(measuring=measuring)
-                if measuring:
-                    engines.find(profile.processes())
-                    engines.sample()
-                time.sleep(SAMPLE_INTERVAL_S)
+            try:
+                profile, in_use = self._watch(job, metrics)
+            finally:
+                job.kill()
         if job.returncode:
             raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
         kept = [_pick(step) for step in _steps(metrics)[self.workload.skip :]]
         job_s = time.monotonic() - started
-        utilisation = engines.utilisation(self.workload.batch * self.workload.group)
-        record = {"mode": mode, "repeat": repeat, "job_s": job_s, "slots_in_use": utilisation}
+        record = {"mode": mode, "repeat": repeat, "job_s": job_s, "slots_in_use": in_use}
         return record | {"cpu_share": profile.shares(), "steps": kept}
+
+    def _watch(self, job: subprocess.Popen[bytes], metrics: Path) -> tuple[CpuProfile, float | None]:
+        """Sample a job until it ends; its processor use and the share of engine slots in use."""
+        profile, engines = CpuProfile(job.pid), RunningRequests()
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        while job.poll() is None:
+            if time.monotonic() > deadline:
+                job.kill()
+            measuring = len(_steps(metrics)) >= self.workload.skip
+            profile.sample(measuring=measuring)
+            if measuring:
+                engines.find(profile.processes())
+                engines.sample()
+            time.sleep(SAMPLE_INTERVAL_S)
+        return profile, engines.utilisation(self.workload.batch * self.workload.group)
 
 
 class CpuProfile:
@@ -240,7 +248,7 @@ def _mode_summary(jobs: list[dict]) -> dict[str, float]:
     gen = [step["timing_s/gen"] for step in steps]
     quartiles = statistics.quantiles(gen, n=4)
     total_s = sum(step["timing_s/step"] for step in steps)
-    row = {
+    row: dict[str, float] = {
         "num_steps": len(steps),
         "gen_s": statistics.fmean(gen),
         "gen_s_median": statistics.median(gen),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 import psutil
@@ -53,10 +53,11 @@ def _pages(process: psutil.Process) -> set[str]:
 
 
 def _read(page: str) -> float | None:
+    """The gauge; None if this is no metrics page (an engine server has other ports, too)."""
     try:
         with urllib.request.urlopen(page, timeout=READ_TIMEOUT_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             gauges = [sample.value for family in families for sample in family.samples if sample.name == RUNNING]
-    except (OSError, urllib.error.URLError, ValueError):
+    except (OSError, HTTPException, ValueError):
         return None
     return sum(gauges) if gauges else None

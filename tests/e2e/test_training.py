@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.run.data import gsm8k
 from tests.e2e.conftest import ROOT, Job, run_job, run_job_and_kill
 
 if TYPE_CHECKING:
@@ -71,6 +72,29 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
     assert left.pop("train") > 0
     assert left.pop("val") == 0
     assert left == {}
+
+
+def test_gsm8k_files_train_and_a_prompt_that_is_too_long_is_dropped_and_counted(task: Path, tmp_path: Path) -> None:
+    """The data script's files, with verl's own scoring; one of 17 prompts has more characters than the model allows."""
+    rows = [{"question": f"Tom has {i} bats and buys 2 more. How many?", "answer": f"#### {i + 2}"} for i in range(17)]
+    rows[5]["question"] = "A long story. " * 50
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    gsm8k.make(tmp_path, str(source), tool=False)
+    options = [
+        f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'test.parquet'}",
+        "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
+        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.prefetch_factor=1",
+    ]  # fmt: skip
+    job = run_job(task, tmp_path, FLAG, *options, "trainer.total_training_steps=3")
+    _check_ended_cleanly(job, steps=range(1, 4))
+    assert [step["training/num_turns/mean"] for step in job.steps] == [2, 2, 2]
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] >= 1
+    trained = {index for event in job.events for index in event["source_index"]}
+    assert "5" not in trained
+    assert len(trained) == 16
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
