@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAG = "+async_training.partial_rollout=True"
+TOO_LONG = 5
 pytestmark = pytest.mark.e2e
 
 
@@ -74,27 +75,45 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
     assert left == {}
 
 
-def test_gsm8k_files_train_and_a_prompt_that_is_too_long_is_dropped_and_counted(task: Path, tmp_path: Path) -> None:
-    """The data script's files, with verl's own scoring; one of 17 prompts has more characters than the model allows."""
+@pytest.fixture(scope="module")
+def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on the GSM8K script's files whose engine is killed after three steps.
+
+    One of 17 prompts has more characters than the model allows. With prefetch_factor=1 three batches of 8 take every
+    row of the first epoch.
+    """
+    folder = tmp_path_factory.mktemp("killed")
     rows = [{"question": f"Tom has {i} bats and buys 2 more. How many?", "answer": f"#### {i + 2}"} for i in range(17)]
-    rows[5]["question"] = "A long story. " * 50
-    source = tmp_path / "source"
-    source.mkdir()
+    rows[TOO_LONG]["question"] = "A long story. " * 50
+    (folder / "source").mkdir()
     for split in ("train", "test"):
-        (source / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    gsm8k.make(tmp_path, str(source), tool=False)
+        (folder / f"source/{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    gsm8k.make(folder, str(folder / "source"), tool=False)
     options = [
-        f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'test.parquet'}",
+        f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}",
         "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
         "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.prefetch_factor=1",
     ]  # fmt: skip
-    job = run_job(task, tmp_path, FLAG, *options, "trainer.total_training_steps=3")
-    _check_ended_cleanly(job, steps=range(1, 4))
-    assert [step["training/num_turns/mean"] for step in job.steps] == [2, 2, 2]
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] >= 1
-    trained = {index for event in job.events for index in event["source_index"]}
-    assert "5" not in trained
-    assert len(trained) == 16
+    return run_job_and_kill(task, folder, FLAG, *options, after="step:3 ", process="VLLM::EngineCore")
+
+
+def test_gsm8k_files_are_trained_on(killed: Job) -> None:
+    """With verl's own scoring of the answers; the model cannot know any."""
+    assert [step["training/global_step"] for step in killed.steps[:3]] == [1, 2, 3], killed.output[-4000:]
+    assert all(_conserved(step) for step in killed.steps)
+    assert {step["critic/score/mean"] for step in killed.steps} == {0.0}
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted(killed: Job) -> None:
+    trained = {int(index) for event in killed.events for index in event["source_index"]}
+    assert trained == set(range(17)) - {TOO_LONG}
+    assert killed.steps[2]["partial_rollout/queue/num_dropped"] >= 1
+
+
+def test_a_killed_engine_ends_the_run_with_its_name(killed: Job) -> None:
+    assert killed.code == 1
+    assert "error: training failed: EngineDead" in killed.output
+    assert killed.survivors == []
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
@@ -135,11 +154,4 @@ def test_an_agent_loop_that_always_fails_ends_the_run(task: Path, tmp_path: Path
     assert job.code == 2
     assert "prompts were dropped and replaced while one batch was waited for" in job.output
     assert "RuntimeError: the tool server is down" in job.output
-    assert job.survivors == []
-
-
-def test_a_killed_engine_ends_the_run_with_its_name(task: Path, tmp_path: Path) -> None:
-    job = run_job_and_kill(task, tmp_path, FLAG, after="step:2 ", process="VLLM::EngineCore")
-    assert job.code == 1
-    assert "error: training failed: EngineDead" in job.output
     assert job.survivors == []
