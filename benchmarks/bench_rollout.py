@@ -26,11 +26,12 @@ import pandas as pd
 import psutil
 from tqdm import tqdm
 
+from benchmarks.engine_gauges import RunningRequests
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 1800.0
-SAMPLE_INTERVAL_S = 1.0
+SAMPLE_INTERVAL_S = 0.5
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
 """Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
@@ -131,6 +132,7 @@ class Bench:
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
             f"trainer.total_training_steps={load.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
             "trainer.val_before_train=False", "trainer.resume_mode=disable",
+            "actor_rollout_ref.rollout.disable_log_stats=False",
             f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
             *MODES[mode], *self.overrides,
         ]  # fmt: skip
@@ -147,17 +149,31 @@ class Bench:
             job = subprocess.Popen(
                 self.command(mode, folder), stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
             )
-            profile = CpuProfile(job.pid)
-            while job.poll() is None:
-                if time.monotonic() - started > JOB_TIMEOUT_S:
-                    job.kill()
-                profile.sample(measuring=len(_steps(metrics)) >= self.workload.skip)
-                time.sleep(SAMPLE_INTERVAL_S)
+            try:
+                profile, in_use = self._watch(job, metrics)
+            finally:
+                job.kill()
         if job.returncode:
             raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
         kept = [_pick(step) for step in _steps(metrics)[self.workload.skip :]]
         job_s = time.monotonic() - started
-        return {"mode": mode, "repeat": repeat, "job_s": job_s, "cpu_share": profile.shares(), "steps": kept}
+        record = {"mode": mode, "repeat": repeat, "job_s": job_s, "slots_in_use": in_use}
+        return record | {"cpu_share": profile.shares(), "steps": kept}
+
+    def _watch(self, job: subprocess.Popen[bytes], metrics: Path) -> tuple[CpuProfile, float | None]:
+        """Sample a job until it ends; its processor use and the share of engine slots in use."""
+        profile, engines = CpuProfile(job.pid), RunningRequests()
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        while job.poll() is None:
+            if time.monotonic() > deadline:
+                job.kill()
+            measuring = len(_steps(metrics)) >= self.workload.skip
+            profile.sample(measuring=measuring)
+            if measuring:
+                engines.find(profile.processes())
+                engines.sample()
+            time.sleep(SAMPLE_INTERVAL_S)
+        return profile, engines.utilisation(self.workload.batch * self.workload.group)
 
 
 class CpuProfile:
@@ -172,7 +188,7 @@ class CpuProfile:
     def sample(self, *, measuring: bool) -> None:
         """Read the CPU seconds of every living process of the job."""
         now = {}
-        for process in self._root.children(recursive=True) if self._root.is_running() else []:
+        for process in self.processes():
             try:
                 times = process.cpu_times()
                 now[process.pid] = (_title(process.cmdline()), times.user + times.system)
@@ -183,6 +199,10 @@ class CpuProfile:
         elif now:
             self._last |= now
             self._until = time.monotonic()
+
+    def processes(self) -> list[psutil.Process]:
+        """The job's living processes."""
+        return self._root.children(recursive=True) if self._root.is_running() else []
 
     def shares(self) -> dict[str, float]:
         """Cores by process title, largest first."""
@@ -224,10 +244,11 @@ def _modes(jobs: list[dict]) -> list[str]:
 
 def _mode_summary(jobs: list[dict]) -> dict[str, float]:
     steps = [step for job in jobs for step in job["steps"]]
+    in_use = [job["slots_in_use"] for job in jobs if job["slots_in_use"] is not None]
     gen = [step["timing_s/gen"] for step in steps]
     quartiles = statistics.quantiles(gen, n=4)
     total_s = sum(step["timing_s/step"] for step in steps)
-    row = {
+    row: dict[str, float] = {
         "num_steps": len(steps),
         "gen_s": statistics.fmean(gen),
         "gen_s_median": statistics.median(gen),
@@ -236,13 +257,9 @@ def _mode_summary(jobs: list[dict]) -> dict[str, float]:
         "step_s": statistics.fmean(step["timing_s/step"] for step in steps),
         "tokens_per_s": sum(step["perf/total_num_tokens"] for step in steps) / total_s,
     }
-    for name in (
-        "slot_utilisation",
-        "reprefilled_tokens",
-        "resumed_share",
-        "staleness_steps/mean",
-        "stale_token_share",
-    ):
+    if in_use:
+        row["slots_in_use"] = statistics.fmean(in_use)
+    for name in OWN_METRICS:
         values = [step[f"partial_rollout/{name}"] for step in steps if f"partial_rollout/{name}" in step]
         if values:
             row[name] = statistics.fmean(values)

@@ -100,6 +100,15 @@ class PartialRolloutConfig:
         """
         return _build(cls, block, prefix="")
 
+    @classmethod
+    def from_rollout(cls, custom: Mapping[str, Any] | None) -> PartialRolloutConfig:
+        """The block as engines see it: in verl's `rollout.custom`, under the same name; without it, the defaults.
+
+        Raises:
+            ConfigError: as `from_mapping`.
+        """
+        return cls.from_mapping((custom or {}).get(BLOCK) or {})
+
     def capacity(self, train_batch_size: int) -> int:
         """Largest number of prompts in flight for a batch of `train_batch_size` prompts."""
         return max(train_batch_size, int(self.prefetch_factor * train_batch_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -183,18 +184,10 @@ def _require(condition: bool, given: str, allowed: str) -> None:
 
 def apply_mode(config: DictConfig) -> None:
     """Point verl's public hooks at this package, in place. Only called when the flag is set."""
-    settings = read_settings(config)
     rollout = config.actor_rollout_ref.rollout
     with open_dict(config):
         config.trainer.v1.trainer_mode = TRAINER_MODE
         rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
         config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
-        rollout.custom = {
-            **(rollout.get("custom") or {}),
-            BLOCK: {
-                "stream_interval": settings.stream_interval,
-                "drain_s": settings.timeouts.drain_s,
-                "resume_s": settings.timeouts.resume_s,
-                "call_s": settings.timeouts.call_s,
-            },
-        }
+        # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
+        rollout.custom = {**(rollout.get("custom") or {}), BLOCK: dataclasses.asdict(read_settings(config))}

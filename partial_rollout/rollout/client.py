@@ -36,12 +36,6 @@ class ResumingLLMServerClient(LLMServerClient):
     Holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
     """
 
-    _closed = False
-
-    def close(self) -> None:
-        """Let every generation of this copy end with RunEnded at its next interruption, and start none."""
-        self._closed = True
-
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
     ) -> TokenOutput:
@@ -79,8 +73,6 @@ class ResumingLLMServerClient(LLMServerClient):
         sampling_params: dict[str, Any],
         inputs: dict[str, Any],
     ) -> TokenOutput:
-        if self._closed:
-            raise RunEnded(f"request {request_id!r}: the client is closed")
         request = generation.next_request()
         options: dict[str, Any] = {"is_resumption": True} if request.is_resumption else {}
         try:

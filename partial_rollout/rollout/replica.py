@@ -10,9 +10,9 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
 from partial_rollout.rollout.server import CONTROL_GROUP, ENGINE_STOP_S, CpuServer, PartialRolloutServer
-from partial_rollout.rollout.settings import ServerSettings
 
 if TYPE_CHECKING:
     from partial_rollout.rollout.statistics import RolloutStatistics
@@ -33,7 +33,7 @@ class PartialRolloutReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what vLLMReplica takes."""
         super().__init__(*args, **kwargs)
-        self.settings = ServerSettings.from_custom(self.config.custom)
+        self.settings = PartialRolloutConfig.from_rollout(self.config.custom)
         as_actor: Any = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})  # pyright: ignore[reportCallIssue]
         self.server_class = as_actor(PartialRolloutServer)
 
@@ -49,32 +49,32 @@ class PartialRolloutReplica(vLLMReplica):
             DrainTimeout: requests are left in an engine; names them.
             WaitTimeout: a server did not answer.
         """
-        limit_s = self.settings.drain_s + MARGIN_S
+        limit_s = self.settings.timeouts.drain_s + MARGIN_S
         results = await self._on_all("abort_all_requests", limit_s=limit_s, reject_request=reject_request)
         request_ids = [request_id for result in results for request_id in result["request_ids"]]
         return {"aborted_count": len(request_ids), "request_ids": request_ids, "server_results": results}
 
     async def resume_generation(self) -> None:
         """Resume the engine, then open the gates (in this order over all nodes, as data-parallel engines need it)."""
-        await self._on_all("resume_engine_generation", limit_s=self.settings.resume_s)
-        await self._on_all("open_submission_gate", limit_s=self.settings.resume_s)
+        await self._on_all("resume_engine_generation", limit_s=self.settings.timeouts.resume_s)
+        await self._on_all("open_submission_gate", limit_s=self.settings.timeouts.resume_s)
 
     async def reject_parked(self) -> int:
         """Turn away all waiting requests; return how many there were."""
-        return sum(await self._on_all("reject_parked", limit_s=self.settings.call_s))
+        return sum(await self._on_all("reject_parked", limit_s=self.settings.timeouts.call_s))
 
     async def statistics(self) -> list[RolloutStatistics]:
         """One entry for each server."""
-        return await self._on_all("rollout_statistics", limit_s=self.settings.call_s)
+        return await self._on_all("rollout_statistics", limit_s=self.settings.timeouts.call_s)
 
     async def check_health(self) -> None:
         """Raise EngineDead if an engine has died."""
-        await self._on_all("require_health", limit_s=self.settings.call_s)
+        await self._on_all("require_health", limit_s=self.settings.timeouts.call_s)
 
     async def sleep(self) -> None:
         """Release device memory on every server, as verl does after a drain."""
-        await self._on_all("wait_for_requests_to_drain", limit_s=self.settings.drain_s)
-        await self._on_all("sleep", limit_s=self.settings.resume_s)
+        await self._on_all("wait_for_requests_to_drain", limit_s=self.settings.timeouts.drain_s)
+        await self._on_all("sleep", limit_s=self.settings.timeouts.resume_s)
 
     async def shutdown(self) -> None:
         """End engines and HTTP servers, then the server actors; the replica cannot be used again."""

@@ -25,11 +25,11 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
-from partial_rollout.rollout.settings import ServerSettings
 from partial_rollout.rollout.statistics import RolloutStatistics
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class PartialRolloutServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what vLLMHttpServer takes; the engine starts in `launch_server`."""
         super().__init__(*args, **kwargs)
-        self._init_gate(ServerSettings.from_custom(self.config.custom))
+        self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
 
-    def _init_gate(self, settings: ServerSettings) -> None:
+    def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
         self._admission = Admission()
         self._control_lock = asyncio.Lock()
@@ -194,7 +194,7 @@ class PartialRolloutServer(vLLMHttpServer):
             await self.engine.pause_generation(mode="abort", clear_cache=reset_prefix_cache)
 
         async with self._control_lock:
-            request_ids = await self._admission.close_and_drain(pause, self.settings.drain_s)
+            request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
             if reject_request:
                 self._admission.reject()
         return {"aborted_count": len(request_ids), "request_ids": request_ids}

@@ -27,10 +27,16 @@ if is_dry_run; then
   exit 0
 fi
 
-[[ $SKIP_SETUP == 1 ]] || bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
+[[ $SKIP_SETUP == 1 ]] || PARTIAL_ROLLOUT_BYTECODE=0 bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
 require_file "$INTERPRETER" "Leave out SKIP_SETUP=1, or set VENV to an environment that exists."
+compiling=
+if [[ $SKIP_SETUP != 1 ]]; then # on the core that the warm start leaves free
+  bash "$ROOT/scripts/compile_bytecode.sh" "$VENV" &
+  compiling=$!
+fi
 "$INTERPRETER" -m partial_rollout.run.quickstart.make_task --out "$task" \
   --num-train "$NUM_TRAIN" --warm-start-steps "$WARM_START_STEPS"
+[[ -z $compiling ]] || wait "$compiling"
 
 mkdir -p "$RUN"
 VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")

@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.metrics import group_metrics
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             num_refilled += result.num_missing
 
     def _raise_broken(self, num_refilled: int) -> None:
-        status = cast("ManagerStatus", ray.get(self._manager.status.remote(), timeout=self._settings.timeouts.call_s))
+        status = cast("ManagerStatus", self._ask(self._manager.status.remote()))
         raise AgentLoopBroken(
             f"{num_refilled} prompts were dropped and replaced while one batch was waited for: {status.queue.dropped}; "
             f"last failed attempt: {status.last_failure or 'none'}"
@@ -122,10 +123,14 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
                 return ray.get(ref)
             self._agent_loops.raise_if_ended(ready)
             waited_s = time.monotonic() - started
-            statistics = ray.get(self._manager.statistics.remote(), timeout=self._settings.timeouts.call_s)
+            statistics = self._ask(self._manager.statistics.remote())
             if waited_s > self._settings.timeouts.batch_s + REPORT_INTERVAL_S:
                 raise WaitTimeout(f"trainer waited {waited_s:.0f} s for the prompt manager's answer; {statistics}")
             logger.warning("trainer waits for a batch since %.0f s: %s", waited_s, statistics)
+
+    def _ask(self, ref: ray.ObjectRef) -> Any:
+        timeout_s = self._settings.timeouts.call_s
+        return wait_for(ref, timeout_s=timeout_s, who_waits="trainer's replay buffer waits for the prompt manager")
 
 
 def _tag(group: FinishedGroup, trajectory: TrajectorySummary) -> dict[str, Any]:

@@ -18,6 +18,11 @@ def test_values_and_nested_blocks_are_taken_over():
     assert config.timeouts.batch_s == PartialRolloutConfig().timeouts.batch_s
 
 
+def test_engines_get_the_defaults_without_the_block():
+    assert PartialRolloutConfig.from_rollout(None) == PartialRolloutConfig()
+    assert PartialRolloutConfig.from_rollout({"other": {}}) == PartialRolloutConfig()
+
+
 @pytest.mark.parametrize(
     ("block", "key"),
     [

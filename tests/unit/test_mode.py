@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import ConfigError, DataError, UserError
 from partial_rollout.mode import apply_mode, check_config, is_enabled, num_slots, slots_per_worker
 
@@ -158,17 +159,17 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
     changes = {"partial_rollout.stream_interval": 7, "partial_rollout.timeouts.drain_s": 5}
     config = composed(changes)
     apply_mode(config)
+    custom = "actor_rollout_ref.rollout.custom"
+    handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
+    assert handed_on == PartialRolloutConfig(stream_interval=7, timeouts=TimeoutConfig(drain_s=5.0))
     before, after = leaves(composed(changes)), leaves(config)
-    assert {key: value for key, value in after.items() if key not in before or before[key] != value} == {
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    assert {key: value for key, value in changed.items() if not key.startswith(custom)} == {
         "trainer.v1.trainer_mode": "partial_rollout",
         "trainer.v1.sampler.custom_sampler.path": "pkg://partial_rollout.train.replay_buffer",
         "trainer.v1.sampler.custom_sampler.name": "PartialRolloutReplayBuffer",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
             "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
         ),
-        "actor_rollout_ref.rollout.custom.partial_rollout.stream_interval": 7,
-        "actor_rollout_ref.rollout.custom.partial_rollout.resume_s": 600.0,
-        "actor_rollout_ref.rollout.custom.partial_rollout.drain_s": 5.0,
-        "actor_rollout_ref.rollout.custom.partial_rollout.call_s": 60.0,
     }
-    assert before.keys() - after.keys() <= {"actor_rollout_ref.rollout.custom", "trainer.v1.sampler.custom_sampler"}
+    assert before.keys() - after.keys() <= {custom, "trainer.v1.sampler.custom_sampler"}

@@ -130,15 +130,6 @@ async def test_a_rejected_request_ends_with_run_ended():
         await generate(make_client(Script(answer([], "aborted", rejected=True))))
 
 
-async def test_a_closed_client_asks_nobody():
-    script = Script()
-    client = make_client(script)
-    client.close()
-    with pytest.raises(RunEnded):
-        await generate(client)
-    assert script.requests == []
-
-
 async def test_a_lost_server_is_named():
     with pytest.raises(EngineDead, match="server-7"):
         await generate(make_client(Script(ActorDiedError())))

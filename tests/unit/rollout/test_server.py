@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import DataError, DrainTimeout, EngineDead
 from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
-from partial_rollout.rollout.settings import ServerSettings
 from tests.fake_engine import FakeServer, completion
 
 PARAMS = {"max_tokens": 50}
 
 
-async def launched(settings: ServerSettings | None = None) -> FakeServer:
+async def launched(settings: PartialRolloutConfig | None = None) -> FakeServer:
     server = FakeServer(settings)
     await server.launch_server()
     return server
@@ -79,7 +78,7 @@ async def test_a_request_still_on_its_way_is_drained_too():
 
 
 async def test_an_engine_that_keeps_a_request_is_named():
-    server = await launched(ServerSettings(drain_s=0.01))
+    server = await launched(PartialRolloutConfig(timeouts=TimeoutConfig(drain_s=0.01)))
     server.fake.abort_on_pause = False
     task = start(server, "keeps-running")
     await let_run()
@@ -150,13 +149,3 @@ def test_logprobs_without_a_token_are_cut():
     none = completion([7], logprobs=None, finish_reason="stop")
     drop_repeated_logprobs(none)
     assert none.logprobs is None
-
-
-def test_settings_come_from_the_custom_block():
-    assert ServerSettings.from_custom(None) == ServerSettings()
-    custom = SimpleNamespace(block={"partial_rollout": {"stream_interval": 4, "drain_s": 2}})
-    assert ServerSettings.from_custom(custom.block).stream_interval == 4
-    with pytest.raises(ValueError, match="drain_seconds"):
-        ServerSettings.from_custom({"partial_rollout": {"drain_seconds": 2}})
-    with pytest.raises(ValueError, match="stream_interval=0"):
-        ServerSettings(stream_interval=0)

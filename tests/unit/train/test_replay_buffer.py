@@ -14,6 +14,7 @@ from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
+from partial_rollout.runtime import remote_call
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
 from partial_rollout.types import FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
@@ -35,10 +36,12 @@ class FakeRay:
 
     now_s: float = 0.0
 
-    def get(self, ref: Ref, timeout: float | None = None) -> Any:
-        if isinstance(ref.value, Exception):
-            raise ref.value
-        return ref.value
+    def get(self, refs: Ref | list[Ref], timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref) for ref in refs]
+        if isinstance(refs.value, Exception):
+            raise refs.value
+        return refs.value
 
     def wait(self, refs: list[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
         ready = [ref for ref in refs if ref.ready][:num_returns]
@@ -88,7 +91,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(FakeRay(), FakeTransferQueue())
-    for module in (replay_buffer, agent_loop_manager):
+    for module in (replay_buffer, remote_call, agent_loop_manager):
         monkeypatch.setattr(module, "ray", world.ray)
     monkeypatch.setattr(replay_buffer, "time", world.ray)
     monkeypatch.setattr(replay_buffer, "tq", world.tq)
