@@ -49,10 +49,9 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
 
     second = run_job(task, tmp_path, *options, *PACKED, "trainer.total_training_steps=15")
-    assert all(step["packing/padding_share"] == 0 for step in second.steps)
-    assert all(step["packing/micro_batches"] >= 2 for step in second.steps)
-    assert max(step["packing/micro_batches"] for step in second.steps) > 2
     _check_ended_cleanly(second, steps=range(11, 16))
+    assert all(step["packing/padding_share"] == 0 for step in second.steps)
+    assert all(step["packing/micro_batches"] > 2 for step in second.steps)
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
 
