@@ -30,6 +30,7 @@ from benchmarks.engine_gauges import RunningRequests
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 ROOT = Path(__file__).resolve().parents[1]
+CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 JOB_TIMEOUT_S = 1800.0
 SAMPLE_INTERVAL_S = 0.5
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
@@ -121,6 +122,7 @@ class Bench:
         """The training job of one mode."""
         load, slots = self.workload, self.workload.batch * self.workload.group
         return [
+            "bash", "-c", f'source {CPU_ENVIRONMENT} && exec "$@"', "job",
             sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
             f"data.train_files={self.trace}", f"data.val_files={self.task / 'val.parquet'}",
             f"actor_rollout_ref.model.path={self.task / 'model'}",

@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
-from partial_rollout.mode import apply_mode, check_config, is_enabled
+from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+INTERRUPTED_CODE = 130
 CONFIG_DIR = str(Path(__file__).resolve().parent / "configs")
 
 
@@ -33,6 +34,7 @@ def run(config: DictConfig) -> None:
     from partial_rollout.integrations.verl_compat import check_versions
 
     check_versions()
+    check_inputs(config)
     if is_enabled(config):
         check_config(config)
         apply_mode(config)
@@ -48,7 +50,7 @@ def run(config: DictConfig) -> None:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
     _require_estimator(str(config.algorithm.adv_estimator))
     try:
-        run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(TaskRunner))
+        run_ppo(config, task_runner_class=ray.remote(num_cpus=0)(TaskRunner))
     except RayTaskError:
         raise
     except (ConnectionError, ValueError) as error:
@@ -72,7 +74,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 @hydra.main(config_path=CONFIG_DIR, config_name="partial_rollout", version_base=None)
 def main(config: DictConfig) -> None:
-    """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 1 for any other failure."""
+    """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 130 for Ctrl-C, 1 for any other failure."""
     try:
         run(config)
     except (PartialRolloutError, OmegaConfBaseException, RayError) as error:
@@ -81,6 +83,9 @@ def main(config: DictConfig) -> None:
         text = str(cause) if mistake else f"training failed: {type(cause).__name__}: {cause}"
         print(f"error: {text}", file=sys.stderr)
         sys.exit(2 if mistake else 1)
+    except KeyboardInterrupt:
+        print("error: interrupted; the run goes on from its last checkpoint when it is started again", file=sys.stderr)
+        sys.exit(INTERRUPTED_CODE)
     finally:
         ray.shutdown()
 

@@ -32,8 +32,12 @@ def is_enabled(config: DictConfig) -> bool:
     """Whether `+async_training.partial_rollout=True` was given.
 
     Raises:
-        ConfigError: the value is not a boolean.
+        ConfigError: the value is not a boolean, or the block has another key: a mistyped flag must not train silently
+            without it.
     """
+    unknown = sorted(set(OmegaConf.select(config, "async_training", default={})) - {"partial_rollout"})
+    if unknown:
+        raise ConfigError(f"unknown key async_training.{unknown[0]}; known here: partial_rollout")
     value = OmegaConf.select(config, "async_training.partial_rollout", default=False)
     if not isinstance(value, bool):
         raise ConfigError(f"async_training.partial_rollout={value!r} is not allowed: must be True or False")
@@ -74,17 +78,26 @@ def sequence_parallel_size(config: DictConfig) -> int:
     return config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
 
 
-def check_config(config: DictConfig) -> None:
-    """Refuse, before anything is started, what this mode cannot run.
+def check_inputs(config: DictConfig) -> None:
+    """Refuse, in every mode and before anything is started, what no run can use.
 
     Raises:
         ConfigError: names the value, what is allowed and where to set it.
         DataError: a data or model path does not exist.
     """
+    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.agent.num_workers"):
+        _require_count(config, key)
+    _check_paths(config)
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse, before anything is started, what this mode cannot run; `check_inputs` comes first.
+
+    Raises:
+        ConfigError: names the value, what is allowed and where to set it.
+    """
     rollout = config.actor_rollout_ref.rollout
-    _require_count(config, "data.train_batch_size")
-    n = _require_count(config, "actor_rollout_ref.rollout.n")
-    _require_count(config, "actor_rollout_ref.rollout.agent.num_workers")
+    n = rollout.n
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
     read_settings(config)
     _check_lengths(config)
@@ -95,7 +108,6 @@ def check_config(config: DictConfig) -> None:
         f"at least rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower rollout.agent.num_workers",
     )
     _check_algorithm(config)
-    _check_paths(config)
 
 
 def _require_count(config: DictConfig, key: str) -> int:
@@ -152,6 +164,11 @@ def _check_trainer(config: DictConfig) -> None:
     """Settings of verl's trainer that contradict one drain and one weight update a step."""
     updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
     _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1: one batch is taken a step")
+    _require(
+        not config.actor_rollout_ref.rollout.full_determinism,
+        "actor_rollout_ref.rollout.full_determinism=True",
+        "False: what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
+    )
     sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
     _require(not sampler, f"trainer.v1.sampler.custom_sampler.path={sampler}", "null: the prompt manager decides")
     reward = config.reward.reward_model

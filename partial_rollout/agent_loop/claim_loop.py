@@ -30,12 +30,14 @@ from partial_rollout.errors import (
     ResumeStalled,
     RunEnded,
 )
+from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.runtime.supervisor import Supervisor
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
     from partial_rollout.agent_loop.store import RowStore
@@ -162,17 +164,19 @@ class ClaimLoop:
 
     async def _run_group(self, claim: Claim) -> None:
         """One prompt: all its trajectories, then exactly one report to the manager."""
-        try:
-            row = self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
-        except DataError as error:
+        (row,) = await asyncio.gather(self._row(claim), return_exceptions=True)
+        if isinstance(row, BaseException):
             await self.slots.release(claim.num_trajectories)
-            await self._drop(claim, error)
+            await self._report(claim, [row])
             return
         outcomes = await asyncio.gather(
             *(self._run_trajectory(claim, row, session) for session in range(claim.num_trajectories)),
             return_exceptions=True,
         )
         await self._report(claim, outcomes)
+
+    async def _row(self, claim: Claim) -> dict[str, Any]:
+        return self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
 
     async def _run_trajectory(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         try:
@@ -214,35 +218,40 @@ class ClaimLoop:
 
 
 class RemoteManager:
-    """The manager actor behind plain async methods; its death is raised by every call."""
+    """The manager actor behind plain async methods; every call raises its death, and WaitTimeout if it is silent."""
 
-    def __init__(self, handle: ActorHandle) -> None:
+    def __init__(self, handle: ActorHandle, call_s: float) -> None:
         self._handle = handle
+        self._call_s = call_s
 
     async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
         """See ClaimManager."""
-        return await self._handle.claim.remote(worker_id, free_slots, timeout_s)
+        return await self._answer(self._handle.claim.remote(worker_id, free_slots, timeout_s), also_s=timeout_s)
 
     async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
         """See ClaimManager."""
-        return await self._handle.finish_many.remote(list(groups))
+        return await self._answer(self._handle.finish_many.remote(list(groups)))
 
     async def fail(self, claim: Claim, reason: str) -> bool:
         """See ClaimManager."""
-        return await self._handle.fail.remote(claim, reason)
+        return await self._answer(self._handle.fail.remote(claim, reason))
 
     async def drop(self, claim: Claim, reason: str) -> None:
         """See ClaimManager."""
-        await self._handle.drop.remote(claim, reason)
+        await self._answer(self._handle.drop.remote(claim, reason))
 
     async def give_back(self, claim: Claim) -> None:
         """See ClaimManager."""
-        await self._handle.give_back.remote(claim)
+        await self._answer(self._handle.give_back.remote(claim))
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """See ClaimManager."""
-        return await self._handle.release_worker.remote(worker_id)
+        return await self._answer(self._handle.release_worker.remote(worker_id))
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """See ClaimManager."""
-        await self._handle.report_worker.remote(worker_id, status)
+        await self._answer(self._handle.report_worker.remote(worker_id, status))
+
+    async def _answer(self, ref: ObjectRef[Any], *, also_s: float = 0.0) -> Any:
+        who_waits = "agent-loop worker waits for the prompt manager"
+        return await answer_of(ref, timeout_s=self._call_s + also_s, who_waits=who_waits)

@@ -33,7 +33,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         super().__init__(*args)
         self.llm_client = RecordingClient(self.llm_client)
         self._worker_id = worker_id
-        manager = RemoteManager(find_manager(settings.manager.name, settings.manager.namespace))
+        manager = RemoteManager(
+            find_manager(settings.manager.name, settings.manager.namespace), settings.timeouts.call_s
+        )
         store = TransferQueueStore(tq, worker_id, settings.timeouts.call_s)
         self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
 

@@ -75,10 +75,10 @@ class PromptQueue:
         """Whether `claim` with `free_slots` would return at least one claim."""
         return 0 < self.next_group_size <= free_slots
 
-    def claim(self, worker_id: str, free_slots: int, max_prompts: int | None = None) -> list[Claim]:
+    def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
         """Claims for `worker_id` in queue order, up to the first prompt whose group does not fit in `free_slots`."""
         claims: list[Claim] = []
-        while self.can_claim(free_slots) and (max_prompts is None or len(claims) < max_prompts):
+        while self.can_claim(free_slots):
             claims.append(self._start(heappop(self._pending)[1], worker_id))
             free_slots -= claims[-1].num_trajectories
         return claims

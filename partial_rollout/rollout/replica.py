@@ -15,6 +15,10 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 from partial_rollout.rollout.server import CONTROL_GROUP, ENGINE_STOP_S, CpuServer, PartialRolloutServer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray.actor import ActorHandle
+
     from partial_rollout.rollout.statistics import RolloutStatistics
 
 NAME = "vllm"
@@ -72,8 +76,10 @@ class PartialRolloutReplica(vLLMReplica):
         await self._on_all("require_health", limit_s=self.settings.timeouts.call_s)
 
     async def sleep(self) -> None:
-        """Release device memory on every server, as verl does after a drain."""
-        await self._on_all("wait_for_requests_to_drain", limit_s=self.settings.timeouts.drain_s)
+        """Release device memory on every server; only the first one of a replica over several nodes has requests."""
+        await self._on_all(
+            "wait_for_requests_to_drain", limit_s=self.settings.timeouts.drain_s, servers=self.servers[:1]
+        )
         await self._on_all("sleep", limit_s=self.settings.timeouts.resume_s)
 
     async def shutdown(self) -> None:
@@ -85,9 +91,11 @@ class PartialRolloutReplica(vLLMReplica):
                 ray.kill(server)
             self.servers.clear()
 
-    async def _on_all(self, method: str, *, limit_s: float, **kwargs: Any) -> list[Any]:
-        """Call a control method on every server and wait for all answers."""
-        refs = [getattr(server, method).remote(**kwargs) for server in self.servers]
+    async def _on_all(
+        self, method: str, *, limit_s: float, servers: Sequence[ActorHandle] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a control method on every server, or on `servers`, and wait for all answers."""
+        refs = [getattr(server, method).remote(**kwargs) for server in (servers or self.servers)]
         try:
             return await asyncio.wait_for(asyncio.gather(*refs), limit_s)
         except asyncio.TimeoutError as error:  # noqa: UP041 - not the built-in one on Python 3.10

@@ -246,7 +246,9 @@ class PartialRolloutServer(vLLMHttpServer):
 
     @control
     async def require_health(self) -> None:
-        """Raise EngineDead if the engine process is gone."""
+        """Raise EngineDead if the engine process is gone; further nodes of a replica have none of their own."""
+        if self.node_rank != 0:
+            return
         try:
             await self.engine.check_health()
         except EngineDeadError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -10,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
 
 def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> Any:
@@ -30,3 +31,11 @@ def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_wa
     except GetTimeoutError:
         _, late = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s") from None
+
+
+async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) -> Any:
+    """`wait_for` in an event loop."""
+    done, _ = await asyncio.wait([asyncio.ensure_future(ref)], timeout=timeout_s)
+    if not done:
+        raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+    return done.pop().result()

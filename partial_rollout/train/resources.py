@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ray
+from omegaconf import OmegaConf
+from ray._private.state import available_resources_per_node
 from verl.plugin.platform import get_platform
 
 from partial_rollout.errors import ResourcesUnavailable
@@ -20,6 +21,8 @@ CPUS_PER_DEVICE = 3
 """verl's placement bundle: one CPU per colocated worker, `max_colocate_count` = 3."""
 SPARE_CPUS = 1
 """Actors that hold no CPU while running (workers, servers, rewards) still need one to be placed."""
+POOLS_OF_THEIR_OWN = {"reward.reward_model": "enable_resource_pool", "distillation": "enabled"}
+"""Further device pools by configuration block, and the key that turns each on."""
 CHECK_INTERVAL_S = 1.0
 """Ray has no event for a node that joins or a job that ends."""
 ADVICE = (
@@ -29,56 +32,77 @@ ADVICE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Logical resources that a run holds at the same time, beside its task runner."""
+class Pool:
+    """Devices that verl packs onto nodes: `devices_per_node` on one, `num_nodes` times."""
 
-    cpus: int
-    device: str
-    """Name of the device resource, "GPU" or "NPU"."""
     devices_per_node: int
     num_nodes: int
 
-    def missing(self, free: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> str:
-        """Readable list of what is missing; empty when all is there.
+    @property
+    def num_devices(self) -> int:
+        """On all nodes."""
+        return self.devices_per_node * self.num_nodes
 
-        Args:
-            free: resources of the cluster that nobody holds.
-            nodes: all resources of each living node; verl packs `devices_per_node` devices onto each of its nodes.
-        """
-        num_devices = self.devices_per_node * self.num_nodes
-        wanted = {"CPU": self.cpus, self.device: num_devices}
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Logical resources that a run holds at the same time."""
+
+    own_cpus: int
+    """Beside those of the pools."""
+    device: str
+    """Name of the device resource, "GPU" or "NPU"."""
+    pools: tuple[Pool, ...]
+
+    def missing(self, nodes: Sequence[Mapping[str, float]]) -> str:
+        """Readable list of what is missing, from what is free on each node; empty when all is there."""
+        num_devices = sum(pool.num_devices for pool in self.pools)
+        wanted = {"CPU": self.own_cpus + num_devices * CPUS_PER_DEVICE, self.device: num_devices}
+        free = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
         lacking = [
-            f"{name}: {amount:g} needed, {free.get(name, 0):g} free in the cluster"
+            f"{name}: {amount:g} needed, {free[name]:g} free in the cluster"
             for name, amount in wanted.items()
-            if free.get(name, 0) < amount
+            if free[name] < amount
         ]
-        fitting = sum(node.get(self.device, 0) >= self.devices_per_node for node in nodes)
-        if fitting < self.num_nodes:
-            lacking.append(
-                f"nodes with {self.devices_per_node} {self.device}: {self.num_nodes} needed, {fitting} in the cluster"
-            )
-        return "; ".join(lacking)
+        return "; ".join(lacking or self._unplaced(nodes))
+
+    def _unplaced(self, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+        """Shares of a pool that fit on no node, when the largest are placed first."""
+        room = [dict(node) for node in nodes]
+        for pool in sorted(self.pools, key=lambda pool: -pool.devices_per_node):
+            share = {self.device: pool.devices_per_node, "CPU": pool.devices_per_node * CPUS_PER_DEVICE + SPARE_CPUS}
+            for number in range(pool.num_nodes):
+                node = next((n for n in room if all(n.get(name, 0) >= amount for name, amount in share.items())), None)
+                if node is None:
+                    what = " and ".join(f"{amount:g} {name}" for name, amount in share.items())
+                    return [f"nodes with {what} free: {pool.num_nodes} needed, {number} in the cluster"]
+                for name, amount in share.items():
+                    node[name] -= amount
+        return []
 
 
 def needed_resources(config: DictConfig) -> Need:
-    """What verl's actors for `config` hold."""
-    per_node, num_nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
+    """What verl's actors for `config` hold; the task runner itself holds nothing."""
     storage_units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     controller = 1
-    cpus = controller + storage_units + per_node * num_nodes * CPUS_PER_DEVICE + SPARE_CPUS
-    return Need(cpus, get_platform().ray_resource_name(), per_node, num_nodes)
+    pools = [Pool(config.trainer.n_gpus_per_node, config.trainer.nnodes)]
+    for key, switch in POOLS_OF_THEIR_OWN.items():
+        block = OmegaConf.select(config, key)
+        if block is not None and block.get(switch):
+            pools.append(Pool(block.n_gpus_per_node, block.nnodes))
+    return Need(controller + storage_units + SPARE_CPUS, get_platform().ray_resource_name(), tuple(pools))
 
 
-def cluster_state() -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
-    """Free resources, and all resources of each living node."""
-    return ray.available_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def free_resources() -> list[Mapping[str, float]]:
+    """What nobody holds, on each living node; Ray offers it in no public call, and verl asks in the same way."""
+    return list(available_resources_per_node().values())
 
 
 def require_resources(
     config: DictConfig,
     timeout_s: float,
     *,
-    state: Callable[[], tuple[Mapping[str, float], Sequence[Mapping[str, float]]]] = cluster_state,
+    state: Callable[[], Sequence[Mapping[str, float]]] = free_resources,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -88,7 +112,7 @@ def require_resources(
         ResourcesUnavailable: names each missing resource and the settings that change the need.
     """
     needed, deadline = needed_resources(config), clock() + timeout_s
-    while missing := needed.missing(*state()):
+    while missing := needed.missing(state()):
         if clock() >= deadline:
             raise ResourcesUnavailable(f"the Ray cluster lacks {missing} (waited {timeout_s:g} s). {ADVICE}")
         sleep(CHECK_INTERVAL_S)

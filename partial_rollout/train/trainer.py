@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
+from partial_rollout.errors import DataError
 from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
@@ -97,11 +98,7 @@ class PartialRolloutTrainer(PPOTrainer):
         statistics = self._ask(self.manager.statistics.remote())
         room = self.settings.capacity(self.config.data.train_batch_size) - statistics.in_flight
         if room > 0:
-            call_bounded(
-                lambda: self._add_prompts_to_generate(room),
-                timeout_s=ADMIT_TIMEOUT_S,
-                who_waits=f"trainer waits for the dataloader and TransferQueue to take in {room} prompts",
-            )
+            self._add_prompts_to_generate(room)
         return {}
 
     def on_sample_end(self) -> None:
@@ -127,6 +124,24 @@ class PartialRolloutTrainer(PPOTrainer):
         self._report_step("open")
 
     # ---- verl methods without a hook ----
+
+    def _init_dataloader(self) -> None:
+        """Missing hook: a look at the data. With less than one batch verl divides by zero after the engines' start."""
+        super()._init_dataloader()
+        if self.steps_per_epoch < 1:
+            raise DataError(
+                f"data.train_files has {len(self.train_dataset)} rows with prompts of up to data.max_prompt_length="
+                f"{self.config.data.max_prompt_length} tokens; at least data.train_batch_size="
+                f"{self.config.data.train_batch_size} are needed"
+            )
+
+    def _add_prompts_to_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Missing hook: a deadline. verl's dataloader workers and TransferQueue have none."""
+        return call_bounded(
+            lambda: super(PartialRolloutTrainer, self)._add_prompts_to_generate(*args, **kwargs),
+            timeout_s=ADMIT_TIMEOUT_S,
+            who_waits="trainer waits for the dataloader and TransferQueue to take in prompts",
+        )
 
     def _init_resource_pool_mgr(self) -> None:
         """Missing hook: the class of the training workers."""

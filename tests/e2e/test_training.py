@@ -142,9 +142,17 @@ def test_a_mistake_is_told_before_anything_starts(task: Path, tmp_path: Path) ->
 
 
 def test_missing_resources_are_named(task: Path, tmp_path: Path) -> None:
-    job = run_job(task, tmp_path, FLAG, "ray_kwargs.ray_init.num_cpus=2", "partial_rollout.timeouts.resources_s=3.0")
+    job = run_job(task, tmp_path, FLAG, "ray_kwargs.ray_init.num_cpus=0", "partial_rollout.timeouts.resources_s=3.0")
     assert job.code == 1
     assert "the Ray cluster lacks CPU" in job.output
+    assert job.survivors == []
+
+
+def test_fewer_rows_than_a_batch_are_told_before_an_engine_starts(task: Path, tmp_path: Path) -> None:
+    job = run_job(task, tmp_path, FLAG, "data.train_max_samples=3")
+    assert job.code == 2
+    assert "data.train_files has 3 rows" in job.output
+    assert "EngineCore" not in job.output
     assert job.survivors == []
 
 

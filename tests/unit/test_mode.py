@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import ConfigError, DataError, UserError
-from partial_rollout.mode import apply_mode, check_config, is_enabled, num_slots, slots_per_worker
+from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, num_slots, slots_per_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,8 +61,13 @@ def leaves(config: DictConfig) -> dict[str, Any]:
     return {key.removeprefix("."): leaf for key, leaf in walk(OmegaConf.to_container(config), "").items()}
 
 
+def check(config: DictConfig) -> None:
+    check_inputs(config)
+    check_config(config)
+
+
 def test_the_quickstart_passes(composed: Composed):
-    check_config(composed({}))
+    check(composed({}))
 
 
 @pytest.mark.parametrize(
@@ -107,32 +112,33 @@ def test_the_quickstart_passes(composed: Composed):
         ("trainer.v1.partial_rollout", {"parameter_sync_step": 2}, ConfigError, "parameter_sync_step=2 is not"),
         ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
         ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .*enable_resource_pool=True"),
+        ("actor_rollout_ref.rollout.full_determinism", True, ConfigError, "full_determinism=True is not allowed"),
         ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
     ],
 )
 def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any, error: type[UserError], message: str):
     with pytest.raises(error, match=message):
-        check_config(composed({key: value}))
+        check(composed({key: value}))
 
 
 def test_a_fixed_count_needs_a_count(composed: Composed):
     changes = {"partial_rollout.packing.planner": "fixed", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}
     with pytest.raises(ConfigError, match=r"set partial_rollout.packing.per_rank_batch_size=..."):
-        check_config(composed(changes))
-    check_config(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
+        check(composed(changes))
+    check(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
 
 
 @pytest.mark.parametrize("change", [{"actor_rollout_ref.actor.strategy": "megatron"}, {"trainer.n_gpus_per_node": 3}])
 def test_verls_planner_asks_for_nothing(composed: Composed, change: dict[str, Any]):
-    check_config(composed(change | {"partial_rollout.packing.planner": "verl"}))
+    check(composed(change | {"partial_rollout.packing.planner": "verl"}))
 
 
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
-    check_config(config)
+    check(config)
     assert (num_slots(config), slots_per_worker(config)) == (8, 4)
     with pytest.raises(ConfigError, match="8 trajectory slots over 3 agent-loop workers is not allowed"):
-        check_config(composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 3}))
+        check(composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 3}))
 
 
 def test_slots_left_open_are_one_batch(composed: Composed):
@@ -141,7 +147,7 @@ def test_slots_left_open_are_one_batch(composed: Composed):
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "hdfs://cluster/model"])
 def test_a_model_of_a_hub_is_not_looked_for_on_the_disk(composed: Composed, name: str):
-    check_config(composed({"actor_rollout_ref.model.path": name}))
+    check(composed({"actor_rollout_ref.model.path": name}))
 
 
 @pytest.mark.parametrize(("changes", "expected"), [({}, False), ({FLAG: True}, True), ({FLAG: False}, False)])
@@ -153,6 +159,11 @@ def test_the_flag_is_what_was_given(composed: Composed, changes: dict[str, bool]
 def test_a_flag_that_is_no_boolean_is_refused(composed: Composed, value: Any):
     with pytest.raises(ConfigError, match="async_training.partial_rollout=.* must be True or False"):
         is_enabled(composed({FLAG: value}))
+
+
+def test_a_mistyped_flag_does_not_train_without_it(composed: Composed):
+    with pytest.raises(ConfigError, match="unknown key async_training.partial_rolout; known here: partial_rollout"):
+        is_enabled(composed({"async_training.partial_rolout": True}))
 
 
 def test_the_flag_sets_exactly_the_hooks(composed: Composed):

@@ -109,6 +109,15 @@ async def test_an_unusable_prompt_is_dropped_with_its_reason_and_frees_all_slots
         assert (worker.loop.slots.in_use, worker.running) == (0, 0)
 
 
+async def test_a_prompt_that_cannot_be_prepared_is_one_failed_attempt():
+    worker = FakeWorker()
+    worker.on_prepare = raising(ValueError("the chat template has no role 'tool'"))
+    async with running(worker, make_claim()) as task:
+        assert worker.calls == ["fail a: ValueError: the chat template has no role 'tool'"]
+        assert (worker.loop.slots.in_use, worker.running) == (0, 0)
+        assert not task.done()
+
+
 @pytest.mark.parametrize("other", [None, ValueError("bad tool")])
 async def test_data_that_an_agent_loop_cannot_use_is_dropped_and_not_tried_again(other):
     worker = FakeWorker()

@@ -139,10 +139,6 @@ def test_claim_does_not_overtake_a_head_that_does_not_fit() -> None:
     assert queue.claim("w0", free_slots=3) == []
 
 
-def test_max_prompts_limits_a_claim() -> None:
-    assert uids(make_queue("a", "b", "c").claim("w0", 1000, max_prompts=2)) == ["a", "b"]
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_given_back_prompts_are_first_and_keep_their_order(order: tuple[int, ...]) -> None:
     queue = make_queue("a", "b", "c", "d")

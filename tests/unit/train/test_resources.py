@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import ResourcesUnavailable
-from partial_rollout.train.resources import Need, needed_resources, require_resources
+from partial_rollout.train.resources import Need, Pool, needed_resources, require_resources
 
 CONFIG = OmegaConf.create(
     {
@@ -28,36 +28,56 @@ class _Clock:
         self.now += seconds
 
 
+def _need(*pools: Pool) -> Need:
+    return Need(own_cpus=10, device="GPU", pools=pools)
+
+
 def test_names_every_missing_resource() -> None:
-    need = Need(cpus=17, device="GPU", devices_per_node=2, num_nodes=1)
-    assert need.missing({"CPU": 4}, [{"CPU": 4}]) == (
-        "CPU: 17 needed, 4 free in the cluster; GPU: 2 needed, 0 free in the cluster; "
-        "nodes with 2 GPU: 1 needed, 0 in the cluster"
+    assert _need(Pool(2, 1)).missing([{"CPU": 4}]) == (
+        "CPU: 16 needed, 4 free in the cluster; GPU: 2 needed, 0 free in the cluster"
     )
 
 
-def test_devices_spread_over_nodes_are_not_enough() -> None:
-    need = Need(cpus=1, device="GPU", devices_per_node=8, num_nodes=1)
-    assert need.missing({"CPU": 64, "GPU": 8}, [{"GPU": 4}, {"GPU": 4}]) == (
-        "nodes with 8 GPU: 1 needed, 0 in the cluster"
-    )
+@pytest.mark.parametrize(
+    ("pools", "nodes", "message"),
+    [
+        ([Pool(8, 1)], [{"CPU": 64, "GPU": 4}] * 2, "nodes with 8 GPU and 25 CPU free: 1 needed, 0 in the cluster"),
+        ([Pool(8, 2)], [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 7}, {"GPU": 1}], "2 needed, 1 in the cluster"),
+        ([Pool(8, 1)], [{"CPU": 16, "GPU": 8}, {"CPU": 64}], "nodes with 8 GPU and 25 CPU free: 1 needed, 0 in"),
+        ([Pool(2, 1), Pool(8, 1)], [{"CPU": 64, "GPU": 9}, {"CPU": 64, "GPU": 1}], "nodes with 2 GPU and 7 CPU"),
+        ([Pool(4, 2)], [{"CPU": 64, "GPU": 8}], ""),
+        ([Pool(2, 1), Pool(8, 1)], [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 2}], ""),
+    ],
+)
+def test_a_share_must_fit_on_one_node(pools: list[Pool], nodes: list[dict[str, float]], message: str) -> None:
+    missing = _need(*pools).missing(nodes)
+    assert message in missing
+    assert bool(missing) == bool(message)
+
+
+def test_pools_of_reward_model_and_teacher_count() -> None:
+    further = {
+        "reward": {"reward_model": {"enable_resource_pool": True, "n_gpus_per_node": 1, "nnodes": 1}},
+        "distillation": {"enabled": False, "n_gpus_per_node": 4, "nnodes": 1},
+    }
+    assert needed_resources(CONFIG).pools == (Pool(2, 1),)
+    assert needed_resources(OmegaConf.merge(CONFIG, further)).pools == (Pool(2, 1), Pool(1, 1))
 
 
 def test_gives_up_at_the_bound_with_what_is_missing() -> None:
     clock = _Clock()
     busy = {"CPU": 4.0, "GPU": 2.0}
     with pytest.raises(ResourcesUnavailable, match="CPU: .* needed, 4 free in the cluster"):
-        require_resources(CONFIG, 30.0, state=lambda: (busy, [ENOUGH]), clock=clock, sleep=clock.sleep)
+        require_resources(CONFIG, 30.0, state=lambda: [busy], clock=clock, sleep=clock.sleep)
     assert clock.now == 30.0
 
 
 def test_resources_that_come_free_in_time_are_enough() -> None:
     clock = _Clock()
-    assert needed_resources(CONFIG).cpus < ENOUGH["CPU"]
     require_resources(
         CONFIG,
         30.0,
-        state=lambda: (ENOUGH if clock.now > 5 else {}, [ENOUGH]),
+        state=lambda: [ENOUGH if clock.now > 5 else {}],
         clock=clock,
         sleep=clock.sleep,
     )
