@@ -29,7 +29,7 @@ from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, sa
 from partial_rollout.train.shutdown import shutdown_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Sized
 
     import ray
     from omegaconf import DictConfig
@@ -130,15 +130,16 @@ class PartialRolloutTrainer(PPOTrainer):
         super()._init_dataloader()
         if self.steps_per_epoch < 1:
             raise DataError(
-                f"data.train_files has {len(self.train_dataset)} rows with prompts of up to data.max_prompt_length="
+                f"data.train_files has {len(cast('Sized', self.train_dataset))} rows with prompts of up to data.max_prompt_length="
                 f"{self.config.data.max_prompt_length} tokens; at least data.train_batch_size="
                 f"{self.config.data.train_batch_size} are needed"
             )
 
     def _add_prompts_to_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Missing hook: a deadline. verl's dataloader workers and TransferQueue have none."""
+        admit = super()._add_prompts_to_generate
         return call_bounded(
-            lambda: super(PartialRolloutTrainer, self)._add_prompts_to_generate(*args, **kwargs),
+            lambda: admit(*args, **kwargs),
             timeout_s=ADMIT_TIMEOUT_S,
             who_waits="trainer waits for the dataloader and TransferQueue to take in prompts",
         )

@@ -140,4 +140,4 @@ def test_the_quickstart_fits_its_task():
         config.actor_rollout_ref.rollout.max_model_len
         == config.data.max_prompt_length + config.data.max_response_length
     )
-    assert config.trainer.total_training_steps == config.trainer.save_freq == 60
+    assert config.trainer.total_training_steps == 3 * config.trainer.save_freq == 60
