@@ -41,7 +41,7 @@ test-engine: setup ## tests with a real vLLM engine on the CPU
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-bench: setup ## the benchmarks, each against its stored baseline
+bench: setup ## the benchmarks; the results replace those in benchmarks/results
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON) -m benchmarks.$$name || exit 1; done
 
 config: setup ## the composed configuration: verl's defaults plus ours

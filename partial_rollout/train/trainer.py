@@ -129,10 +129,10 @@ class PartialRolloutTrainer(PPOTrainer):
         """Missing hook: a look at the data. With less than one batch verl divides by zero after the engines' start."""
         super()._init_dataloader()
         if self.steps_per_epoch < 1:
+            data, num_rows = self.config.data, len(cast("Sized", self.train_dataset))
             raise DataError(
-                f"data.train_files has {len(cast('Sized', self.train_dataset))} rows with prompts of up to data.max_prompt_length="
-                f"{self.config.data.max_prompt_length} tokens; at least data.train_batch_size="
-                f"{self.config.data.train_batch_size} are needed"
+                f"data.train_files has {num_rows} rows with prompts of up to data.max_prompt_length="
+                f"{data.max_prompt_length} tokens; at least data.train_batch_size={data.train_batch_size} are needed"
             )
 
     def _add_prompts_to_generate(self, *args: Any, **kwargs: Any) -> Any:
