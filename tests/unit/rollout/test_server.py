@@ -149,3 +149,9 @@ def test_logprobs_without_a_token_are_cut():
     none = completion([7], logprobs=None, finish_reason="stop")
     drop_repeated_logprobs(none)
     assert none.logprobs is None
+
+
+async def test_a_further_node_of_a_replica_is_healthy_without_an_engine_of_its_own():
+    server = FakeServer()
+    server.node_rank = 1
+    await server.require_health()

@@ -1,0 +1,54 @@
+"""A replica over two nodes: only the first server has an engine's requests, all of them sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.rollout.replica import PartialRolloutReplica
+
+
+@dataclass
+class Server:
+    """An actor handle whose methods answer when `answers` says so."""
+
+    answers: bool = True
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, method: str) -> Any:
+        async def answer() -> str:
+            if not self.answers:
+                await asyncio.Event().wait()
+            return method
+
+        def remote(**kwargs: Any) -> Any:
+            self.calls.append(method)
+            return answer()
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+def replica(*servers: Server, **timeouts: float) -> PartialRolloutReplica:
+    made = object.__new__(PartialRolloutReplica)  # its constructor reads a whole verl configuration
+    made.settings = PartialRolloutConfig(timeouts=TimeoutConfig(**timeouts))
+    made.servers, made.replica_rank = list(servers), 3
+    return made
+
+
+async def test_a_further_node_is_not_asked_for_requests_it_cannot_have():
+    first, second = Server(), Server()
+    await replica(first, second).sleep()
+    assert first.calls == ["wait_for_requests_to_drain", "sleep"]
+    assert second.calls == ["sleep"]
+
+
+async def test_a_server_that_does_not_answer_is_named_with_its_replica():
+    with pytest.raises(WaitTimeout, match=r"replica 3: resume_engine_generation was not answered by all 2 server"):
+        await replica(Server(), Server(answers=False), resume_s=0.01).resume_generation()
