@@ -35,7 +35,8 @@ class State(Enum):
     STREAMING = "the next message of the stream"
     DONE = "its confirmation"
     CLOSED = "nothing"
-    FAILED = "nothing, the round failed"
+    FAILED = "nothing, the round failed here"
+    PEER_FAILED = "nothing, the round failed at the other end"
 
 
 class Endpoint:
@@ -58,8 +59,14 @@ class Endpoint:
             return
         before, self.state = self.state, State.FAILED
         if isinstance(message, Error):
+            self.state = State.PEER_FAILED
             raise as_exception(message)
         raise WeightProtocolError(f"{type(message).__name__} arrived in state {before.name}")
+
+    @property
+    def owes_reason(self) -> bool:
+        """Whether a failure now is news to the other end."""
+        return self.state not in (State.CLOSED, State.PEER_FAILED)
 
     def _check_round(self, protocol: int, round: int) -> None:
         if protocol != PROTOCOL:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
@@ -25,11 +27,11 @@ from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
 from partial_rollout.train.shutdown import shutdown_run
+from partial_rollout.weights.adapter import ChannelActorWorker, uses_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import ray
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
 
@@ -125,6 +127,13 @@ class PartialRolloutTrainer(PPOTrainer):
         self._report_step("open")
 
     # ---- verl methods without a hook ----
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Missing hook: the class of the training workers. Ours differs in how it sends weights."""
+        super()._init_resource_pool_mgr()
+        if uses_channel(self.config):
+            for role in {Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys():
+                self.role_worker_mapping[role] = ray.remote(ChannelActorWorker)
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""

@@ -106,6 +106,8 @@ class Line:
 
     def close(self) -> None:
         """Close the connection and remove the socket's file."""
+        if self._is_gone or self._events.poll(0):
+            self._socket.set(zmq.LINGER, 0)
         self._socket.disable_monitor()
         self._events.close(linger=0)
         self._socket.close()

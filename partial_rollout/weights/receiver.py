@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from partial_rollout.core.buckets import Assembly, Fragment, TensorSpec
-from partial_rollout.core.weight_stream import ReceiverMachine, State
+from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.line import Line
@@ -60,7 +60,7 @@ class WeightReceiver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Tell the sender of a failure, let go of the slots, disconnect."""
-        if isinstance(error, Exception) and self._machine.state is not State.CLOSED:
+        if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
         self._release_slots()
         self._line.close()

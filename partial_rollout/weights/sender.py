@@ -81,7 +81,7 @@ class WeightSender:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Tell the receiver of a failure, then take socket and slots away."""
-        if isinstance(error, Exception) and self._machine.state in (State.STREAMING, State.ATTACHED, State.FAILED):
+        if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
         self._line.close()
         if self._slots is not None:

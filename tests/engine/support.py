@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,9 +16,10 @@ from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -28,6 +31,9 @@ EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
+SLOT_BYTES = 64 << 10
+"""Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
+CALL_S = 60.0
 NUM_LOGICAL_GPUS = 0.25
 """Of the one that the session's cluster has, so that several replicas fit."""
 
@@ -102,7 +108,8 @@ async def launch(config: DictConfig, replica_rank: int = 0) -> PartialRolloutRep
         gpus_per_node=1,
     )
     replica.rollout_mode = RolloutMode.HYBRID
-    replica.workers = [ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker).remote()]
+    worker = ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker)
+    replica.workers = [worker.remote() for _ in range(replica.world_size)]
     await replica.launch_servers()
     return replica
 
@@ -124,13 +131,11 @@ async def send_weights(
     replica: PartialRolloutReplica, model: Qwen3ForCausalLM, version: int, names: list[str] | None = None
 ) -> None:
     """Update the engine as verl's ServerAdapter does; `names` chooses and orders what is sent."""
-    weights = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    job_id, server = ray.get_runtime_context().get_job_id(), replica.server_handle
+    weights = sent_weights(model)
+    server = replica.server_handle
     update = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
     sender = BucketedWeightSender(
-        f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica.replica_rank}-rank-0.sock",
+        channel_name(replica, 0),
         bucket_size_mb=1,
         use_shm=True,
     )
@@ -138,6 +143,46 @@ async def send_weights(
     await update
     await server.clear_kv_cache.remote()
     await server.set_global_steps.remote(version)
+
+
+def sent_weights(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
+    """What a training worker sends: a tied head does not travel."""
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def channel_name(replica: PartialRolloutReplica, rank: int) -> str:
+    """verl's name for the connection between a training rank and the engine worker of that rank."""
+    job_id = ray.get_runtime_context().get_job_id()
+    return f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica.replica_rank}-rank-{rank}.sock"
+
+
+class ChannelDriver:
+    """Stands where verl's training workers would: sends to every worker of one replica by our channel."""
+
+    def __init__(self, replica: PartialRolloutReplica) -> None:
+        self.replica = replica
+        self.round = 0
+        self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """One update; a thread for each rank, as training workers are processes of their own."""
+        self.round += 1
+        weights, ranks = list(weights), range(self.replica.world_size)
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ranks)) as pool:
+            senders = [stack.enter_context(self.sender(rank)) for rank in ranks]
+            update = self.replica.server_handle.receive_weights.remote(round=self.round, version=version)
+            sent = [pool.submit(sender.send, weights) for sender in senders]
+            ray.get(update, timeout=CALL_S)
+            for each in sent:
+                each.result()
+
+    def sender(self, rank: int, **options: Any) -> WeightSender:
+        """The sender of one rank for the present round."""
+        defaults = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
+        return WeightSender(self.address, channel_name(self.replica, rank), **(defaults | options))
 
 
 def spread_order(names: list[str]) -> list[str]:
