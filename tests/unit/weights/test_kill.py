@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
@@ -37,7 +38,8 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(channels):
     before = segments()
 
     def weights(peer):
-        yield from make_weights(2)  # the end of the first leaves with the begin of the second
+        yield from make_weights(1)
+        yield "small", torch.zeros(1)  # with it the first one's last bucket leaves
         peer.wait_for("streaming")
         peer.kill()
         yield from make_weights(8, seed=1)
