@@ -301,7 +301,7 @@ class PartialRolloutServer(vLLMHttpServer):
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
-            await self.engine.collective_rpc("receive_weights", kwargs=options)
+            await self.engine.collective_rpc(method="receive_weights", kwargs=options)
         except Exception as error:
             self._weights_failure = f"weight update {round} (version {version}) failed: {error}"
             raise WeightUpdateError(f"{self._name}: {self._weights_failure}") from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 import torch
 from hydra import compose, initialize_config_module
@@ -183,6 +185,13 @@ class ChannelDriver:
         """The sender of one rank for the present round."""
         defaults = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
         return WeightSender(self.address, channel_name(self.replica, rank), **(defaults | options))
+
+
+async def worker_process(replica: PartialRolloutReplica) -> psutil.Process:
+    """The only engine worker: the process that has no child and is not the resource tracker."""
+    pid = await replica.server_handle.__ray_call__.remote(lambda _: os.getpid())
+    names = {child.name(): child for child in psutil.Process(pid).children(recursive=True)}
+    return next(child for name, child in names.items() if "Worker" in name)
 
 
 def spread_order(names: list[str]) -> list[str]:
