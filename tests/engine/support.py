@@ -35,7 +35,7 @@ BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
 SLOT_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
-CALL_S = 60.0
+CALL_S = 30.0
 NUM_LOGICAL_GPUS = 0.25
 """Of the one that the session's cluster has, so that several replicas fit."""
 
@@ -177,7 +177,7 @@ class ChannelDriver:
             senders = [stack.enter_context(self.sender(rank)) for rank in ranks]
             update = self.replica.server_handle.receive_weights.remote(round=self.round, version=version)
             sent = [pool.submit(sender.send, weights) for sender in senders]
-            ray.get(update, timeout=CALL_S)
+            ray.get(update, timeout=2 * CALL_S)
             for each in sent:
                 each.result()
 
