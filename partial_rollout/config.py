@@ -58,7 +58,7 @@ class WeightsConfig:
 
     backend: str = "auto"
     timeout_s: float = 60.0
-    bucket_mb: int = 32
+    bucket_mb: int = 8
     validate: bool = False
 
     def __post_init__(self) -> None:

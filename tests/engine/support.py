@@ -22,10 +22,13 @@ from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from omegaconf import DictConfig
+    from ray import ObjectRef
 
+    from partial_rollout.rollout.client import ResumingLLMServerClient
     from partial_rollout.rollout.statistics import RolloutStatistics
 
 VOCAB_SIZE = 64
@@ -36,6 +39,9 @@ BLOCK_SIZE = 32
 SLOT_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
 CALL_S = 30.0
+PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
+"""Prompts; the last fills several blocks of the prefix cache, also at vLLM's default block size of 128."""
+NUM_PROBE_TOKENS = 32
 NUM_LOGICAL_GPUS = 0.25
 """Of the one that the session's cluster has, so that several replicas fit."""
 
@@ -107,7 +113,7 @@ async def launch(config: DictConfig, replica_rank: int = 0) -> PartialRolloutRep
         replica_rank=replica_rank,
         config=config.actor_rollout_ref.rollout,
         model_config=config.actor_rollout_ref.model,
-        gpus_per_node=1,
+        gpus_per_node=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
     )
     replica.rollout_mode = RolloutMode.HYBRID
     worker = ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker)
@@ -170,28 +176,40 @@ class ChannelDriver:
         self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """One update; a thread for each rank, as training workers are processes of their own."""
+        """One update, the same weights from every rank; raises what the server raised."""
+        weights = list(weights)
+        update, sent = self.run([weights] * self.replica.world_size, version)
+        ray.get(update, timeout=CALL_S)
+        for each in sent:
+            each.result()
+
+    def run(self, weights: list[Iterable[tuple[str, torch.Tensor]]], version: int) -> tuple[ObjectRef, list[Future]]:
+        """The server's call and what each rank sent; a thread for each, as training workers are own processes."""
         self.round += 1
-        weights, ranks = list(weights), range(self.replica.world_size)
-        with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ranks)) as pool:
-            senders = [stack.enter_context(self.sender(rank)) for rank in ranks]
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(weights)) as pool:
+            senders = [stack.enter_context(self._sender(rank)) for rank in range(len(weights))]
             update = self.replica.server_handle.receive_weights.remote(round=self.round, version=version)
-            sent = [pool.submit(sender.send, weights) for sender in senders]
-            ray.get(update, timeout=2 * CALL_S)
-            for each in sent:
-                each.result()
+            sent = [pool.submit(sender.send, each) for sender, each in zip(senders, weights, strict=True)]
+        return update, sent
 
-    def sender(self, rank: int, **options: Any) -> WeightSender:
-        """The sender of one rank for the present round."""
-        defaults = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
-        return WeightSender(self.address, channel_name(self.replica, rank), **(defaults | options))
+    def _sender(self, rank: int) -> WeightSender:
+        name = channel_name(self.replica, rank)
+        options = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
+        return WeightSender(self.address, name, **options)
 
 
-async def worker_process(replica: PartialRolloutReplica) -> psutil.Process:
-    """The only engine worker: the process that has no child and is not the resource tracker."""
+async def worker_process(replica: PartialRolloutReplica, rank: int) -> psutil.Process:
+    """An engine worker of a replica with several."""
     pid = await replica.server_handle.__ray_call__.remote(lambda _: os.getpid())
-    names = {child.name(): child for child in psutil.Process(pid).children(recursive=True)}
-    return next(child for name, child in names.items() if "Worker" in name)
+    children = psutil.Process(pid).children(recursive=True)
+    return next(child for child in children if f"Worker_TP{rank}" in " ".join(child.cmdline()))
+
+
+async def probe(client: ResumingLLMServerClient) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and log-probs for PROBES."""
+    sampling = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": NUM_PROBE_TOKENS}
+    outputs = [await client.generate("probe", prompt_ids=ids, sampling_params=dict(sampling)) for ids in PROBES]
+    return [(output.token_ids, output.log_probs) for output in outputs]
 
 
 def spread_order(names: list[str]) -> list[str]:
