@@ -71,6 +71,30 @@ class PackingConfig:
             _require(value is None or value >= 1, f"packing.{name}", value, "null or at least 1")
 
 
+WEIGHT_BACKENDS = ("auto", "channel", "verl")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsConfig:
+    """How new weights travel from the training workers to the engines."""
+
+    backend: str = "auto"
+    timeout_s: float = 60.0
+    bucket_mb: int = 8
+    validate: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown backend or a size or bound that is not positive."""
+        _require(self.backend in WEIGHT_BACKENDS, "weights.backend", self.backend, f"one of {WEIGHT_BACKENDS}")
+        _require(self.timeout_s > 0, "weights.timeout_s", self.timeout_s, "a number of seconds above 0")
+        _require(self.bucket_mb >= 1, "weights.bucket_mb", self.bucket_mb, "at least 1")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of one of the two slots."""
+        return self.bucket_mb << 20
+
+
 @dataclass(frozen=True, slots=True)
 class PartialRolloutConfig:
     """All settings of this package; a test compares the defaults with configs/partial_rollout/default.yaml."""
@@ -83,6 +107,7 @@ class PartialRolloutConfig:
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""

@@ -15,6 +15,11 @@ PartialRolloutError
 ├── EngineError             the inference engine
 │   ├── EngineDead
 │   ├── DrainTimeout        requests survived a drain; names them
+│   ├── WeightUpdateError   new weights did not arrive whole; the engine must not be used any more
+│   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
+│   │   ├── WeightProtocolError version, round, secret or order of messages
+│   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
+│   │   └── SharedMemoryFull    no room for the transfer's slots
 │   └── ResumeStalled       a trajectory was interrupted twice without a token or a new epoch in between
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
@@ -94,6 +99,26 @@ class DrainTimeout(EngineError, TimeoutError):
 
 class ResumeStalled(EngineError):
     """A request came back interrupted again without progress and without the gate having moved."""
+
+
+class WeightUpdateError(EngineError):
+    """New weights did not arrive whole; what the engine holds is undefined and must not be used."""
+
+
+class WeightPeerLost(WeightUpdateError, TimeoutError):
+    """The other end of the weight channel died, or was silent for longer than allowed; the message names it."""
+
+
+class WeightProtocolError(WeightUpdateError):
+    """The other end has another version, round or secret, or sent a message out of order."""
+
+
+class WeightMismatch(WeightUpdateError):
+    """A tensor's name, shape, dtype or value does not fit the engine's model; the message names the tensor."""
+
+
+class SharedMemoryFull(WeightUpdateError):
+    """There is no room for the slots of a weight transfer."""
 
 
 class InternalError(PartialRolloutError):

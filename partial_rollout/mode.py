@@ -26,6 +26,15 @@ PACKED_STRATEGIES = ("fsdp", "fsdp2")
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
+ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
+BEYOND_CHANNEL = {
+    **{key: ("LoRA adapters", (None, 0)) for key in ADAPTER_RANKS},
+    "rollout.quantization": ("weights quantised on arrival", (None,)),
+    "rollout.mtp.enable_rollout": ("a draft model", (None, False)),
+    "rollout.disaggregation.enabled": ("separate prefill and decode engines", (None, False)),
+    "rollout.checkpoint_engine.backend": ("weights from training workers elsewhere", (None, "naive")),
+}
+"""Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 
 
 def is_enabled(config: DictConfig) -> bool:
@@ -108,6 +117,7 @@ def check_config(config: DictConfig) -> None:
         f"at least rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower rollout.agent.num_workers",
     )
     _check_algorithm(config)
+    _check_weights(config)
 
 
 def _require_count(config: DictConfig, key: str) -> int:
@@ -177,6 +187,28 @@ def _check_trainer(config: DictConfig) -> None:
         "reward.reward_model.enable=True with enable_resource_pool=False",
         "on devices of its own (enable_resource_pool=True): sharing them puts engines to sleep while they generate",
     )
+
+
+def _check_weights(config: DictConfig) -> None:
+    settings = read_settings(config).weights
+    unsupported = channel_lacks(config)
+    if settings.backend == "channel" and unsupported:
+        raise ConfigError(
+            f"{BLOCK}.weights.backend=channel does not carry {unsupported}: set {BLOCK}.weights.backend=verl or auto"
+        )
+
+
+def channel_lacks(config: DictConfig) -> str | None:
+    """What this configuration needs of a weight update that our channel cannot do, or None."""
+    for key, (what, allowed) in BEYOND_CHANNEL.items():
+        value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
+        if value not in allowed and not (key in ADAPTER_RANKS and _merges_adapters(config)):
+            return f"{what} (actor_rollout_ref.{key}={value})"
+    return None
+
+
+def _merges_adapters(config: DictConfig) -> bool:
+    return bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"))
 
 
 def _check_paths(config: DictConfig) -> None:

@@ -66,6 +66,7 @@ class FakeEngine:
         self.accept = asyncio.Event()
         self.accept.set()
         self.abort_on_pause = True
+        self.rpc_failure: Exception | None = None
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -105,6 +106,8 @@ class FakeEngine:
 
     async def collective_rpc(self, **call: Any) -> None:
         self._note(f"rpc {call['method']}")
+        if self.rpc_failure is not None:
+            raise self.rpc_failure
 
     async def reset_prefix_cache(self, reset_connector: bool) -> None:
         self._note("reset prefix cache")

@@ -27,13 +27,17 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.resume import ABORTED, STOPPED
-from partial_rollout.errors import DataError, EngineDead, WaitTimeout
+from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
+from partial_rollout.weights.directory import ChannelDirectory
+from partial_rollout.weights.shared_slots import remove_abandoned_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from partial_rollout.weights.directory import ChannelAddress
 
 CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
@@ -63,9 +67,13 @@ class PartialRolloutServer(vLLMHttpServer):
         """Take what vLLMHttpServer takes; the engine starts in `launch_server`."""
         super().__init__(*args, **kwargs)
         self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
+        remove_abandoned_segments()
+        self._channels = ChannelDirectory()
+        self._channels.address.export()
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
+        self._weights_failure: str | None = None
         self._admission = Admission()
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
@@ -105,8 +113,9 @@ class PartialRolloutServer(vLLMHttpServer):
 
         Raises:
             DataError: the prompt leaves no room in the context.
-            EngineDead: the engine process is gone.
+            EngineDead: the engine process is gone, or its last weight update failed.
         """
+        self._require_whole_weights()
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
@@ -211,7 +220,9 @@ class PartialRolloutServer(vLLMHttpServer):
 
         Raises:
             IllegalTransition: a drain has not finished.
+            EngineDead: the last weight update failed.
         """
+        self._require_whole_weights()
         async with self._control_lock:
             self._admission.open_nowait()
 
@@ -246,9 +257,10 @@ class PartialRolloutServer(vLLMHttpServer):
 
     @control
     async def require_health(self) -> None:
-        """Raise EngineDead if the engine process is gone; further nodes of a replica have none of their own."""
+        """Raise EngineDead if the engine is gone or holds half an update; a further node has none of its own."""
         if self.node_rank != 0:
             return
+        self._require_whole_weights()
         try:
             await self.engine.check_health()
         except EngineDeadError as error:
@@ -262,6 +274,7 @@ class PartialRolloutServer(vLLMHttpServer):
             WaitTimeout: the engine did not end in time.
         """
         self._admission.reject()
+        self._channels.remove()
         if self.node_rank != 0:
             return
         self._server_task.cancel()
@@ -272,6 +285,35 @@ class PartialRolloutServer(vLLMHttpServer):
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    @control
+    async def weight_channel(self) -> ChannelAddress:
+        """Where this node's training ranks meet this server's engine workers."""
+        return self._channels.address
+
+    @control
+    async def receive_weights(self, *, round: int, version: int | None) -> None:
+        """Let every engine worker take update `round` from its channel; then forget caches and set the version.
+
+        Raises:
+            WeightUpdateError: a worker failed; the engine generates nothing from then on.
+        """
+        weights = self.settings.weights
+        options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
+        try:
+            await self.engine.collective_rpc(method="receive_weights", kwargs=options)
+        except Exception as error:
+            self._weights_failure = f"weight update {round} (version {version}) failed: {error}"
+            raise WeightUpdateError(f"{self._name}: {self._weights_failure}") from error
+        await vLLMHttpServer.clear_kv_cache(self)
+        if version is not None:
+            self.global_steps = version
+
+    def _require_whole_weights(self) -> None:
+        if self._weights_failure is not None:
+            raise EngineDead(f"{self._name} must not be used: {self._weights_failure}")
 
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------
 

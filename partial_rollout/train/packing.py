@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
@@ -124,17 +123,6 @@ def make_batch_packer(config: DictConfig, settings: PartialRolloutConfig) -> Bat
     how = "padded to their longest sample, because model.use_remove_padding=False" if pads_rows else "packed"
     logger.info("packing: planner=%s (%s), rows are %s", settings.packing.planner, type(planner).__name__, how)
     return BatchPacker(planner, num_ranks(config), pads_rows, settings.timeouts.call_s)
-
-
-def use_packed_workers(role_workers: dict[Any, Any]) -> None:
-    """Put workers that follow a plan in place of verl's, for the actor and the reference; a critic keeps verl's."""
-    from verl.trainer.ppo.utils import Role
-
-    from partial_rollout.train.packed_engine import PackedActorRolloutRefWorker
-
-    for role in (Role.ActorRollout, Role.ActorRolloutRef):
-        if role in role_workers:
-            role_workers[role] = ray.remote(PackedActorRolloutRefWorker)
 
 
 def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_rows: bool) -> Planner:

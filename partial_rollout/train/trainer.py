@@ -24,9 +24,11 @@ from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
-from partial_rollout.train.packing import make_batch_packer, use_packed_workers
+from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
 from partial_rollout.train.shutdown import shutdown_run
+from partial_rollout.train.workers import use_workers
+from partial_rollout.weights.adapter import uses_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Sized
@@ -147,8 +149,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _init_resource_pool_mgr(self) -> None:
         """Missing hook: the class of the training workers."""
         super()._init_resource_pool_mgr()
-        if self.packer is not None:
-            use_packed_workers(self.role_worker_mapping)
+        use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=uses_channel(self.config))
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Missing hook: who trains what. verl's own runs first: it fills the batch up and reports its lengths."""

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineUnderTest:
-    """A running replica, a client for it, and what it was built from."""
+    """A running replica, a client for it, what it was built from, and what it generated with these weights."""
 
     replica: PartialRolloutReplica
     client: ResumingLLMServerClient
     config: DictConfig
     model_path: Path
+    fresh: list[tuple[list[int], list[float]]]
+    """Tokens and log-probs of `support.probe`."""
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +42,19 @@ def engine_cluster(ray_cluster: Any) -> None:
 @pytest.fixture(scope="session")
 def engine(engine_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """Real replica with a tiny tied-embedding model."""
-    from partial_rollout.rollout.client import ResumingLLMServerClient
     from tests.engine import support
 
     path = tmp_path_factory.mktemp("tied")
     support.make_model(path, seed=0)
-    config = support.make_config(path)
-    replica = asyncio.run(support.launch(config))
+    yield from run_engine(path, support.make_config(path))
+
+
+def run_engine(path: Path, config: DictConfig, replica_rank: int = 0) -> Iterator[EngineUnderTest]:
+    """Start a replica, let it answer, hand it out, end it."""
+    from partial_rollout.rollout.client import ResumingLLMServerClient
+    from tests.engine import support
+
+    replica = asyncio.run(support.launch(config, replica_rank))
     client = ResumingLLMServerClient(config, support.make_router(replica))
-    yield EngineUnderTest(replica, client, config, path)
+    yield EngineUnderTest(replica, client, config, path, asyncio.run(support.probe(client)))
     asyncio.run(replica.shutdown())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 import torch
 from hydra import compose, initialize_config_module
@@ -14,13 +18,17 @@ from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from omegaconf import DictConfig
+    from ray import ObjectRef
 
+    from partial_rollout.rollout.client import ResumingLLMServerClient
     from partial_rollout.rollout.statistics import RolloutStatistics
 
 VOCAB_SIZE = 64
@@ -28,6 +36,12 @@ EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
+SLOT_BYTES = 64 << 10
+"""Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
+CALL_S = 30.0
+PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
+"""Prompts; the last fills several blocks of the prefix cache, also at vLLM's default block size of 128."""
+NUM_PROBE_TOKENS = 32
 NUM_LOGICAL_GPUS = 0.25
 """Of the one that the session's cluster has, so that several replicas fit."""
 
@@ -99,10 +113,11 @@ async def launch(config: DictConfig, replica_rank: int = 0) -> PartialRolloutRep
         replica_rank=replica_rank,
         config=config.actor_rollout_ref.rollout,
         model_config=config.actor_rollout_ref.model,
-        gpus_per_node=1,
+        gpus_per_node=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
     )
     replica.rollout_mode = RolloutMode.HYBRID
-    replica.workers = [ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker).remote()]
+    worker = ray.remote(num_cpus=0, num_gpus=NUM_LOGICAL_GPUS)(FusedWorker)
+    replica.workers = [worker.remote() for _ in range(replica.world_size)]
     await replica.launch_servers()
     return replica
 
@@ -124,13 +139,11 @@ async def send_weights(
     replica: PartialRolloutReplica, model: Qwen3ForCausalLM, version: int, names: list[str] | None = None
 ) -> None:
     """Update the engine as verl's ServerAdapter does; `names` chooses and orders what is sent."""
-    weights = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    job_id, server = ray.get_runtime_context().get_job_id(), replica.server_handle
+    weights = sent_weights(model)
+    server = replica.server_handle
     update = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
     sender = BucketedWeightSender(
-        f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica.replica_rank}-rank-0.sock",
+        channel_name(replica, 0),
         bucket_size_mb=1,
         use_shm=True,
     )
@@ -138,6 +151,65 @@ async def send_weights(
     await update
     await server.clear_kv_cache.remote()
     await server.set_global_steps.remote(version)
+
+
+def sent_weights(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
+    """What a training worker sends: a tied head does not travel."""
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def channel_name(replica: PartialRolloutReplica, rank: int) -> str:
+    """verl's name for the connection between a training rank and the engine worker of that rank."""
+    job_id = ray.get_runtime_context().get_job_id()
+    return f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica.replica_rank}-rank-{rank}.sock"
+
+
+class ChannelDriver:
+    """Stands where verl's training workers would: sends to every worker of one replica by our channel."""
+
+    def __init__(self, replica: PartialRolloutReplica) -> None:
+        self.replica = replica
+        self.round = 0
+        self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """One update, the same weights from every rank; raises what the server raised."""
+        weights = list(weights)
+        update, sent = self.run([weights] * self.replica.world_size, version)
+        ray.get(update, timeout=CALL_S)
+        for each in sent:
+            each.result()
+
+    def run(self, weights: list[Iterable[tuple[str, torch.Tensor]]], version: int) -> tuple[ObjectRef, list[Future]]:
+        """The server's call and what each rank sent; a thread for each, as training workers are own processes."""
+        self.round += 1
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(weights)) as pool:
+            senders = [stack.enter_context(self._sender(rank)) for rank in range(len(weights))]
+            update = self.replica.server_handle.receive_weights.remote(round=self.round, version=version)
+            sent = [pool.submit(sender.send, each) for sender, each in zip(senders, weights, strict=True)]
+        return update, sent
+
+    def _sender(self, rank: int) -> WeightSender:
+        name = channel_name(self.replica, rank)
+        options = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
+        return WeightSender(self.address, name, **options)
+
+
+async def worker_process(replica: PartialRolloutReplica, rank: int) -> psutil.Process:
+    """An engine worker of a replica with several."""
+    pid = await replica.server_handle.__ray_call__.remote(lambda _: os.getpid())
+    children = psutil.Process(pid).children(recursive=True)
+    return next(child for child in children if f"Worker_TP{rank}" in " ".join(child.cmdline()))
+
+
+async def probe(client: ResumingLLMServerClient) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and log-probs for PROBES."""
+    sampling = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": NUM_PROBE_TOKENS}
+    outputs = [await client.generate("probe", prompt_ids=ids, sampling_params=dict(sampling)) for ids in PROBES]
+    return [(output.token_ids, output.log_probs) for output in outputs]
 
 
 def spread_order(names: list[str]) -> list[str]:

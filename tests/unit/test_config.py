@@ -46,6 +46,9 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"timeouts": {"drain_s": 0}}, r"timeouts\.drain_s=0\.0 .*above 0"),
         ({"timeouts": {"batch_s": -1.0}}, r"timeouts\.batch_s=-1\.0 "),
         ({"manager": {"name": ""}}, "manager.name='' "),
+        ({"weights": {"backend": "nccl"}}, "weights.backend='nccl' .*'auto', 'channel', 'verl'"),
+        ({"weights": {"timeout_s": 0}}, r"weights\.timeout_s=0\.0 .*above 0"),
+        ({"weights": {"bucket_mb": 0}}, "weights.bucket_mb=0 .*at least 1"),
         ({"manager": {"namespace": ""}}, "manager.namespace='' "),
     ],
 )

@@ -133,6 +133,29 @@ def test_verls_planner_asks_for_nothing(composed: Composed, change: dict[str, An
     check(composed(change | {"partial_rollout.packing.planner": "verl"}))
 
 
+CHANNEL = {"partial_rollout.weights.backend": "channel"}
+BEYOND = [
+    ({"actor_rollout_ref.model.lora_rank": 8}, r"LoRA adapters \(actor_rollout_ref.model.lora_rank=8\)"),
+    ({"actor_rollout_ref.model.lora.rank": 8}, "model.lora.rank=8"),
+    ({"actor_rollout_ref.rollout.quantization": "fp8"}, "rollout.quantization=fp8"),
+    ({"actor_rollout_ref.rollout.disaggregation.enabled": True}, "disaggregation.enabled=True"),
+    ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl"}, "checkpoint_engine.backend=nccl"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BEYOND)
+def test_what_the_weight_channel_does_not_carry_is_told_when_it_was_asked_for(composed: Composed, changes, message):
+    check_config(composed(changes))
+    with pytest.raises(ConfigError, match=rf"{message}.*weights.backend=verl or auto"):
+        check_config(composed(CHANNEL | changes))
+
+
+def test_merged_adapters_are_whole_weights(composed: Composed):
+    check_config(
+        composed(CHANNEL | {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True})
+    )
+
+
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)

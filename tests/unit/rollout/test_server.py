@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
-from partial_rollout.errors import DataError, DrainTimeout, EngineDead
+from partial_rollout.errors import DataError, DrainTimeout, EngineDead, WeightUpdateError
 from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
 from tests.fake_engine import FakeServer, completion
 
@@ -155,3 +155,23 @@ async def test_a_further_node_of_a_replica_is_healthy_without_an_engine_of_its_o
     server = FakeServer()
     server.node_rank = 1
     await server.require_health()
+
+
+async def test_a_weight_update_forgets_caches_before_the_version_changes():
+    server = await launched()
+    await server.receive_weights(round=1, version=5)
+    assert server.fake.calls == ["rpc receive_weights", "reset prefix cache", "reset mm cache", "reset encoder cache"]
+    assert (await server.rollout_statistics()).version == 5
+
+
+async def test_after_a_failed_weight_update_nothing_is_generated():
+    server = await launched()
+    await server.set_global_steps(4)
+    await server.abort_all_requests()
+    server.fake.rpc_failure = RuntimeError("tensor 'a' does not fit")
+    with pytest.raises(WeightUpdateError, match=r"replica 0 node 0 .*update 1 \(version 5\).*tensor 'a' does not fit"):
+        await server.receive_weights(round=1, version=5)
+    for call in (server.open_submission_gate(), server.require_health(), server.generate([1], dict(PARAMS), "a")):
+        with pytest.raises(EngineDead, match="must not be used: .*tensor 'a' does not fit"):
+            await call
+    assert (await server.rollout_statistics()).version == 4

@@ -1,0 +1,265 @@
+"""How long new weights take from one process to another, and into a vLLM engine on a CPU.
+
+    python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 5 --json benchmarks/results/bench_weights.json
+    python -m benchmarks.bench_weights --gigabytes 0.5 --rounds 3 --engine
+
+Transport, interleaved in one run, the same bf16 tensors for all; sender and receiver are two processes and the receiver
+drops every tensor once it has its own copy:
+
+- `memcpy_warm`: every tensor copied to memory that was written before, in one process;
+- `memcpy_fresh`: every tensor copied to newly allocated memory, which any receiver that keeps its tensors must do;
+- `channel`: ours;
+- `verl`: verl 0.9.1's bucketed channel over shared memory, its tensors cloned on receipt (without that they are
+  overwritten), with a bucket that holds the largest tensor, which it needs.
+
+With `--engine` the same weights into a real engine (one worker): ours, verl's channel with our loading (verl's own
+fails on a CPU), and vLLM's `reload_weights` from a checkpoint on disk.
+
+`extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
+that sum before the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+
+from partial_rollout.config import WeightsConfig
+from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
+from partial_rollout.weights.receiver import WeightReceiver
+from partial_rollout.weights.sender import WeightSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 32_000
+LARGEST_TENSOR_MIB = -(-VOCAB * HIDDEN * 2 // (1 << 20))
+TIMEOUT_S = 120.0
+SAMPLE_S = 0.003
+MEBIBYTE = 1 << 20
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def make_weights(gigabytes: float) -> Weights:
+    """Tensors of a Qwen3 of this size, bf16, filled."""
+    shapes = [("embed_tokens", (VOCAB, HIDDEN))]
+    layer = [("qkv", (2 * HIDDEN, 2 * HIDDEN)), ("o", (HIDDEN, 2 * HIDDEN)), ("norm", (HIDDEN,))]
+    layer += [("gate", (INTERMEDIATE, HIDDEN)), ("up", (INTERMEDIATE, HIDDEN)), ("down", (HIDDEN, INTERMEDIATE))]
+    total, wanted = VOCAB * HIDDEN * 2, gigabytes * 1e9
+    while total < wanted:
+        shapes += [(f"layers.{len(shapes)}.{name}", shape) for name, shape in layer]
+        total += sum(2 * torch.Size(shape).numel() for _, shape in layer)
+    return [(name, torch.full(shape, 0.5, dtype=torch.bfloat16)) for name, shape in shapes]
+
+
+# ---- the receiving process ------------------------------------------------------------------------------------------
+
+
+def receive_ours(address: ChannelAddress, round: int) -> None:
+    """Take every tensor and drop it."""
+    with WeightReceiver(address, "bench", round=round, timeout_s=TIMEOUT_S) as receiver:
+        for _ in receiver.tensors():
+            pass
+
+
+def receive_verl(address: ChannelAddress, round: int) -> None:
+    """The same over verl's channel."""
+
+    def clone(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        for _, tensor in weights:
+            tensor.clone()
+        weights.clear()
+
+    path = Path(address.directory) / f"verl-{round}.sock"
+    BucketedWeightReceiver(f"ipc://{path}", torch.device("cpu"), use_shm=True).receive_weights(clone)
+
+
+RECEIVE = {"channel": receive_ours, "verl": receive_verl}
+
+
+def serve() -> None:
+    """Main of the receiving process: one line `mode round` for each update."""
+    address = ChannelAddress.inherited()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        mode, round = line.split()
+        RECEIVE[mode](address, int(round))
+        print("done", flush=True)
+
+
+class Receiver:
+    """The receiving process, from here."""
+
+    def __init__(self, address: ChannelAddress) -> None:
+        address.export()
+        command = [sys.executable, "-m", "benchmarks.bench_weights", "--serve"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.expect("ready")
+
+    def start(self, mode: str, round: int) -> None:
+        """Let it receive."""
+        print(mode, round, file=self.process.stdin, flush=True)
+
+    def expect(self, word: str) -> None:
+        """Wait until it has said so; libraries print to the same stream."""
+        for line in self.process.stdout or ():
+            if line.strip() == word:
+                return
+        raise RuntimeError("the receiving process ended")
+
+
+# ---- the sending process --------------------------------------------------------------------------------------------
+
+
+class Transport:
+    """All modes between this process and the receiver."""
+
+    def __init__(self, weights: Weights, bucket_mb: int) -> None:
+        self.weights, self.slot_bytes = weights, bucket_mb * MEBIBYTE
+        self.channels = ChannelDirectory()
+        self.receiver = Receiver(self.channels.address)
+        self.round = 0
+        self.warm = {name: tensor.clone() for name, tensor in weights}
+
+    def run(self, mode: str) -> float:
+        """One update; seconds."""
+        self.round += 1
+        started = time.perf_counter()
+        getattr(self, mode)()
+        return time.perf_counter() - started
+
+    def memcpy_warm(self) -> None:
+        for name, tensor in self.weights:
+            self.warm[name].copy_(tensor)
+
+    def memcpy_fresh(self) -> None:
+        for _, tensor in self.weights:
+            tensor.clone()
+
+    def channel(self) -> None:
+        options: dict[str, Any] = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": TIMEOUT_S}
+        with WeightSender(self.channels.address, "bench", check=lambda: None, **options) as sender:
+            self.receiver.start("channel", self.round)
+            sender.send(self.weights)
+        self.receiver.expect("done")
+
+    def verl(self) -> None:
+        path = self.channels.path / f"verl-{self.round}.sock"
+        sender = BucketedWeightSender(f"ipc://{path}", max(LARGEST_TENSOR_MIB, self.slot_bytes // MEBIBYTE), True)
+        self.receiver.start("verl", self.round)
+        asyncio.run(sender.async_send_weights(iter(self.weights)))
+        self.receiver.expect("done")
+
+    def close(self) -> None:
+        """End the receiver."""
+        self.receiver.process.kill()
+        self.receiver.process.communicate()
+        self.channels.remove()
+
+
+def pss_bytes(pids: list[int]) -> int:
+    """Proportional set size of all, in bytes."""
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def extra_mib(run: Callable[[], object], pids: list[int]) -> float:
+    """Highest memory during `run` above that before it."""
+    before, highest, stop = pss_bytes(pids), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal highest
+        while not stop.wait(SAMPLE_S):
+            highest = max(highest, pss_bytes(pids))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    run()
+    stop.set()
+    thread.join()
+    return round((highest - before) / MEBIBYTE, 1)
+
+
+MODES = ("memcpy_warm", "memcpy_fresh", "channel", "verl")
+
+
+def measure_transport(gigabytes: float, rounds: int, bucket_mb: int) -> dict[str, Any]:
+    """Seconds of each mode, interleaved."""
+    transport = Transport(make_weights(gigabytes), bucket_mb)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    pids = [os.getpid(), transport.receiver.process.pid]
+    try:
+        for mode in MODES:
+            transport.run(mode)  # page tables, code
+        for _ in range(rounds):
+            for mode in MODES:
+                seconds[mode].append(transport.run(mode))
+        extra = {mode: extra_mib(lambda mode=mode: transport.run(mode), pids) for mode in ("channel", "verl")}
+    finally:
+        transport.close()
+    num_bytes = sum(tensor.nbytes for _, tensor in transport.weights)
+    return {"bytes": num_bytes, "bucket_mb": bucket_mb, **summary(seconds, num_bytes, extra)}
+
+
+def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, float]) -> dict[str, Any]:
+    """Per mode; `to_memcpy_fresh` compares rounds with their neighbours, since the machine's speed drifts."""
+    rows: dict[str, Any] = {}
+    for mode, values in seconds.items():
+        rows[mode] = {
+            "median_s": round(statistics.median(values), 4),
+            "min_s": round(min(values), 4),
+            "max_s": round(max(values), 4),
+            "gb_per_s": round(num_bytes / statistics.median(values) / 1e9, 2),
+            "extra_mib": extra.get(mode),
+        }
+        for baseline in ("memcpy_warm", "memcpy_fresh"):
+            if baseline in seconds:
+                ratios = [mine / base for mine, base in zip(values, seconds[baseline], strict=True)]
+                rows[mode][f"to_{baseline}"] = round(statistics.median(ratios), 2)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[WeightsConfig().bucket_mb])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    result = {
+        "machine": {"cpu": platform.processor(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "load_average_at_start": os.getloadavg()[0],
+        "transport": [
+            measure_transport(gigabytes, options.rounds, bucket_mb)
+            for gigabytes in options.gigabytes
+            for bucket_mb in options.bucket_mb
+        ],
+    }
+    print(json.dumps(result, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

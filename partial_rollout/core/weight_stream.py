@@ -1,0 +1,227 @@
+"""The two ends of one weight update as state machines (messages: `wire.py`); no sockets, no memory, no clock."""
+
+from __future__ import annotations
+
+import hmac
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from partial_rollout.core.wire import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Bucket,
+    Done,
+    Error,
+    Free,
+    Hello,
+    Message,
+    SharedSlots,
+    as_exception,
+)
+from partial_rollout.errors import WeightProtocolError
+
+if TYPE_CHECKING:
+    from partial_rollout.core.buckets import Fragment
+
+
+class State(Enum):
+    """Where one end stands; the value says what it waits for."""
+
+    NEW = "to be started"
+    HELLO = "its hello"
+    ATTACH = "its offer of slots"
+    ATTACHED = "it to open the slots"
+    STREAMING = "the next message of the stream"
+    DONE = "its confirmation"
+    CLOSED = "nothing"
+    FAILED = "nothing, the round failed here"
+    PEER_FAILED = "nothing, the round failed at the other end"
+
+
+class Endpoint:
+    """What both ends share: a literal table of who may say what when, the round, and the proofs."""
+
+    TABLE: dict[tuple[State, type[Message]], State] = {}
+
+    def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
+        self._secret = secret
+        self._round = round
+        self._nonce = nonce
+        self._peer_nonce = b""
+        self.state = State.NEW
+
+    def _step(self, message: Message) -> None:
+        """Move on `message`; raise what it says if it is an Error, or that it is out of order."""
+        next_state = self.TABLE.get((self.state, type(message)))
+        if next_state is not None:
+            self.state = next_state
+            return
+        before, self.state = self.state, State.FAILED
+        if isinstance(message, Error):
+            self.state = State.PEER_FAILED
+            raise as_exception(message)
+        raise WeightProtocolError(f"{type(message).__name__} arrived in state {before.name}")
+
+    @property
+    def owes_reason(self) -> bool:
+        """Whether a failure now is news to the other end."""
+        return self.state not in (State.CLOSED, State.PEER_FAILED)
+
+    def _check_round(self, protocol: int, round: int) -> None:
+        if protocol != PROTOCOL:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"the other end speaks version {protocol} of the weight channel, we {PROTOCOL}")
+        if round != self._round:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"the other end is in round {round} of weight updates, we in {self._round}")
+
+    def _proof(self, role: str, receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
+        text = b"|".join((role.encode(), str(self._round).encode(), receiver_nonce, sender_nonce))
+        return hmac.digest(self._secret, text, "sha256")
+
+    def _check_proof(self, given: bytes, wanted: bytes) -> None:
+        if not hmac.compare_digest(given, wanted):
+            self.state = State.FAILED
+            raise WeightProtocolError("the other end does not know this run's secret")
+
+
+class SenderMachine(Endpoint):
+    """The sending end: slots are charged by `next_slot` and freed by the receiver's Free.
+
+    NEW -start→ HELLO -Hello→ ATTACHED -Attached→ STREAMING -finish→ DONE -Done→ CLOSED
+    """
+
+    TABLE = {
+        (State.HELLO, Hello): State.ATTACHED,
+        (State.ATTACHED, Attached): State.STREAMING,
+        (State.STREAMING, Free): State.STREAMING,
+        (State.DONE, Free): State.DONE,
+        (State.DONE, Done): State.CLOSED,
+    }
+
+    def __init__(self, *, secret: bytes, round: int, nonce: bytes, num_slots: int) -> None:
+        super().__init__(secret=secret, round=round, nonce=nonce)
+        self._num_slots = num_slots
+        self._in_use: dict[int, int] = {}
+        self._num_buckets = 0
+        self._totals = Done(0, 0)
+
+    def start(self) -> None:
+        """Wait for the receiver."""
+        self.state = State.HELLO
+
+    def receive(self, message: Message) -> None:
+        """Take a message.
+
+        Raises:
+            WeightProtocolError: it is out of order, of another version or round, or its proof is wrong.
+            WeightUpdateError: it reports a failure of the receiver, of the class it names.
+        """
+        self._step(message)
+        if isinstance(message, Hello):
+            self._check_round(message.protocol, message.round)
+            self._peer_nonce = message.nonce
+        elif isinstance(message, Attached):
+            self._check_proof(message.proof, self._proof("receiver", self._peer_nonce, self._nonce))
+        elif isinstance(message, Free):
+            self._release(message.index)
+        elif message != self._totals:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"the receiver got {message}, not the {self._totals} that were sent")
+
+    def _release(self, index: int) -> None:
+        if self._in_use.pop(index, None) is None:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"bucket {index} was freed, but it is not on its way")
+
+    def attach(self, slots: SharedSlots) -> Attach:
+        """The offer that answers a Hello."""
+        proof = self._proof("sender", self._peer_nonce, self._nonce)
+        return Attach(PROTOCOL, self._round, self._nonce, proof, slots)
+
+    def next_slot(self) -> int | None:
+        """A slot that may be written, or None while the receiver holds all of them."""
+        free = [slot for slot in range(self._num_slots) if slot not in self._in_use.values()]
+        return free[0] if free else None
+
+    def bucket(self, slot: int, fragments: tuple[Fragment, ...]) -> Bucket:
+        """Hand over what was written to a free slot."""
+        if self.state is not State.STREAMING or slot in self._in_use.values():
+            raise WeightProtocolError(f"slot {slot} cannot be sent in state {self.state.name}, in use: {self._in_use}")
+        index, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        self._in_use[index] = slot
+        return Bucket(index, slot, fragments)
+
+    def finish(self, num_tensors: int, num_bytes: int) -> Done:
+        """Say that nothing follows."""
+        if self.state is not State.STREAMING:
+            raise WeightProtocolError(f"a stream cannot end in state {self.state.name}")
+        self._totals = Done(num_tensors, num_bytes)
+        self.state = State.DONE
+        return self._totals
+
+
+class ReceiverMachine(Endpoint):
+    """The receiving end.
+
+    NEW -start→ ATTACH -Attach→ ATTACHED -attached→ STREAMING -Done→ DONE -finish→ CLOSED
+    """
+
+    TABLE = {
+        (State.ATTACH, Attach): State.ATTACHED,
+        (State.STREAMING, Bucket): State.STREAMING,
+        (State.STREAMING, Done): State.DONE,
+    }
+
+    def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
+        super().__init__(secret=secret, round=round, nonce=nonce)
+        self._num_buckets = 0
+        self.offer = SharedSlots("", 0, 0)
+        """The sender's slots, once it has offered them."""
+
+    def start(self) -> Hello:
+        """Open the connection."""
+        self.state = State.ATTACH
+        return Hello(PROTOCOL, self._round, self._nonce)
+
+    def receive(self, message: Message) -> None:
+        """Take a message; raises as the sender's."""
+        self._step(message)
+        if isinstance(message, Attach):
+            self._check_round(message.protocol, message.round)
+            self._peer_nonce = message.nonce
+            self._check_proof(message.proof, self._proof("sender", self._nonce, self._peer_nonce))
+            self.offer = message.slots
+        elif isinstance(message, Bucket):
+            self._check_bucket(message)
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        if bucket.index != self._num_buckets or not 0 <= bucket.slot < self.offer.num_slots:
+            self.state = State.FAILED
+            raise WeightProtocolError(
+                f"bucket {bucket.index} in slot {bucket.slot} arrived, "
+                f"expected bucket {self._num_buckets} in one of {self.offer.num_slots} slots"
+            )
+        self._num_buckets += 1
+
+    def attached(self) -> Attached:
+        """Say that the offered slots are open."""
+        self.state = State.STREAMING
+        return Attached(self._proof("receiver", self._nonce, self._peer_nonce))
+
+    def free(self, bucket: Bucket) -> Free:
+        """Give a bucket's slot back."""
+        return Free(bucket.index)
+
+    def finish(self, sent: Done, received: Done) -> Done:
+        """Confirm the end of the stream.
+
+        Raises:
+            WeightProtocolError: the numbers differ: something was lost.
+        """
+        if sent != received:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"the stream is truncated: {sent} was sent, {received} arrived")
+        self.state = State.CLOSED
+        return received

@@ -1,0 +1,116 @@
+"""A ZeroMQ connection of exactly two ends on which every wait is bounded and names the other end."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from partial_rollout.core.wire import Error, Message, decode, encode
+from partial_rollout.errors import WeightPeerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CHECK_INTERVAL_MS = 500
+"""How often a wait asks `check`, whose answer comes with no event."""
+RECONNECT_MS = 10
+"""The receiver may be there before the sender has bound."""
+LINGER_MS = 2000
+"""The last message (the confirmation, or what went wrong) gets this long to leave."""
+
+
+def _nothing_to_check() -> None:
+    """The line has no other source of bad news."""
+
+
+class Line:
+    """One end; blocking, for one thread. A peer that dies closes its socket, which ends a wait at once."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        bind: bool,
+        peer: str,
+        timeout_s: float,
+        check: Callable[[], None] = _nothing_to_check,
+    ) -> None:
+        """Bind or connect; a wait longer than `timeout_s` is an error, and so is one during which `check` raises."""
+        self._path, self._bind = path, bind
+        self._peer, self._timeout_s, self._check = peer, timeout_s, check
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._is_gone = False
+        if bind:
+            path.unlink(missing_ok=True)
+            self._socket.bind(f"ipc://{path}")
+        else:
+            self._socket.connect(f"ipc://{path}")
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            WeightPeerLost: the other end is gone or takes nothing.
+        """
+        self._wait(zmq.POLLOUT, "to take a message")
+        self._socket.send(encode(message))
+
+    def tell(self, error: Error) -> None:
+        """Send the reason of a failure if the other end is there to take it; never raises for one that is not."""
+        if not self._is_gone and self._socket.poll(0, zmq.POLLOUT):
+            self._socket.send(encode(error))
+
+    def receive(self, waiting_for: str) -> Message:
+        """The next message.
+
+        Raises:
+            WeightPeerLost: the other end is gone or silent.
+            WeightProtocolError: it sent no message of ours.
+        """
+        self._wait(zmq.POLLIN, waiting_for)
+        return decode(self._socket.recv())
+
+    def receive_nowait(self) -> Message | None:
+        """The next message if there is one."""
+        return decode(self._socket.recv()) if self._socket.poll(0) else None
+
+    def _wait(self, flag: int, waiting_for: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._socket.poll(0, flag):
+            if self._is_gone:
+                raise WeightPeerLost(f"{self._peer} is gone; we waited for {waiting_for}")
+            left_ms = (deadline - time.monotonic()) * 1000
+            if left_ms <= 0:
+                raise WeightPeerLost(f"{self._peer} was silent for {self._timeout_s:g} s; we waited for {waiting_for}")
+            self._poll(flag, math.ceil(min(left_ms, CHECK_INTERVAL_MS)))
+            self._check()
+
+    def _poll(self, flag: int, timeout_ms: int) -> None:
+        """Return when the socket is ready, the peer is gone or the time is over."""
+        poller = zmq.Poller()
+        poller.register(self._socket, flag)
+        poller.register(self._events, zmq.POLLIN)
+        if self._events in dict(poller.poll(timeout_ms)):
+            recv_monitor_message(self._events)
+            # What it sent before it went is still to be read, so the caller looks at the socket once more.
+            self._is_gone = True
+
+    def close(self) -> None:
+        """Close the connection and remove the socket's file."""
+        if self._is_gone or self._events.poll(0):
+            self._socket.set(zmq.LINGER, 0)
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
+        self._socket.close()
+        self._context.term()
+        if self._bind:
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""The training side of one update of one channel."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from partial_rollout.core.buckets import ALIGNMENT_BYTES, BucketPlan, Fragment, TensorSpec
+from partial_rollout.core.weight_stream import SenderMachine, State
+from partial_rollout.core.wire import NONCE_BYTES, describe_failure
+from partial_rollout.errors import WeightPeerLost
+from partial_rollout.weights.line import Line
+from partial_rollout.weights.shared_slots import SlotWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    from partial_rollout.weights.directory import ChannelAddress
+
+NUM_SLOTS = 2
+"""One is filled while the other is emptied; a third would only cost memory, since both ends copy at the same speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """What one update moved, and how long it took from the receiver's hello to its confirmation."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class WeightSender:
+    """Context manager; bound on entry, so the receiver may be called inside the block, and all cleaned on exit.
+
+        with WeightSender(address, "rank 0", ...) as sender:
+            call the engine
+            sender.send(weights)
+
+    Waits for: the receiver (hello, free slots, confirmation). Each such wait is bounded by `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        address: ChannelAddress,
+        channel: str,
+        *,
+        round: int,
+        slot_bytes: int,
+        timeout_s: float,
+        check: Callable[[], None],
+        make_slots: Callable[[int, int], SlotWriter] = SlotWriter,
+    ) -> None:
+        """Prepare the update `round` of `channel`; `check` raises when the engine's call has already failed."""
+        self._path = address.socket_path(channel, round)
+        self._line_options: dict[str, Any] = {
+            "peer": f"the engine's worker for channel {channel}",
+            "timeout_s": timeout_s,
+            "check": check,
+        }
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._machine = SenderMachine(secret=address.secret, round=round, nonce=nonce, num_slots=NUM_SLOTS)
+        self._slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._make_slots = make_slots
+        self._plan = BucketPlan(self._slot_bytes)
+        self._slots: SlotWriter | None = None
+        self._bucket = 0
+        self._slot = 0
+        self._fragments: list[Fragment] = []
+
+    def __enter__(self) -> WeightSender:
+        """Bind."""
+        self._line = Line(self._path, bind=True, **self._line_options)
+        self._machine.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Tell the receiver of a failure, then take socket and slots away."""
+        if isinstance(error, Exception) and self._machine.owes_reason:
+            self._line.tell(describe_failure(error))
+        self._line.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SentWeights:
+        """Send all tensors, in any order, on any device; returns when the receiver has copied them.
+
+        Raises:
+            WeightPeerLost: the receiver died or was silent for too long.
+            WeightProtocolError: it has another version, round or secret.
+            SharedMemoryFull: the slots have no room.
+            WeightUpdateError: what the receiver reports.
+            Exception: what `weights` or `check` raised.
+        """
+        slots = self._connect()
+        started = time.monotonic()
+        num_tensors = num_bytes = 0
+        for name, tensor in weights:
+            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
+            self._put(slots, name, tensor)
+        self._flush()
+        self._say(self._machine.finish(num_tensors, num_bytes))
+        self._receive_until(State.CLOSED)
+        return SentWeights(num_tensors, num_bytes, time.monotonic() - started)
+
+    def _connect(self) -> SlotWriter:
+        self._receive_until(State.ATTACHED)
+        slots = self._slots = self._make_slots(self._slot_bytes, NUM_SLOTS)
+        self._say(self._machine.attach(slots.offer))
+        self._receive_until(State.STREAMING)
+        slots.unlink()
+        return slots
+
+    def _put(self, slots: SlotWriter, name: str, tensor: torch.Tensor) -> None:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for placement in self._plan.place(spec):
+            if placement.bucket != self._bucket:
+                self._flush()
+                self._bucket = placement.bucket
+            if not self._fragments:
+                self._slot = self._await_slot()
+            fragment = placement.fragment
+            begin = fragment.tensor_offset
+            slots.write(self._slot, fragment.slot_offset, data[begin : begin + fragment.num_bytes])
+            self._fragments.append(fragment)
+
+    def _flush(self) -> None:
+        if self._fragments:
+            self._say(self._machine.bucket(self._slot, tuple(self._fragments)))
+            self._fragments = []
+
+    def _await_slot(self) -> int:
+        while (slot := self._machine.next_slot()) is None:
+            self._machine.receive(self._line.receive("a free slot"))
+        return slot
+
+    def _say(self, message: Any) -> None:
+        """Send; a receiver that has gone may have said why."""
+        self._read_what_came()
+        try:
+            self._line.send(message)
+        except WeightPeerLost:
+            self._read_what_came()
+            raise
+
+    def _read_what_came(self) -> None:
+        while (message := self._line.receive_nowait()) is not None:
+            self._machine.receive(message)
+
+    def _receive_until(self, state: State) -> None:
+        while self._machine.state is not state:
+            self._machine.receive(self._line.receive(self._machine.state.value))

@@ -1,0 +1,145 @@
+"""Slots in POSIX shared memory.
+
+The segment has a name only from the offer until the receiver has opened it. Its pages are reserved before they are
+written: writing to a page that a full /dev/shm cannot give would kill the process (SIGBUS) instead of raising.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from partial_rollout.core.wire import SharedSlots
+from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
+from partial_rollout.weights.ownership import OPEN_FLAGS, abandoned, create_locked, owned_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FOLDER = Path("/dev/shm")
+NAME_BYTES = 8
+
+
+class SlotWriter:
+    """The sender's end; creates the segment and removes it."""
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        num_slots: int,
+        *,
+        folder: Path = FOLDER,
+        reserve: Callable[[int, int, int], None] = os.posix_fallocate,
+    ) -> None:
+        """Create the segment; pages come with the first write to them."""
+        self._slot_bytes = slot_bytes
+        self._reserve = reserve
+        self._reserved_bytes = [0] * num_slots
+        self._path = folder / f"{owned_prefix()}{os.getpid()}-{secrets.token_hex(NAME_BYTES)}"
+        self._descriptor = create_locked(self._path)
+        os.ftruncate(self._descriptor, slot_bytes * num_slots)
+        self._memory = _map(self._descriptor, slot_bytes * num_slots)
+        self.offer = SharedSlots(self._path.name, slot_bytes, num_slots)
+
+    def write(self, slot: int, offset: int, data: torch.Tensor) -> None:
+        """Copy bytes (uint8, 1-d) into a slot.
+
+        Raises:
+            SharedMemoryFull: the file system has no room.
+        """
+        self._require_pages(slot, offset + data.numel())
+        start = slot * self._slot_bytes + offset
+        self._memory[start : start + data.numel()].copy_(data)
+
+    def _require_pages(self, slot: int, end: int) -> None:
+        begin = self._reserved_bytes[slot]
+        if end <= begin:
+            return
+        try:
+            self._reserve(self._descriptor, slot * self._slot_bytes + begin, end - begin)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise SharedMemoryFull(self._describe_full(end - begin)) from error
+        self._reserved_bytes[slot] = end
+
+    def _describe_full(self, num_bytes: int) -> str:
+        usage = os.statvfs(self._path.parent)
+        return (
+            f"{self._path.parent} has no room for {num_bytes} more bytes of weights "
+            f"({usage.f_bavail * usage.f_frsize} of {usage.f_blocks * usage.f_frsize} bytes free): enlarge it "
+            f"(docker: --shm-size), or lower partial_rollout.weights.bucket_mb "
+            f"(now {len(self._reserved_bytes)} slots of {self._slot_bytes} bytes)"
+        )
+
+    def unlink(self) -> None:
+        """Take the name away; the memory stays as long as somebody has it open. May be repeated."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Take name and memory away."""
+        self.unlink()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SlotReader:
+    """The receiver's end of an offer."""
+
+    def __init__(self, offer: SharedSlots, *, folder: Path = FOLDER) -> None:
+        """Open the segment.
+
+        Raises:
+            WeightProtocolError: the offer is no segment of this user, or smaller than it says.
+        """
+        num_bytes = offer.slot_bytes * offer.num_slots
+        self.slot_bytes = offer.slot_bytes
+        if offer.name != os.path.basename(offer.name) or not offer.name.startswith(owned_prefix()):
+            raise WeightProtocolError(f"{offer.name!r} is no shared memory segment of the weight channel")
+        try:
+            descriptor = os.open(folder / offer.name, OPEN_FLAGS)
+        except OSError as error:
+            raise WeightProtocolError(f"the offered segment {folder / offer.name} cannot be opened: {error}") from error
+        try:
+            status = os.fstat(descriptor)
+            if status.st_uid != os.getuid() or status.st_size < num_bytes or num_bytes <= 0:
+                raise WeightProtocolError(
+                    f"segment {offer.name} has {status.st_size} bytes of user {status.st_uid}, "
+                    f"not {num_bytes} of user {os.getuid()}"
+                )
+            self._memory = _map(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def read(self, slot: int, offset: int, num_bytes: int) -> torch.Tensor:
+        """A view of a slot's bytes, valid until the bucket is freed: copy it."""
+        start = slot * self.slot_bytes + offset
+        return self._memory[start : start + num_bytes]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """The file's bytes; unmapped with the last tensor on them, since unmapping by hand fails while one lives."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def remove_abandoned_segments(folder: Path = FOLDER) -> list[Path]:
+    """Delete segments of this user whose sender was killed before the receiver had opened them; return them."""
+    removed: list[Path] = []
+    for path in sorted(folder.glob(f"{owned_prefix()}*")):
+        with abandoned(path) as is_abandoned:
+            if is_abandoned and path.is_file():
+                path.unlink(missing_ok=True)
+                removed.append(path)
+    return removed

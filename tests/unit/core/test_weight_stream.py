@@ -1,0 +1,203 @@
+"""Both ends of the weight channel, without a wire between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.core.buckets import Fragment, TensorSpec
+from partial_rollout.core.weight_stream import Endpoint, ReceiverMachine, SenderMachine, State
+from partial_rollout.core.wire import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Bucket,
+    Done,
+    Error,
+    Free,
+    Hello,
+    SharedSlots,
+    decode,
+    describe_failure,
+    encode,
+)
+from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightProtocolError, WeightUpdateError
+
+SECRET = b"s" * 32
+SLOTS = SharedSlots("name", 64, 2)
+FRAGMENT = Fragment(TensorSpec("a", "float32", (4, 2)), 0, 0, 32)
+EXAMPLES = {
+    Hello: Hello(PROTOCOL, 1, b"r"),
+    Attach: Attach(PROTOCOL, 1, b"s", b"p", SLOTS),
+    Attached: Attached(b"p"),
+    Bucket: Bucket(0, 1, (FRAGMENT,)),
+    Free: Free(0),
+    Done: Done(1, 32),
+    Error: Error("WeightMismatch", "text"),
+}
+
+
+def sender(secret=SECRET, round=1):
+    machine = SenderMachine(secret=secret, round=round, nonce=b"sender", num_slots=2)
+    machine.start()
+    return machine
+
+
+def receiver(secret=SECRET, round=1):
+    return ReceiverMachine(secret=secret, round=round, nonce=b"receiver")
+
+
+def connected():
+    s, r = sender(), receiver()
+    s.receive(r.start())
+    r.receive(s.attach(SLOTS))
+    s.receive(r.attached())
+    return s, r
+
+
+def in_state(machine: Endpoint, state: State) -> Endpoint:
+    machine.state = state
+    return machine
+
+
+@pytest.mark.parametrize("message", EXAMPLES.values(), ids=lambda m: type(m).__name__)
+def test_a_message_survives_the_wire(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"garbage", encode(EXAMPLES[Done])[:-1], b"\x80", b"\x81\xa4type\xa1x"])
+def test_other_bytes_are_no_message(data):
+    with pytest.raises(WeightProtocolError, match="not a message"):
+        decode(data)
+
+
+def test_a_whole_round():
+    s, r = connected()
+    assert s.next_slot() == 0
+    first = s.bucket(0, (FRAGMENT,))
+    assert s.next_slot() == 1
+    second = s.bucket(1, (FRAGMENT,))
+    assert s.next_slot() is None
+    r.receive(first)
+    s.receive(r.free(first))
+    assert s.next_slot() == 0
+    r.receive(second)
+    done = s.finish(2, 64)
+    r.receive(done)
+    s.receive(r.free(second))
+    s.receive(r.finish(done, Done(2, 64)))
+    assert (s.state, r.state) == (State.CLOSED, State.CLOSED)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("message", EXAMPLES.values(), ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("make", [sender, receiver])
+def test_a_message_out_of_order_ends_the_round(make, state, message):
+    machine = in_state(make(), state)
+    if (state, type(message)) in machine.TABLE:
+        pytest.skip("in order")
+    told = isinstance(message, Error)
+    text = "text" if told else rf"{type(message).__name__}.*{state.name}"
+    with pytest.raises(WeightMismatch if told else WeightProtocolError, match=text):
+        machine.receive(message)
+    assert machine.state is (State.PEER_FAILED if told else State.FAILED)
+    assert machine.owes_reason is not told
+
+
+@pytest.mark.parametrize("message", [Hello(PROTOCOL + 1, 1, b"r"), Hello(PROTOCOL, 2, b"r")])
+def test_a_receiver_of_another_version_or_round_is_refused(message):
+    with pytest.raises(WeightProtocolError, match="version 2.*we 1|round 2.*we in 1"):
+        sender().receive(message)
+
+
+@pytest.mark.parametrize("change", [{"protocol": PROTOCOL + 1}, {"round": 2}])
+def test_a_sender_of_another_version_or_round_is_refused(change):
+    s, r = sender(), receiver()
+    s.receive(r.start())
+    offer = s.attach(SLOTS)
+    fields = {"protocol": offer.protocol, "round": 1, "nonce": offer.nonce, "proof": offer.proof, "slots": SLOTS}
+    with pytest.raises(WeightProtocolError, match="version 2.*we 1|round 2.*we in 1"):
+        r.receive(Attach(**(fields | change)))
+
+
+def test_a_receiver_without_the_secret_gets_no_weights():
+    s, r = sender(), receiver(secret=b"other")
+    s.receive(r.start())
+    s.attach(SLOTS)
+    r.state = State.ATTACHED
+    with pytest.raises(WeightProtocolError, match="secret"):
+        s.receive(r.attached())
+    with pytest.raises(WeightProtocolError, match="FAILED"):
+        s.bucket(0, ())
+
+
+def test_a_sender_without_the_secret_is_refused():
+    s, r = sender(secret=b"other"), receiver()
+    s.receive(r.start())
+    with pytest.raises(WeightProtocolError, match="secret"):
+        r.receive(s.attach(SLOTS))
+
+
+def test_the_proof_of_one_end_or_of_an_earlier_round_is_worth_nothing():
+    s, r = sender(), receiver()
+    s.receive(r.start())
+    own = s.attach(SLOTS).proof
+    with pytest.raises(WeightProtocolError, match="secret"):
+        s.receive(Attached(own))
+    late = sender(round=2)
+    late.receive(receiver(round=2).start())
+    with pytest.raises(WeightProtocolError, match="secret"):
+        late.receive(r.attached())
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_bucket_that_is_not_on_its_way_cannot_be_freed(index):
+    s, _ = connected()
+    s.bucket(0, (FRAGMENT,))
+    with pytest.raises(WeightProtocolError, match=f"bucket {index}"):
+        s.receive(Free(index))
+
+
+def test_a_bucket_cannot_be_freed_twice():
+    s, _ = connected()
+    s.bucket(0, (FRAGMENT,))
+    s.receive(Free(0))
+    with pytest.raises(WeightProtocolError, match="bucket 0"):
+        s.receive(Free(0))
+
+
+def test_a_slot_in_use_is_not_sent_again():
+    s, _ = connected()
+    s.bucket(0, (FRAGMENT,))
+    with pytest.raises(WeightProtocolError, match="slot 0"):
+        s.bucket(0, (FRAGMENT,))
+
+
+@pytest.mark.parametrize("bucket", [Bucket(1, 0, ()), Bucket(0, 2, ()), Bucket(0, -1, ())])
+def test_a_bucket_that_was_skipped_or_lies_elsewhere_is_refused(bucket):
+    _, r = connected()
+    with pytest.raises(WeightProtocolError, match=f"bucket {bucket.index} in slot {bucket.slot}"):
+        r.receive(bucket)
+
+
+def test_a_truncated_stream_is_no_success_on_either_end():
+    s, r = connected()
+    done = s.finish(2, 64)
+    r.receive(done)
+    with pytest.raises(WeightProtocolError, match="truncated"):
+        r.finish(done, Done(1, 32))
+    with pytest.raises(WeightProtocolError, match="num_tensors=1"):
+        s.receive(Done(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (SharedMemoryFull("no room"), SharedMemoryFull),
+        (WeightMismatch("tensor 'a'"), WeightMismatch),
+        (ValueError("other"), WeightUpdateError),
+    ],
+)
+def test_a_failure_arrives_as_the_error_it_was(failure, kind):
+    s, _ = connected()
+    with pytest.raises(kind, match=f"the other end failed: .*{failure}"):
+        s.receive(decode(encode(describe_failure(failure))))

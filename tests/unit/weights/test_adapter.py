@@ -1,0 +1,106 @@
+"""verl's adapter with our channel, around a server without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from partial_rollout.config import TimeoutConfig, WeightsConfig
+from partial_rollout.errors import WaitTimeout, WeightProtocolError
+from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter, uses_channel
+from tests.unit.weights.support import SHORT_S, make_weights, receive_all
+
+
+class Method:
+    """A remote method whose answer the test gives."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+        self.answer: Future = Future()
+
+    def remote(self, **kwargs):
+        self.calls.append(kwargs)
+        return SimpleNamespace(future=lambda: self.answer)
+
+
+def make_adapter(channels, *, leads: bool = True, resume_s: float = 20.0) -> ChannelAdapter:
+    adapter = object.__new__(ChannelAdapter)  # its parent's constructor needs Ray
+    adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
+    adapter._settings, adapter._timeouts = WeightsConfig(bucket_mb=1, timeout_s=20.0), TimeoutConfig(resume_s=resume_s)
+    adapter._round, adapter._address = 0, channels.address
+    adapter._server = SimpleNamespace(receive_weights=Method())
+    return adapter
+
+
+async def test_the_engine_is_called_with_the_round_and_waited_for(channels):
+    adapter, weights = make_adapter(channels), make_weights(2)
+    call = adapter._server.receive_weights
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    received.add_done_callback(lambda _: call.answer.set_result(None))
+    await adapter.update_weights(iter(weights), global_steps=3)
+    assert call.calls == [{"round": 1, "version": 3}]
+    assert [name for name, _ in await received] == [name for name, _ in weights]
+
+
+async def test_a_rank_that_does_not_lead_sends_but_calls_nobody(channels):
+    adapter = make_adapter(channels, leads=False)
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    assert adapter._server.receive_weights.calls == []
+    assert len(await received) == 1
+
+
+async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker(channels):
+    adapter = make_adapter(channels)
+    adapter._server.receive_weights.answer.set_exception(RuntimeError("actor died"))
+    with pytest.raises(RuntimeError, match="actor died"):
+        await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+
+
+async def test_a_server_that_does_not_answer_is_named(channels):
+    adapter = make_adapter(channels, resume_s=SHORT_S)
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    with pytest.raises(WaitTimeout, match="0.2 s for replica 0 to load new weights"):
+        await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    await received
+
+
+@pytest.mark.parametrize("options", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
+async def test_what_the_channel_does_not_carry_is_refused_before_anything_is_sent(channels, options):
+    adapter = make_adapter(channels)
+    with pytest.raises(WeightProtocolError, match="backend=verl"):
+        await adapter.update_weights(iter(make_weights(1)), **options)
+    assert adapter._server.receive_weights.calls == []
+
+
+def config(backend, **model):
+    return OmegaConf.create(
+        {"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": {"model": model}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "model", "wanted"),
+    [
+        ("auto", "cpu", {}, True),
+        ("auto", "cuda", {}, False),
+        ("auto", "cpu", {"lora_rank": 8}, False),
+        ("channel", "cuda", {}, True),
+        ("verl", "cpu", {}, False),
+    ],
+)
+def test_the_backend_decides_and_auto_asks_the_device(monkeypatch, backend, device, model, wanted):
+    monkeypatch.setattr("partial_rollout.weights.adapter.get_device_name", lambda: device)
+    assert uses_channel(config(backend, **model)) is wanted
+
+
+def test_verl_dispatches_our_worker_as_its_own():
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+
+    ours, theirs = (getattr(cls.init_model, MAGIC_ATTR) for cls in (ChannelActorWorker, ActorRolloutRefWorker))
+    assert ours == theirs

@@ -1,0 +1,243 @@
+"""Both ends of the channel, over real sockets and real shared memory."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+import torch
+
+from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
+from partial_rollout.weights.directory import ChannelAddress
+from partial_rollout.weights.line import Line
+from partial_rollout.weights.shared_slots import SlotWriter
+from tests.unit.weights.support import (
+    LONG_S,
+    SHORT_S,
+    SLOT_BYTES,
+    exchange,
+    make_receiver,
+    make_sender,
+    make_weights,
+    receive_all,
+    segments,
+    send_all,
+)
+
+MANY_KINDS = [
+    ("scalar", torch.tensor(3.0)),
+    ("empty", torch.empty(0, 4)),
+    ("bf16", torch.randn(33, 5).bfloat16()),
+    ("int64", torch.arange(7)),
+    ("bool", torch.tensor([True, False, True])),
+    ("transposed", torch.randn(8, 4).t()),
+    ("fp8", torch.randn(16).to(torch.float8_e4m3fn)),
+    ("large", torch.randn(10_000)),
+    ("small", torch.randn(3)),
+]
+
+
+def same(first, second):
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first.float(), second.float())
+
+
+def test_every_tensor_arrives_as_it_was_and_stays_so(channels):
+    # The comparison comes after the last bucket: a tensor that were a view of a slot would hold later bytes by now.
+    weights = MANY_KINDS + make_weights(6)
+    sent, received = exchange(channels.address, weights)
+    assert [name for name, _ in received] == [name for name, _ in weights]
+    assert all(same(got, wanted) for (_, got), (_, wanted) in zip(received, weights, strict=True))
+    assert (sent.num_tensors, sent.num_bytes) == (len(weights), sum(tensor.nbytes for _, tensor in weights))
+
+
+def test_nothing_at_all_may_be_sent(channels):
+    sent, received = exchange(channels.address, [])
+    assert (sent.num_tensors, received) == (0, [])
+
+
+def test_the_segment_has_no_name_once_the_receiver_has_opened_it(channels):
+    before, seen = segments(), []
+
+    def weights():
+        seen.append(segments())
+        yield from make_weights(1)
+
+    exchange(channels.address, weights())
+    assert seen == [before]
+
+
+def test_rounds_follow_each_other(channels):
+    for round, seed in ((1, 1), (2, 2)):
+        weights = make_weights(2, seed)
+        options = {"round": round}
+        _, received = exchange(channels.address, weights, sender=options, receiver=options)
+        assert all(same(got, wanted) for (_, got), (_, wanted) in zip(received, weights, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite_is_named_on_both_ends_when_asked(channels, bad):
+    weights = make_weights(3)
+    weights[1][1][-1] = bad
+    sent, received = exchange(channels.address, weights, receiver={"validate": True})
+    assert isinstance(received, WeightMismatch)
+    assert isinstance(sent, WeightMismatch)
+    assert "'layer.1' holds NaN or Inf" in str(received)
+    assert "'layer.1' holds NaN or Inf" in str(sent)
+
+
+def test_integers_are_finite(channels):
+    _, received = exchange(channels.address, [("i", torch.arange(3))], receiver={"validate": True})
+    assert len(received) == 1
+
+
+def test_a_dtype_that_does_not_travel_is_named_on_both_ends(channels):
+    sent, received = exchange(channels.address, [*make_weights(1), ("odd", torch.zeros(2, dtype=torch.complex64))])
+    assert isinstance(sent, WeightMismatch)
+    assert isinstance(received, WeightMismatch)
+    assert "'odd'" in str(sent)
+    assert "'odd'" in str(received)
+
+
+def test_a_tensor_sent_twice_is_named_on_both_ends(channels):
+    sent, received = exchange(channels.address, make_weights(1) + make_weights(1))
+    assert "'layer.0' was sent twice" in str(sent)
+    assert "'layer.0' was sent twice" in str(received)
+
+
+def test_a_failure_of_the_weights_themselves_reaches_the_receiver(channels):
+    def weights():
+        yield from make_weights(1)
+        raise ValueError("no more")
+
+    sent, received = exchange(channels.address, weights())
+    assert isinstance(sent, ValueError)
+    assert "ValueError: no more" in str(received)
+
+
+def test_a_failure_of_the_model_reaches_the_sender(channels):
+    def load():
+        with make_receiver(channels.address) as receiver:
+            for name, _ in receiver.tensors():
+                raise WeightMismatch(f"no place for {name}")
+
+    sent = []
+    thread = threading.Thread(target=lambda: sent.append(catch(send_all, channels.address, make_weights(8))))
+    thread.start()
+    with pytest.raises(WeightMismatch, match="layer.0"):
+        load()
+    thread.join()
+    assert isinstance(sent[0], WeightMismatch)
+    assert "no place for layer.0" in str(sent[0])
+
+
+def catch(call, *args, **kwargs):
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - handed to the test's own thread
+        return error
+
+
+def test_a_wrong_secret_ends_both_ends_before_a_byte_of_weights(channels):
+    other = ChannelAddress(channels.address.directory, b"x" * 32)
+    asked = []
+
+    def weights():
+        asked.append(True)
+        yield from make_weights(1)
+
+    received = []
+    thread = threading.Thread(target=lambda: received.append(catch(receive_all, other)))
+    thread.start()
+    sent = catch(send_all, channels.address, weights())
+    thread.join()
+    assert isinstance(received[0], WeightProtocolError)
+    assert "secret" in str(received[0])
+    assert "secret" in str(sent)
+    assert asked == []
+
+
+def test_a_sender_of_another_round_is_never_met(channels):
+    sent, received = exchange(
+        channels.address,
+        make_weights(1),
+        sender={"round": 1, "timeout_s": SHORT_S},
+        receiver={"round": 2, "timeout_s": SHORT_S},
+    )
+    assert isinstance(sent, WeightPeerLost)
+    assert "its hello" in str(sent)
+    assert isinstance(received, WeightPeerLost)
+    assert "its offer of slots" in str(received)
+
+
+def test_noise_on_the_line_is_an_error_not_a_pickle(channels):
+    with make_sender(channels.address) as sender:
+        path = channels.address.socket_path("test", 1)
+        line = Line(path, bind=False, peer="sender", timeout_s=LONG_S)
+        line._socket.send(b"cos\nsystem\n(S'true'\ntR.")
+        with pytest.raises(WeightProtocolError, match="not a message"):
+            sender.send(make_weights(1))
+        line.close()
+
+
+def test_a_failed_engine_call_ends_the_wait_for_its_worker(channels):
+    def engine_failed():
+        raise RuntimeError("engine call failed")
+
+    with pytest.raises(RuntimeError, match="engine call failed"):
+        send_all(channels.address, make_weights(1), check=engine_failed)
+
+
+def test_a_stalled_receiver_is_named_within_the_limit(channels):
+    gate = threading.Event()
+
+    def stall():
+        with make_receiver(channels.address) as receiver:
+            for _ in receiver.tensors():
+                gate.wait()
+
+    received = []
+    thread = threading.Thread(target=lambda: received.append(catch(stall)))
+    thread.start()
+    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for a free slot"):
+        send_all(channels.address, make_weights(8), timeout_s=SHORT_S)
+    gate.set()
+    thread.join()
+    assert isinstance(received[0], WeightPeerLost)
+
+
+def test_a_stalled_sender_is_named_within_the_limit(channels):
+    gate = threading.Event()
+
+    def weights():
+        yield from make_weights(2)
+        gate.wait()
+        yield from make_weights(20, seed=1)
+
+    sent = []
+    thread = threading.Thread(target=lambda: sent.append(catch(send_all, channels.address, weights())))
+    thread.start()
+    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for the next message"):
+        receive_all(channels.address, timeout_s=SHORT_S)
+    gate.set()
+    thread.join()
+    assert isinstance(sent[0], WeightPeerLost)
+    assert "silent" in str(sent[0])
+
+
+def test_a_full_shared_memory_is_named_on_both_ends_and_cleaned(channels):
+    before = segments()
+
+    def reserve(descriptor, offset, size):
+        if offset + size > SLOT_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def make_slots(slot_bytes, num_slots):
+        return SlotWriter(slot_bytes, num_slots, reserve=reserve)
+
+    sent, received = exchange(channels.address, make_weights(4), sender={"make_slots": make_slots})
+    assert isinstance(sent, SharedMemoryFull)
+    assert isinstance(received, SharedMemoryFull)
+    assert "/dev/shm has no room for 4096 more bytes" in str(sent)
+    assert "weights.bucket_mb" in str(sent)
+    assert segments() == before

@@ -1,0 +1,81 @@
+"""One end is killed (SIGKILL): the other says so at once, and nothing is left for good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from partial_rollout.errors import WeightPeerLost
+from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
+from partial_rollout.weights.shared_slots import SlotWriter, remove_abandoned_segments
+from tests.unit.weights.support import Peer, make_receiver, make_weights, segments, send_all
+
+SENDER = """
+send_all(address, make_weights(8))
+"""
+RECEIVER = """
+with make_receiver(address) as receiver:
+    for _ in receiver.tensors():
+        say("streaming")
+        stall()
+"""
+
+
+def test_a_killed_sender_is_named_at_once_and_leaves_no_segment(channels):
+    before = segments()
+    with Peer(channels.address, SENDER) as peer, make_receiver(channels.address) as receiver:
+        tensors = receiver.tensors()
+        next(tensors)
+        peer.kill()
+        with pytest.raises(WeightPeerLost, match="training worker of channel test is gone"):
+            list(tensors)
+        assert segments() == before
+    channels.remove()
+    assert not channels.path.exists()
+
+
+def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(channels):
+    before = segments()
+
+    def weights(peer):
+        yield from make_weights(1)
+        yield "small", torch.zeros(1)  # with it the first one's last bucket leaves
+        peer.wait_for("streaming")
+        peer.kill()
+        yield from make_weights(8, seed=1)
+
+    with (
+        Peer(channels.address, RECEIVER) as peer,
+        pytest.raises(WeightPeerLost, match="engine's worker for channel test is gone"),
+    ):
+        send_all(channels.address, (("x" + name, tensor) for name, tensor in weights(peer)))
+    assert segments() == before
+
+
+def test_a_segment_of_a_killed_sender_goes_with_the_next_start_and_one_in_use_stays(channels, tmp_path):
+    body = "from pathlib import Path\nfrom partial_rollout.weights.shared_slots import SlotWriter\n"
+    body += f"slots = SlotWriter(4096, 2, folder=Path({str(tmp_path)!r}))\nsay(slots.offer.name)\nstall()"
+    in_use = SlotWriter(4096, 2, folder=tmp_path)
+    with Peer(channels.address, body) as peer:
+        name = peer.process.stdout.readline().strip()
+        assert remove_abandoned_segments(tmp_path) == []
+    assert (tmp_path / name).exists()
+    assert remove_abandoned_segments(tmp_path) == [tmp_path / name]
+    assert [path.name for path in tmp_path.iterdir()] == [in_use.offer.name]
+    in_use.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_a_killed_server_goes_with_the_next_start_and_one_in_use_stays(channels, tmp_path):
+    body = "from pathlib import Path\nfrom partial_rollout.weights.directory import ChannelDirectory\n"
+    body += f"directory = ChannelDirectory(Path({str(tmp_path)!r}))\n"
+    body += "(directory.path / 'x.sock').touch()\nsay(directory.path)\nstall()"
+    in_use = ChannelDirectory(tmp_path)
+    with Peer(channels.address, body) as peer:
+        killed = peer.process.stdout.readline().strip()
+        assert remove_abandoned_directories(tmp_path) == []
+    following = ChannelDirectory(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([in_use.path, following.path])
+    assert killed not in map(str, tmp_path.iterdir())
+    in_use.remove()
+    following.remove()
