@@ -241,13 +241,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[WeightsConfig().bucket_mb])
+    parser.add_argument("--engine", action="store_true", help="also into a real engine, of the first size")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
         return
-    result = {
+    result: dict[str, Any] = {
         "machine": {"cpu": platform.processor(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "load_average_at_start": os.getloadavg()[0],
         "transport": [
@@ -256,6 +257,11 @@ def main() -> None:
             for bucket_mb in options.bucket_mb
         ],
     }
+    if options.engine:
+        from benchmarks.weights_engine import measure_engine
+
+        seconds, num_bytes = measure_engine(options.gigabytes[0], options.rounds, options.bucket_mb[0])
+        result["engine"] = {"bytes": num_bytes, **summary(seconds, num_bytes, {})}
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -54,7 +54,6 @@ class ChannelAdapter(ServerAdapter):
         self._server: Any = None
         self._address: ChannelAddress | None = None
 
-    @torch.no_grad()
     async def update_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
@@ -85,7 +84,7 @@ class ChannelAdapter(ServerAdapter):
             if update is not None and update.done():
                 update.result()
 
-        with self._sender(address, raise_failed_update) as sender:
+        with torch.no_grad(), self._sender(address, raise_failed_update) as sender:
             if self._has_server:
                 update = self._server.receive_weights.remote(round=self._round, version=global_steps).future()
             sender.send(weights)
