@@ -70,12 +70,29 @@ def slots_per_worker(config: DictConfig) -> int:
 
 def num_ranks(config: DictConfig) -> int:
     """Data-parallel size of the actor."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel_size(config)
+    return num_devices(config) // sequence_parallel_size(config)
 
 
-def sequence_parallel_size(config: DictConfig) -> int:
-    """Devices that share a row of the actor."""
-    return config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+def num_devices(config: DictConfig) -> int:
+    """Devices of the training ranks."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
+    """Devices that share a row of the actor, or of the reference (`role="ref"`)."""
+    settings = config.actor_rollout_ref[role]
+    # verl writes a deprecated key above 1 over the other one (FSDPActorConfig).
+    deprecated = settings.ulysses_sequence_parallel_size
+    return deprecated if deprecated > 1 else settings.fsdp_config.ulysses_sequence_parallel_size
+
+
+def has_own_reference(config: DictConfig) -> bool:
+    """Whether a reference model is loaded beside the actor; with LoRA it is the actor without its adapter."""
+    model = config.actor_rollout_ref.model
+    ranks = (OmegaConf.select(model, "lora.rank", default=0), OmegaConf.select(model, "lora_rank", default=0))
+    with_adapter = max(ranks) > 0 or OmegaConf.select(model, "lora_adapter_path") is not None
+    needed = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    return needed and not with_adapter
 
 
 def check_inputs(config: DictConfig) -> None:
@@ -137,6 +154,7 @@ def _check_packing(config: DictConfig) -> None:
     given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
     _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")
     _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}")
+    _check_sequence_parallel(config, alternative)
     samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
     _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
@@ -144,6 +162,19 @@ def _check_packing(config: DictConfig) -> None:
         packing.planner != "fixed" or bool(packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu),
         f"{BLOCK}.packing.per_rank_batch_size=None with actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=None",
         f"at least 1 with {BLOCK}.packing.planner=fixed (set {BLOCK}.packing.per_rank_batch_size=...)",
+    )
+
+
+def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
+    """The actor's and the reference's ranks get the same plan."""
+    size, reference = sequence_parallel_size(config), sequence_parallel_size(config, "ref")
+    keys = "actor_rollout_ref.{0}.fsdp_config.ulysses_sequence_parallel_size (or {0}.ulysses_sequence_parallel_size)"
+    given = f"{keys.format('actor')}={size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    _require(num_devices(config) % size == 0, given, f"a divisor of the devices {alternative}")
+    _require(
+        not has_own_reference(config) or reference == size,
+        f"{keys.format('ref')}={reference}",
+        f"the actor's {size} {alternative}",
     )
 
 

@@ -57,6 +57,15 @@ class BatchPacker:
     """Rows are padded to their longest sample, not packed."""
     call_timeout_s: float
 
+    def require_ranks(self, num_ranks: int) -> None:
+        """Compare with the ranks that verl sends a batch to.
+
+        Raises:
+            InternalError: plans would be made for another number.
+        """
+        if num_ranks != self.num_ranks:
+            raise InternalError(f"packing: plans are for {self.num_ranks} ranks, verl sends batches to {num_ranks}")
+
     def arrange(self, batch: KVBatchMeta, sampled: Sequence[str], metrics: dict[str, Any]) -> None:
         """Plan `batch` and reorder it in place; adds the plan's metrics.
 

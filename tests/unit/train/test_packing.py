@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from transformers import Qwen3Config
+from verl.trainer.ppo.v1 import PPOTrainer
 
 from partial_rollout.config import PackingConfig, PartialRolloutConfig
 from partial_rollout.core.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
@@ -17,6 +18,7 @@ from partial_rollout.core.packing.padded import PaddedPlanner
 from partial_rollout.errors import InternalError
 from partial_rollout.train import packing
 from partial_rollout.train.packing import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
+from partial_rollout.train.trainer import PartialRolloutTrainer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -85,6 +87,17 @@ def test_the_step_reports_the_plan(stored: dict[str, int]):
     assert 0 < padded["packing/padding_share"] < 0.5
 
 
+def test_plans_are_for_the_ranks_that_verl_sends_batches_to(stored: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda _, batch, metrics: batch)
+    trainer = object.__new__(PartialRolloutTrainer)
+    trainer.packer = BatchPacker(FixedCountPlanner(2), 2, False, call_timeout_s=5.0)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
+    assert len(trainer._balance_batch(batch_of(KEYS), {}).keys) == len(KEYS)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1, 2, 3]})
+    with pytest.raises(InternalError, match="plans are for 2 ranks, verl sends batches to 4"):
+        trainer._balance_batch(batch_of(KEYS), {})
+
+
 def test_a_plan_that_verl_would_cut_elsewhere_is_refused():
     uneven = Plan((((0,), (1, 2)), ((3, 4), (5,))), (1, 1))
     with pytest.raises(InternalError, match=r"mini-batch 0 gives ranks \[1, 2\] samples"):
@@ -98,7 +111,7 @@ def test_a_plan_that_verl_would_cut_elsewhere_is_refused():
 def config_of(*, remove_padding: bool, sequence_parallel: int = 1) -> Any:
     actor = {
         "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 3, "ppo_max_token_len_per_gpu": 100,
-        "fsdp_config": {"ulysses_sequence_parallel_size": sequence_parallel},
+        "ulysses_sequence_parallel_size": 1, "fsdp_config": {"ulysses_sequence_parallel_size": sequence_parallel},
     }  # fmt: skip
     model = {"use_remove_padding": remove_padding}
     roles = {"actor": actor, "model": model, "rollout": {"n": 4}}
