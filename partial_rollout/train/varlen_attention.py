@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "varlen_sdpa"
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What transformers' models pass to their attention that would change the scores; None means without."""
 
 
 def install() -> None:
@@ -35,21 +37,20 @@ def attend(
     position_ids: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence of one packed row.
 
     Takes (1, heads, T, head_dim), returns (1, T, heads, head_dim). A sequence starts where `position_ids` (1, T) is 0.
 
     Raises:
-        ConfigError: more than one row, a padding mask, or a sliding window.
+        ConfigError: more than one row, a padding mask, positions (3, 1, T) of images or not from 0 on, or a model
+            whose attention has one of UNSUPPORTED.
     """
-    if query.shape[0] != 1 or attention_mask is not None or position_ids is None:
-        raise ConfigError(
-            f"{NAME} takes one packed row with position ids and no mask: use model.use_remove_padding=True"
-        )
-    if getattr(module, "sliding_window", None) is not None:
-        raise ConfigError(f"{NAME} has no sliding window: use attn_implementation=sdpa")
+    _check_row(query, attention_mask, position_ids)
+    wanted = [name for name in UNSUPPORTED if options.get(name, getattr(module, name, None)) is not None]
+    if wanted:
+        raise ConfigError(f"{NAME} has no {wanted[0]}, which the model asks for: use attn_implementation=sdpa or eager")
     parts = [part.split(sequence_lengths(position_ids), dim=2) for part in (query, key, value)]
     outputs = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -58,6 +59,19 @@ def attend(
         for q, k, v in zip(*parts, strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _check_row(query: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+    if query.shape[0] != 1 or attention_mask is not None or position_ids is None:
+        raise ConfigError(
+            f"{NAME} takes one packed row with position ids and no mask: use model.use_remove_padding=True"
+        )
+    shape = tuple(position_ids.shape)
+    if shape != (1, query.shape[2]) or position_ids[0, 0] != 0:
+        raise ConfigError(
+            f"{NAME} takes positions (1, {query.shape[2]}) that begin with 0, not {shape} from"
+            f" {position_ids.flatten()[0]} on: use attn_implementation=sdpa or eager"
+        )
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
