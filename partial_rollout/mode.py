@@ -23,6 +23,9 @@ REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
 PACKED_STRATEGIES = ("fsdp", "fsdp2")
+PACKED_ATTENTION = "varlen_sdpa"
+"""Of `PACKED_ATTENTION_MODULE`, which registers it when it is imported."""
+PACKED_ATTENTION_MODULE = "partial_rollout.train.varlen_attention"
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
@@ -169,8 +172,12 @@ def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
     """The actor's and the reference's ranks get the same plan."""
     size, reference = sequence_parallel_size(config), sequence_parallel_size(config, "ref")
     keys = "actor_rollout_ref.{0}.fsdp_config.ulysses_sequence_parallel_size (or {0}.ulysses_sequence_parallel_size)"
-    given = f"{keys.format('actor')}={size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    given = (
+        f"{keys.format('actor')}={size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    )
     _require(num_devices(config) % size == 0, given, f"a divisor of the devices {alternative}")
+    packed_attention = size > 1 and _attention(config.actor_rollout_ref.model) == PACKED_ATTENTION
+    _require(not packed_attention, f"{given} with attn_implementation={PACKED_ATTENTION}", "1: it needs whole rows")
     _require(
         not has_own_reference(config) or reference == size,
         f"{keys.format('ref')}={reference}",
@@ -223,6 +230,19 @@ def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
     on_hub = hub and HUB_NAME.fullmatch(path) is not None
     if "://" not in path and not on_hub and not os.path.exists(os.path.expanduser(path)):
         raise DataError(f"{key}={path} does not exist; give the path of an existing one (set {key}=...)")
+
+
+def provide_attention(config: DictConfig) -> None:
+    """Let verl load `PACKED_ATTENTION` in every process that builds a model with it, in place and in every mode."""
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        if _attention(model) == PACKED_ATTENTION:
+            given = model.external_lib
+            others = list(given) if OmegaConf.is_list(given) else [given] if given else []
+            model.external_lib = [*others, PACKED_ATTENTION_MODULE]
+
+
+def _attention(model: DictConfig) -> str | None:
+    return OmegaConf.select(model, "override_config.attn_implementation")
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:

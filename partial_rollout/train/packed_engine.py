@@ -19,7 +19,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from partial_rollout.errors import InternalError
-from partial_rollout.train import varlen_attention
 from partial_rollout.train.packing import MICRO_BATCH_FIELD
 
 if TYPE_CHECKING:
@@ -134,7 +133,6 @@ class PackedTrainingWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         register_engine()
-        varlen_attention.install()
         super().__init__(config)
 
 

@@ -1,6 +1,7 @@
 """Attention for packed rows where there is no flash-attention: each sequence on its own, through torch's SDPA.
 
-`install()` adds it to transformers' registry as `varlen_sdpa`; a packed row then costs the sum of its sequences'
+Importing this module adds it to transformers' registry as `varlen_sdpa`; `main_ppo` makes verl import it where the
+configuration names it, through `model.external_lib`. A packed row then costs the sum of its sequences'
 squares, while plain `sdpa` keeps sequences apart with a mask and computes the square of the whole row.
 """
 
@@ -12,11 +13,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from partial_rollout.errors import ConfigError
+from partial_rollout.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAME = "varlen_sdpa"
+NAME = PACKED_ATTENTION
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What transformers' models pass to their attention that would change the scores; None means without."""
 
@@ -82,3 +84,6 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 def _no_mask(*_: Any, **__: Any) -> None:
     """`attend` reads the position ids instead."""
+
+
+install()

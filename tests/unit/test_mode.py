@@ -20,6 +20,7 @@ from partial_rollout.mode import (
     is_enabled,
     num_ranks,
     num_slots,
+    provide_attention,
     sequence_parallel_size,
     slots_per_worker,
 )
@@ -138,12 +139,34 @@ def test_a_fixed_count_needs_a_count(composed: Composed):
     check(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
 
 
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+LIBRARY = "actor_rollout_ref.model.external_lib"
+OURS = "partial_rollout.train.varlen_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "critic"),
+    [
+        ({}, None, None),
+        ({ATTENTION: "varlen_sdpa"}, [OURS], None),
+        ({ATTENTION: "varlen_sdpa", LIBRARY: "mine"}, ["mine", OURS], None),
+        ({ATTENTION: "varlen_sdpa", LIBRARY: ["mine", "yours"]}, ["mine", "yours", OURS], None),
+        ({"critic.model.override_config.attn_implementation": "varlen_sdpa"}, None, [OURS]),
+    ],
+)
+def test_verl_imports_our_attention_where_it_is_named(composed: Composed, changes: dict[str, Any], actor, critic):
+    config = composed(changes)
+    provide_attention(config)
+    assert (config.actor_rollout_ref.model.external_lib, config.critic.model.external_lib) == (actor, critic)
+
+
 SEQUENCE_PARALLEL = "actor_rollout_ref.{}ulysses_sequence_parallel_size"
 FOUR_DEVICES = {"trainer.n_gpus_per_node": 4}
 
 
 @pytest.mark.parametrize(
-    ("actor", "deprecated", "expected"), [(1, 1, (4, 1)), (2, 1, (2, 2)), (1, 2, (2, 2)), (4, 2, (2, 2)), (4, 1, (1, 4))]
+    ("actor", "deprecated", "expected"),
+    [(1, 1, (4, 1)), (2, 1, (2, 2)), (1, 2, (2, 2)), (4, 2, (2, 2)), (4, 1, (1, 4))],
 )
 def test_both_keys_of_sequence_parallelism_count_as_in_verl(composed: Composed, actor, deprecated, expected):
     keys = {SEQUENCE_PARALLEL.format("actor.fsdp_config."): actor, SEQUENCE_PARALLEL.format("actor."): deprecated}
@@ -159,6 +182,13 @@ def test_devices_that_cannot_share_rows_are_told(composed: Composed, key: str):
     message = r"actor\.fsdp_config\.ulysses_sequence_parallel_size \(or .*=3 for .*= 4 devices .*divisor.*planner=verl"
     with pytest.raises(ConfigError, match=message):
         check(composed(FOUR_DEVICES | {SEQUENCE_PARALLEL.format(key): 3}))
+
+
+def test_our_attention_needs_whole_rows(composed: Composed):
+    shared = FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2}
+    check(composed(shared))
+    with pytest.raises(ConfigError, match=r"=2 for .* with attn_implementation=varlen_sdpa is not allowed"):
+        check(composed(shared | {ATTENTION: "varlen_sdpa"}))
 
 
 @pytest.mark.parametrize("reference", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])
