@@ -23,12 +23,6 @@ UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What transformers' models pass to their attention that would change the scores; None means without."""
 
 
-def install() -> None:
-    """Register the attention and its (absent) mask; a second call changes nothing."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -49,11 +43,11 @@ def attend(
         ConfigError: more than one row, a padding mask, positions (3, 1, T) of images or not from 0 on, or a model
             whose attention has one of UNSUPPORTED.
     """
-    _check_row(query, attention_mask, position_ids)
+    positions = _checked_positions(query, attention_mask, position_ids)
     wanted = [name for name in UNSUPPORTED if options.get(name, getattr(module, name, None)) is not None]
     if wanted:
         raise ConfigError(f"{NAME} has no {wanted[0]}, which the model asks for: use attn_implementation=sdpa or eager")
-    parts = [part.split(sequence_lengths(position_ids), dim=2) for part in (query, key, value)]
+    parts = [part.split(sequence_lengths(positions), dim=2) for part in (query, key, value)]
     outputs = [
         torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
@@ -63,7 +57,7 @@ def attend(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _check_row(query: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+def _checked_positions(query: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
     if query.shape[0] != 1 or attention_mask is not None or position_ids is None:
         raise ConfigError(
             f"{NAME} takes one packed row with position ids and no mask: use model.use_remove_padding=True"
@@ -74,6 +68,7 @@ def _check_row(query: Tensor, attention_mask: Tensor | None, position_ids: Tenso
             f"{NAME} takes positions (1, {query.shape[2]}) that begin with 0, not {shape} from"
             f" {position_ids.flatten()[0]} on: use attn_implementation=sdpa or eager"
         )
+    return position_ids
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -86,4 +81,5 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """`attend` reads the position ids instead."""
 
 
-install()
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -57,7 +57,6 @@ def test_what_would_be_left_out_is_refused(name: str):
     ids=["mistral", "gemma2"],
 )
 def test_a_model_that_needs_more_is_refused(model: Any, name: str):
-    varlen_attention.install()
     built = model()
     built.set_attn_implementation(varlen_attention.NAME)
     with pytest.raises(ConfigError, match=f"has no {name}"):
@@ -65,7 +64,6 @@ def test_a_model_that_needs_more_is_refused(model: Any, name: str):
 
 
 def test_a_mistral_without_a_window_is_not():
-    varlen_attention.install()
     built = MistralForCausalLM(MistralConfig(sliding_window=None, **SIZES))
     built.set_attn_implementation(varlen_attention.NAME)
     assert built(torch.ones_like(POSITIONS), position_ids=POSITIONS, use_cache=False).logits.isfinite().all()
