@@ -124,7 +124,6 @@ def run_rank(rank: int, options: argparse.Namespace, out: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    varlen_attention.install()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, max_position_embeddings=8192))
     parts: dict[str, Part] = {

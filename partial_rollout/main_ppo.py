@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
-from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled
+from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,6 +35,7 @@ def run(config: DictConfig) -> None:
 
     check_versions()
     check_inputs(config)
+    provide_attention(config)
     if is_enabled(config):
         check_config(config)
         apply_mode(config)

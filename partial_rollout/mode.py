@@ -23,6 +23,9 @@ REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
 PACKED_STRATEGIES = ("fsdp", "fsdp2")
+PACKED_ATTENTION = "varlen_sdpa"
+"""Of `PACKED_ATTENTION_MODULE`, which registers it when it is imported."""
+PACKED_ATTENTION_MODULE = "partial_rollout.train.varlen_attention"
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
@@ -79,12 +82,29 @@ def slots_per_worker(config: DictConfig) -> int:
 
 def num_ranks(config: DictConfig) -> int:
     """Data-parallel size of the actor."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel_size(config)
+    return num_devices(config) // sequence_parallel_size(config)
 
 
-def sequence_parallel_size(config: DictConfig) -> int:
-    """Devices that share a row of the actor."""
-    return config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+def num_devices(config: DictConfig) -> int:
+    """Devices of the training ranks."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
+    """Devices that share a row of the actor, or of the reference (`role="ref"`)."""
+    settings = config.actor_rollout_ref[role]
+    # verl writes a deprecated key above 1 over the other one (FSDPActorConfig).
+    deprecated = settings.ulysses_sequence_parallel_size
+    return deprecated if deprecated > 1 else settings.fsdp_config.ulysses_sequence_parallel_size
+
+
+def has_own_reference(config: DictConfig) -> bool:
+    """Whether a reference model is loaded beside the actor; with LoRA it is the actor without its adapter."""
+    model = config.actor_rollout_ref.model
+    ranks = (OmegaConf.select(model, "lora.rank", default=0), OmegaConf.select(model, "lora_rank", default=0))
+    with_adapter = max(ranks) > 0 or OmegaConf.select(model, "lora_adapter_path") is not None
+    needed = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    return needed and not with_adapter
 
 
 def check_inputs(config: DictConfig) -> None:
@@ -147,6 +167,7 @@ def _check_packing(config: DictConfig) -> None:
     given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
     _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")
     _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}")
+    _check_sequence_parallel(config, alternative)
     samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
     _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
@@ -154,6 +175,23 @@ def _check_packing(config: DictConfig) -> None:
         packing.planner != "fixed" or bool(packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu),
         f"{BLOCK}.packing.per_rank_batch_size=None with actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=None",
         f"at least 1 with {BLOCK}.packing.planner=fixed (set {BLOCK}.packing.per_rank_batch_size=...)",
+    )
+
+
+def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
+    """The actor's and the reference's ranks get the same plan."""
+    size, reference = sequence_parallel_size(config), sequence_parallel_size(config, "ref")
+    keys = "actor_rollout_ref.{0}.fsdp_config.ulysses_sequence_parallel_size (or {0}.ulysses_sequence_parallel_size)"
+    given = (
+        f"{keys.format('actor')}={size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    )
+    _require(num_devices(config) % size == 0, given, f"a divisor of the devices {alternative}")
+    packed_attention = size > 1 and _attention(config.actor_rollout_ref.model) == PACKED_ATTENTION
+    _require(not packed_attention, f"{given} with attn_implementation={PACKED_ATTENTION}", "1: it needs whole rows")
+    _require(
+        not has_own_reference(config) or reference == size,
+        f"{keys.format('ref')}={reference}",
+        f"the actor's {size} {alternative}",
     )
 
 
@@ -224,6 +262,19 @@ def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
     on_hub = hub and HUB_NAME.fullmatch(path) is not None
     if "://" not in path and not on_hub and not os.path.exists(os.path.expanduser(path)):
         raise DataError(f"{key}={path} does not exist; give the path of an existing one (set {key}=...)")
+
+
+def provide_attention(config: DictConfig) -> None:
+    """Let verl load `PACKED_ATTENTION` in every process that builds a model with it, in place and in every mode."""
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        if _attention(model) == PACKED_ATTENTION:
+            given = model.external_lib
+            others = list(given) if OmegaConf.is_list(given) else [given] if given else []
+            model.external_lib = [*others, PACKED_ATTENTION_MODULE]
+
+
+def _attention(model: DictConfig) -> str | None:
+    return OmegaConf.select(model, "override_config.attn_implementation")
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:

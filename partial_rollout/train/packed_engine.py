@@ -7,6 +7,7 @@ a plan. So `forward_backward_batch` runs verl's own once for each planned row, a
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,8 +19,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from partial_rollout.errors import InternalError
-from partial_rollout.train import varlen_attention
+from partial_rollout.config import BLOCK
+from partial_rollout.errors import ConfigError, InternalError
 from partial_rollout.train.packing import MICRO_BATCH_FIELD
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ VENDOR = "partial_rollout"
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
 BACKENDS = ["fsdp", "fsdp2"]
+ROWS_METRIC = "packing_rows"
+"""Rows of a mini-batch on one rank; verl reports the mean over ranks and mini-batches as `actor/packing_rows`."""
 
 
 class PackedFSDPEngine(FSDPEngineWithLMHead):
@@ -56,10 +59,16 @@ class PackedFSDPEngine(FSDPEngineWithLMHead):
         self._agree(len(counts))
         loss = None if loss_function is None else _of_mini_batch(loss_function, self._num_loss_tokens(data))
         outputs: list[dict[str, Any]] = []
-        for number, row in enumerate(split(data, counts)):
-            self._is_last_row = number == len(counts) - 1
-            outputs.append(cast("Any", super().forward_backward_batch(row, cast("Any", loss), forward_only)))
-        return join(outputs)
+        try:
+            for number, row in enumerate(split(data, counts)):
+                self._is_last_row = number == len(counts) - 1
+                outputs.append(cast("Any", super().forward_backward_batch(row, cast("Any", loss), forward_only)))
+        finally:
+            self._is_last_row = True
+        joined = join(outputs)
+        if not forward_only:
+            joined["metrics"][ROWS_METRIC] = [len(counts)]
+        return joined
 
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Missing hook: every row looks like a batch's last micro-batch to verl; only the last one's is."""
@@ -134,7 +143,6 @@ class PackedTrainingWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         register_engine()
-        varlen_attention.install()
         super().__init__(config)
 
 
@@ -145,10 +153,19 @@ class PackedActorRolloutRefWorker(ActorRolloutRefWorker):
     ref_worker_cls = PackedTrainingWorker
 
 
+@cache
 def register_engine() -> None:
-    """Make verl choose the packed engine in this process; a second call changes nothing."""
-    if os.environ.get(VENDOR_VARIABLE) == VENDOR:
-        return
+    """Make verl choose the packed engine in this process; a second call changes nothing.
+
+    Raises:
+        ConfigError: the environment asks for another engine.
+    """
+    given = os.environ.get(VENDOR_VARIABLE)
+    if given not in (None, "", VENDOR):
+        raise ConfigError(
+            f"{VENDOR_VARIABLE}={given} asks for a training engine that does not follow {BLOCK}.packing.planner:"
+            f" unset it, or set {BLOCK}.packing.planner=verl"
+        )
     device = os.environ.get(DEVICE_VARIABLE) or get_device_name()
     EngineRegistry.register("language_model", BACKENDS, device, VENDOR)(PackedFSDPEngine)
     os.environ[VENDOR_VARIABLE] = VENDOR

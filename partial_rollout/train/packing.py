@@ -16,6 +16,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
+from partial_rollout.config import BLOCK
 from partial_rollout.core.packing import (
     CostModel,
     FixedCountPlanner,
@@ -25,7 +26,7 @@ from partial_rollout.core.packing import (
 )
 from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
 from partial_rollout.errors import InternalError
-from partial_rollout.mode import num_ranks, sequence_parallel_size
+from partial_rollout.mode import has_own_reference, num_ranks, sequence_parallel_size
 from partial_rollout.runtime.bounded import call_bounded
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ class BatchPacker:
     pads_rows: bool
     """Rows are padded to their longest sample, not packed."""
     call_timeout_s: float
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """Compare with the ranks that verl sends a batch to.
+
+        Raises:
+            InternalError: plans would be made for another number.
+        """
+        if num_ranks != self.num_ranks:
+            raise InternalError(f"packing: plans are for {self.num_ranks} ranks, verl sends batches to {num_ranks}")
 
     def arrange(self, batch: KVBatchMeta, sampled: Sequence[str], metrics: dict[str, Any]) -> None:
         """Plan `batch` and reorder it in place; adds the plan's metrics.
@@ -131,13 +141,33 @@ def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_ro
     if packing.planner == "fixed":
         per_rank = packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu
         return FixedCountPlanner(mini_batch_size=mini_batch_size, per_rank_batch_size=per_rank)
-    budget = packing.token_budget or actor.ppo_max_token_len_per_gpu * sequence_parallel_size(config)
+    budget, source = token_budget(config, packing.token_budget)
+    logger.info("packing: rows of at most %d tokens, from %s", budget, source)
     if pads_rows:
         return PaddedPlanner(mini_batch_size=mini_batch_size, token_budget=budget)
     if packing.planner == "budget":
         return TokenBudgetPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True)
     cost = _cost_model(config, settings.packing.cost_model)
     return GlobalPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True, cost=cost)
+
+
+def token_budget(config: DictConfig, given: int | None) -> tuple[int, str]:
+    """Tokens of a row at most, and the keys they come from: what is given, else what verl's settings have room for."""
+    if given:
+        return given, f"{BLOCK}.packing.token_budget"
+    actor, ref, rollout = (config.actor_rollout_ref[role] for role in ("actor", "ref", "rollout"))
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        source = "actor.ppo_micro_batch_size_per_gpu x (data.max_prompt_length + data.max_response_length)"
+        return actor.ppo_micro_batch_size_per_gpu * longest, source
+    limits = [(actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu")]
+    if rollout.log_prob_use_dynamic_bsz:
+        limits.append((rollout.log_prob_max_token_len_per_gpu, "rollout.log_prob_max_token_len_per_gpu"))
+    if has_own_reference(config) and ref.log_prob_use_dynamic_bsz:
+        limits.append((ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu"))
+    limit, source = min(limits)
+    devices = sequence_parallel_size(config)
+    return limit * devices, f"{source} x {devices} devices that share a row"
 
 
 def _cost_model(config: DictConfig, name: str) -> CostModel:

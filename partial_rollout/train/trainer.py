@@ -156,6 +156,7 @@ class PartialRolloutTrainer(PPOTrainer):
         sampled = list(batch.keys)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
         if self.packer is not None:
+            self.packer.require_ranks(max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
             self.packer.arrange(batch, sampled, metrics)
         return batch
 

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAG = "+async_training.partial_rollout=True"
-PACKED = [
+WITHOUT_PADDING = [
     "actor_rollout_ref.model.use_remove_padding=True",
     "actor_rollout_ref.model.override_config.attn_implementation=varlen_sdpa",
+]
+PACKED = [
+    *WITHOUT_PADDING,
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "partial_rollout.packing.token_budget=400",
 ]
@@ -47,11 +50,14 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert resumed >= 0.1 * trained
     assert any(key.startswith("val-core/") for step in first.steps for key in step)
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
+    assert all(step["actor/packing_rows"] == step["packing/micro_batches"] for step in first.steps)
 
     second = run_job(task, tmp_path, *options, *PACKED, "trainer.total_training_steps=15")
     _check_ended_cleanly(second, steps=range(11, 16))
     assert all(step["packing/padding_share"] == 0 for step in second.steps)
     assert all(step["packing/micro_batches"] > 2 for step in second.steps)
+    # A mean over mini-batches, which have different numbers of rows.
+    assert all(step["actor/packing_rows"] * 2 == step["packing/micro_batches"] for step in second.steps)
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
 
@@ -127,7 +133,8 @@ def test_a_killed_engine_ends_the_run_with_its_name(killed: Job) -> None:
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
-    job = run_job(task, tmp_path, "trainer.total_training_steps=2")
+    """Ours is the attention only, which verl must find by itself."""
+    job = run_job(task, tmp_path, *WITHOUT_PADDING, "trainer.total_training_steps=2")
     assert job.code == 0, job.output[-4000:]
     assert [step["training/global_step"] for step in job.steps] == [1, 2]
     assert not any(key.startswith("partial_rollout/") for key in job.steps[0])

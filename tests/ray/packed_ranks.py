@@ -23,7 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 from partial_rollout.core.packing import CostModel, FixedCountPlanner, GlobalPlanner, TokenBudgetPlanner
 from partial_rollout.core.packing.padded import PaddedPlanner
 from partial_rollout.train import varlen_attention
-from partial_rollout.train.packed_engine import PackedActorRolloutRefWorker
+from partial_rollout.train.packed_engine import ROWS_METRIC, PackedActorRolloutRefWorker
 from partial_rollout.train.packing import MICRO_BATCH_FIELD, layout
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def gradients_of(
         dist.all_reduce(loss)
         found[name] = {
             "loss": loss.item(), "gradient": torch.cat(gradient), "rows": len(output["loss"]),
+            "reported_rows": output["metrics"].pop(ROWS_METRIC, None),
             "metrics": {key: len(getattr(values, "values", values)) for key, values in output["metrics"].items()},
         }  # fmt: skip
     return found

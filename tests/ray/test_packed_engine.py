@@ -65,6 +65,7 @@ def test_loss_and_gradient_of_a_mini_batch_are_verls(found: dict[str, Any], mode
 def test_every_micro_batch_reports_its_metrics(found: dict[str, Any], planner: str):
     ours = found["token-mean"][planner]
     assert ours["rows"] > 1
+    assert ours["reported_rows"] == [ours["rows"]]
     assert set(ours["metrics"].values()) == {ours["rows"]}
     assert ours["metrics"].keys() == found["token-mean"]["verl"]["metrics"].keys()
 

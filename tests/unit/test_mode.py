@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import ConfigError, DataError, UserError
-from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, num_slots, slots_per_worker
+from partial_rollout.mode import (
+    apply_mode,
+    check_config,
+    check_inputs,
+    is_enabled,
+    num_ranks,
+    num_slots,
+    provide_attention,
+    sequence_parallel_size,
+    slots_per_worker,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +137,70 @@ def test_a_fixed_count_needs_a_count(composed: Composed):
     with pytest.raises(ConfigError, match=r"set partial_rollout.packing.per_rank_batch_size=..."):
         check(composed(changes))
     check(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
+
+
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+LIBRARY = "actor_rollout_ref.model.external_lib"
+OURS = "partial_rollout.train.varlen_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "critic"),
+    [
+        ({}, None, None),
+        ({ATTENTION: "varlen_sdpa"}, [OURS], None),
+        ({ATTENTION: "varlen_sdpa", LIBRARY: "mine"}, ["mine", OURS], None),
+        ({ATTENTION: "varlen_sdpa", LIBRARY: ["mine", "yours"]}, ["mine", "yours", OURS], None),
+        ({"critic.model.override_config.attn_implementation": "varlen_sdpa"}, None, [OURS]),
+    ],
+)
+def test_verl_imports_our_attention_where_it_is_named(composed: Composed, changes: dict[str, Any], actor, critic):
+    config = composed(changes)
+    provide_attention(config)
+    assert (config.actor_rollout_ref.model.external_lib, config.critic.model.external_lib) == (actor, critic)
+
+
+SEQUENCE_PARALLEL = "actor_rollout_ref.{}ulysses_sequence_parallel_size"
+FOUR_DEVICES = {"trainer.n_gpus_per_node": 4}
+
+
+@pytest.mark.parametrize(
+    ("actor", "deprecated", "expected"),
+    [(1, 1, (4, 1)), (2, 1, (2, 2)), (1, 2, (2, 2)), (4, 2, (2, 2)), (4, 1, (1, 4))],
+)
+def test_both_keys_of_sequence_parallelism_count_as_in_verl(composed: Composed, actor, deprecated, expected):
+    keys = {SEQUENCE_PARALLEL.format("actor.fsdp_config."): actor, SEQUENCE_PARALLEL.format("actor."): deprecated}
+    config = composed(FOUR_DEVICES | keys)
+    check(config)
+    assert (num_ranks(config), sequence_parallel_size(config)) == expected
+    verls = omega_conf_to_dataclass(config.actor_rollout_ref.actor).fsdp_config.ulysses_sequence_parallel_size
+    assert verls == expected[1]
+
+
+@pytest.mark.parametrize("key", ["actor.", "actor.fsdp_config."])
+def test_devices_that_cannot_share_rows_are_told(composed: Composed, key: str):
+    message = r"actor\.fsdp_config\.ulysses_sequence_parallel_size \(or .*=3 for .*= 4 devices .*divisor.*planner=verl"
+    with pytest.raises(ConfigError, match=message):
+        check(composed(FOUR_DEVICES | {SEQUENCE_PARALLEL.format(key): 3}))
+
+
+def test_our_attention_needs_whole_rows(composed: Composed):
+    shared = FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2}
+    check(composed(shared))
+    with pytest.raises(ConfigError, match=r"=2 for .* with attn_implementation=varlen_sdpa is not allowed"):
+        check(composed(shared | {ATTENTION: "varlen_sdpa"}))
+
+
+@pytest.mark.parametrize("reference", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])
+def test_a_reference_on_other_ranks_is_told(composed: Composed, reference: str):
+    """It inherits the actor's deprecated key only."""
+    actor = {SEQUENCE_PARALLEL.format("actor.fsdp_config."): 2}
+    with pytest.raises(ConfigError, match=r"ref\.fsdp_config\.ulysses_sequence_parallel_size .*=1 .* the actor's 2"):
+        check(composed(FOUR_DEVICES | actor | {reference: True}))
+    check(composed(FOUR_DEVICES | actor | {reference: True, SEQUENCE_PARALLEL.format("ref.fsdp_config."): 2}))
+    check(composed(FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2, reference: True}))
+    check(composed(FOUR_DEVICES | actor | {reference: False}))
+    check(composed(FOUR_DEVICES | actor | {reference: True, "actor_rollout_ref.model.lora_rank": 8}))
 
 
 @pytest.mark.parametrize("change", [{"actor_rollout_ref.actor.strategy": "megatron"}, {"trainer.n_gpus_per_node": 3}])

@@ -32,15 +32,11 @@ class Planner(ABC):
 
     mini_batch_size: int | None = field(default=None, kw_only=True)
     """Samples per optimizer step over all ranks; None is the whole batch."""
-    max_length: int | None = field(default=None, kw_only=True)
-    """The longest sequence the model takes, in tokens; None does not check."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a size below 1."""
-        for name in ("mini_batch_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None:
-                check_at_least_one(name, value)
+        if self.mini_batch_size is not None:
+            check_at_least_one("mini_batch_size", self.mini_batch_size)
 
     def plan(self, lengths: Sequence[int], num_ranks: int) -> Plan:
         """Plan samples of `lengths` tokens for `num_ranks` data-parallel ranks.
@@ -52,7 +48,7 @@ class Planner(ABC):
         parts: list[list[MicroBatch]] = []
         for start in range(0, max(1, len(lengths)), size):
             part = lengths[start : start + size]
-            check_lengths(part, num_ranks, self.max_length, first=start)
+            check_lengths(part, num_ranks, first=start)
             parts.append([[[start + i for i in row] for row in rows] for rows in self._plan_one(part, num_ranks)])
         micro_batches = tuple(tuple(tuple(sorted(row)) for row in rows) for part in parts for rows in part)
         return Plan(micro_batches, tuple(map(len, parts)), self._count_over_budget(micro_batches, lengths))
@@ -149,8 +145,8 @@ def check_at_least_one(name: str, value: int) -> None:
         raise ConfigError(f"packing: {name}={value}, must be 1 or more")
 
 
-def check_lengths(lengths: Sequence[int], num_ranks: int, max_length: int | None, first: int = 0) -> None:
-    """Raises PackingError for fewer samples than ranks and for a length below 1 or over `max_length`.
+def check_lengths(lengths: Sequence[int], num_ranks: int, first: int = 0) -> None:
+    """Raises PackingError for fewer samples than ranks and for a length below 1.
 
     `first` is the index of the first sample, for the message.
     """
@@ -161,10 +157,6 @@ def check_lengths(lengths: Sequence[int], num_ranks: int, max_length: int | None
             f"packing: {len(lengths)} samples from index {first} on for {num_ranks} data-parallel ranks; every rank"
             " needs one in each mini-batch: make the mini-batch larger or use fewer ranks"
         )
-    shortest, longest = min(lengths), max(lengths)
+    shortest = min(lengths)
     if shortest < 1:
         raise PackingError(f"packing: sample {first + lengths.index(shortest)} has {shortest} tokens, needs 1 or more")
-    if max_length is not None and longest > max_length:
-        raise PackingError(
-            f"packing: sample {first + lengths.index(longest)} has {longest} tokens, the model takes {max_length}"
-        )

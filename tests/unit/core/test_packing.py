@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,6 +85,24 @@ def test_a_row_over_the_budget_is_one_longer_sample_and_is_counted(budget, cost,
     over = [row for row in rows_of(plan) if sum(lengths[i] for i in row) > budget]
     assert all(len(row) == 1 for row in over)
     assert plan.rows_over_budget == len(over) == sum(length > budget for length in lengths)
+
+
+@st.composite
+def tight_batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """Lengths, ranks and a budget of half to three of the longest: exchanges within the ranks' rows must heed it."""
+    num_ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(2, 10))
+    lengths = draw(st.lists(st.integers(1, 400), min_size=num_ranks * per_rank, max_size=num_ranks * per_rank))
+    longest = max(lengths)
+    return lengths, num_ranks, draw(st.integers((longest + 1) // 2, 3 * longest))
+
+
+@given(tight_batches(), COSTS, st.booleans())
+def test_exchanges_stay_under_the_budget(batch, cost, equal_counts):
+    lengths, num_ranks, budget = batch
+    plan = TokenBudgetPlanner(budget, cost, equal_counts).plan(lengths, num_ranks)
+    over = [row for row in rows_of(plan) if sum(lengths[i] for i in row) > budget]
+    assert all(len(row) == 1 for row in over)
+    assert plan.rows_over_budget == len(over)
 
 
 @given(planners(), LENGTHS, RANKS)
@@ -237,7 +254,6 @@ def test_ranks_even_out_over_micro_batches():
         (TokenBudgetPlanner(9, mini_batch_size=2), [5] * 5, 2, "1 samples from index 4 on for 2"),
         (TokenBudgetPlanner(9), [5, 0], 1, "sample 1 has 0 tokens"),
         (FixedCountPlanner(1, mini_batch_size=2), [5, 5, -1, 5], 2, "sample 2 has -1 tokens"),
-        (TokenBudgetPlanner(9, max_length=8), [5, 9], 1, "sample 1 has 9 tokens, the model takes 8"),
         (TokenBudgetPlanner(5), [5, 5, 5], 2, "3 samples of 5 to 5 tokens into rows of at most 5.*multiple of 2"),
     ],
 )
@@ -253,7 +269,6 @@ def test_samples_without_a_plan_are_refused(planner: Planner, lengths, num_ranks
         (lambda: TokenBudgetPlanner(0), "token_budget=0"),
         (lambda: TokenBudgetPlanner(-5), "token_budget=-5"),
         (lambda: GlobalPlanner(5, mini_batch_size=0), "mini_batch_size=0"),
-        (lambda: replace(GlobalPlanner(5), max_length=0), "max_length=0"),
         (lambda: FixedCountPlanner(1).plan([1], 0), "num_ranks=0"),
         (lambda: CostModel(0, 0), "linear=0, quadratic=0"),
         (lambda: CostModel(-1, 1), "linear=-1"),

@@ -39,6 +39,11 @@ def test_similar_lengths_share_a_row():
     assert sample_padding_share(plan, lengths) < 0.1 < 0.4 < sample_padding_share(as_they_came, lengths)
 
 
+def test_ranks_are_dealt_neighbours_so_that_their_rows_have_one_shape():
+    plan = PaddedPlanner(token_budget=9000).plan([85, 80, 75, 70, 65, 60, 55, 50], 2)
+    assert plan.micro_batches == (((0, 2, 4, 6), (1, 3, 5, 7)),)
+
+
 def test_little_padding_is_not_worth_a_micro_batch():
     plan = PaddedPlanner(token_budget=9000).plan([90, 12, 10, 11], 2)
     assert plan.num_micro_batches == 1

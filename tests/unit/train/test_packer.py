@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.train import varlen_attention
-from partial_rollout.train.packer import PackedRow, Sample, pack, pad, rectangle, unpack, unpack_response
+from partial_rollout.train.packer import PackedRow, Sample, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +37,13 @@ def samples(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[Sample]:
 def test_unpack_undoes_pack(lengths: list[tuple[int, int]]):
     given_samples = samples(lengths)
     row = pack(given_samples)
-    longer = pad(row, row.num_tokens + 5, pad_token_id=3)
-    for packed in (row, longer):
-        for before, tokens in zip(given_samples, unpack(packed, packed.input_ids), strict=True):
-            assert torch.equal(before.tokens, tokens)
-        for name in ("response_mask", "old_log_probs"):
-            for before, value in zip(given_samples, unpack_response(packed, packed.fields[name]), strict=True):
-                assert torch.equal(before.response[name], value)
+    for before, tokens in zip(given_samples, unpack(row, row.input_ids), strict=True):
+        assert torch.equal(before.tokens, tokens)
+    for name in ("response_mask", "old_log_probs"):
+        for before, value in zip(given_samples, unpack(row, row.fields[name]), strict=True):
+            num_prompt = len(before.tokens) - len(before.response[name])
+            assert torch.equal(before.response[name], value[num_prompt:])
+            assert not value[:num_prompt].any()
 
 
 @settings(deadline=None)
@@ -53,18 +53,7 @@ def test_a_packed_row_is_what_variable_length_attention_takes(lengths: list[int]
     assert row.cu_seqlens.dtype == torch.int32
     assert row.cu_seqlens.tolist() == [sum(lengths[:end]) for end in range(len(lengths) + 1)]
     assert row.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
-    assert row.max_seqlen == max(lengths)
     assert varlen_attention.sequence_lengths(row.position_ids) == lengths
-
-
-def test_a_rectangle_masks_its_padding():
-    long, short = pack(samples()), pack(samples(LENGTHS[:2]))
-    whole = rectangle([long, short], pad_token_id=9)
-    assert whole["input_ids"].shape == whole["response_mask"].shape == (2, long.num_tokens)
-    assert whole["response_mask"].sum() == sum(response for _, response in [*LENGTHS, *LENGTHS[:2]])
-    padding = whole["input_ids"][1, short.num_tokens :]
-    assert padding.tolist() == [9] * (long.num_tokens - short.num_tokens)
-    assert whole["position_ids"][1, short.num_tokens] == 0, "padding is a sequence of its own"
 
 
 @pytest.mark.parametrize(
@@ -82,17 +71,11 @@ def test_what_cannot_be_packed_is_told(broken: list[Sample]):
         pack(broken)
 
 
-def test_padding_does_not_cut():
-    with pytest.raises(PackingError, match="a row of 5 tokens does not fit into 4"):
-        pad(pack([sample(5, 1)]), 4)
-
-
 # ---- packed against padded forward and backward of a real architecture ----
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    varlen_attention.install()
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -136,10 +119,8 @@ def gradients(model: Qwen3ForCausalLM, log_probs: Sequence[torch.Tensor]) -> tor
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", varlen_attention.NAME])
-@pytest.mark.parametrize("num_padding", [0, 6])
-def test_packed_equals_padded(model: Qwen3ForCausalLM, attention: str, num_padding: int):
+def test_packed_equals_padded(model: Qwen3ForCausalLM, attention: str):
     row = pack(samples())
-    row = pad(row, row.num_tokens + num_padding)
     wanted, found = padded(model, samples()), packed(model, row, attention)
     torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=1e-5, atol=1e-5)
     wanted_gradients = gradients(model, padded(model, samples()))

@@ -10,15 +10,21 @@ import pytest
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from transformers import Qwen3Config
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import PPOTrainer
 
 from partial_rollout.config import PackingConfig, PartialRolloutConfig
 from partial_rollout.core.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.core.packing.padded import PaddedPlanner
 from partial_rollout.errors import InternalError
 from partial_rollout.train import packing
-from partial_rollout.train.packing import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
+from partial_rollout.train.packed_engine import PackedTrainingWorker
+from partial_rollout.train.packing import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer, use_packed_workers
+from partial_rollout.train.trainer import PartialRolloutTrainer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensordict import TensorDict
 
 LENGTHS = [40, 7, 30, 6, 20, 5, 10, 4]
@@ -43,16 +49,16 @@ def batch_of(keys: list[str]) -> KVBatchMeta:
     return KVBatchMeta(keys=keys, tags=tags, partition_id="train")
 
 
-def arrange(planner: Any, num_ranks: int = 2, *, pads_rows: bool = False) -> tuple[KVBatchMeta, dict[str, Any]]:
-    batch, metrics = batch_of(KEYS[::-1]), {}
-    BatchPacker(planner, num_ranks, pads_rows, call_timeout_s=5.0).arrange(batch, KEYS, metrics)
-    return batch, metrics
+def arrange(planner: Any) -> KVBatchMeta:
+    batch = batch_of(KEYS[::-1])
+    BatchPacker(planner, 2, pads_rows=False, call_timeout_s=5.0).arrange(batch, KEYS, {})
+    return batch
 
 
 def test_the_order_gives_each_rank_its_rows(stored: dict[str, int]):
     planner = GlobalPlanner(token_budget=60, mini_batch_size=4, equal_counts=True, cost=packing.CostModel.verl())
     plan = planner.plan(LENGTHS, 2)
-    batch, _ = arrange(planner)
+    batch = arrange(planner)
     for rank, part in enumerate(batch.chunk(2)):
         assert part.keys == [KEYS[i] for row in plan.for_rank(rank) for i in row]
         assert [tag["seq_len"] for tag in part.tags] == [LENGTHS[KEYS.index(key)] for key in part.keys]
@@ -62,7 +68,7 @@ def test_the_order_gives_each_rank_its_rows(stored: dict[str, int]):
 
 def test_mini_batches_are_cut_from_the_sampled_order(stored: dict[str, int]):
     """verl cuts each rank's part into equal mini-batches: the first holds the first samples, whatever verl's order."""
-    batch, _ = arrange(TokenBudgetPlanner(token_budget=60, mini_batch_size=4, equal_counts=True))
+    batch = arrange(TokenBudgetPlanner(token_budget=60, mini_batch_size=4, equal_counts=True))
     first = {key for part in batch.chunk(2) for key in part.keys[:2]}
     assert first == set(KEYS[:4])
 
@@ -75,14 +81,37 @@ def test_samples_that_verl_added_come_last(stored: dict[str, int]):
     assert {KEYS[0], KEYS[1]} <= last
 
 
-def test_the_step_reports_the_plan(stored: dict[str, int]):
-    _, packed = arrange(TokenBudgetPlanner(token_budget=35, equal_counts=True))
-    _, padded = arrange(PaddedPlanner(token_budget=60), pads_rows=True)
-    names = {"square_imbalance", "token_imbalance", "padding_share", "rows_over_budget", "planner_ms", "micro_batches"}
-    assert packed.keys() == padded.keys() == {f"packing/{name}" for name in names}
-    assert packed["packing/rows_over_budget"] == 1
-    assert packed["packing/padding_share"] == 0
-    assert 0 < padded["packing/padding_share"] < 0.5
+@pytest.mark.parametrize(("pads_rows", "padding_share"), [(False, 0.0), (True, 1 - 96 / 116)])
+def test_the_step_reports_the_plan(stored: dict[str, int], monkeypatch, pads_rows: bool, padding_share: float):
+    """Rows of 10 + 30 and 20 + 20 tokens, then of 7 and 9."""
+
+    class Given(FixedCountPlanner):
+        def plan(self, lengths: Sequence[int], num_ranks: int) -> Plan:
+            return Plan((((0, 1), (2, 3)), ((4,), (5,))), (1, 1), rows_over_budget=3)
+
+    monkeypatch.setattr(packing.time, "perf_counter", iter([1.0, 1.25]).__next__)
+    batch = KVBatchMeta(keys=KEYS[:6], tags=[{"seq_len": n} for n in (10, 30, 20, 20, 7, 9)], partition_id="train")
+    metrics: dict[str, Any] = {}
+    BatchPacker(Given(1), 2, pads_rows, call_timeout_s=5.0).arrange(batch, KEYS[:6], metrics)
+    assert metrics == {
+        "packing/square_imbalance": pytest.approx((200 / 900 + 32 / 65) / 2),
+        "packing/token_imbalance": pytest.approx((0 + 2 / 8) / 2),
+        "packing/padding_share": pytest.approx(padding_share),
+        "packing/rows_over_budget": 3,
+        "packing/micro_batches": 2,
+        "packing/planner_ms": 250.0,
+    }
+
+
+def test_plans_are_for_the_ranks_that_verl_sends_batches_to(stored: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda _, batch, metrics: batch)
+    trainer = object.__new__(PartialRolloutTrainer)
+    trainer.packer = BatchPacker(FixedCountPlanner(2), 2, False, call_timeout_s=5.0)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
+    assert len(trainer._balance_batch(batch_of(KEYS), {}).keys) == len(KEYS)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1, 2, 3]})
+    with pytest.raises(InternalError, match="plans are for 2 ranks, verl sends batches to 4"):
+        trainer._balance_batch(batch_of(KEYS), {})
 
 
 def test_a_plan_that_verl_would_cut_elsewhere_is_refused():
@@ -95,20 +124,41 @@ def test_a_plan_that_verl_would_cut_elsewhere_is_refused():
 # ---- which planner ----
 
 
-def config_of(*, remove_padding: bool, sequence_parallel: int = 1) -> Any:
-    actor = {
-        "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 3, "ppo_max_token_len_per_gpu": 100,
-        "fsdp_config": {"ulysses_sequence_parallel_size": sequence_parallel},
-    }  # fmt: skip
-    model = {"use_remove_padding": remove_padding}
-    roles = {"actor": actor, "model": model, "rollout": {"n": 4}}
-    return OmegaConf.create({"actor_rollout_ref": roles, "trainer": {"nnodes": 2, "n_gpus_per_node": 4}})
+SIZES = {
+    "data": {"max_prompt_length": 20, "max_response_length": 30},
+    "algorithm": {"use_kl_in_reward": False},
+    "trainer": {"nnodes": 2, "n_gpus_per_node": 4},
+    "actor_rollout_ref": {
+        "actor": {
+            "use_dynamic_bsz": False, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 3, "use_kl_loss": False,
+            "ppo_max_token_len_per_gpu": 100, "ulysses_sequence_parallel_size": 1,
+            "fsdp_config": {"ulysses_sequence_parallel_size": 1},
+        },
+        "rollout": {"n": 4, "log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 80},
+        "ref": {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 60},
+        "model": {"use_remove_padding": True},
+    },
+}  # fmt: skip
+"""What is read of verl's configuration."""
+DYNAMIC = {
+    "actor.use_dynamic_bsz": True,
+    "rollout.log_prob_use_dynamic_bsz": True,
+    "ref.log_prob_use_dynamic_bsz": True,
+}
 
 
-def made(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: int = 1, remove_padding: bool = True, **options: Any):
+def config_of(changes: dict[str, Any]) -> Any:
+    """`SIZES` with values of `actor_rollout_ref` changed."""
+    config = OmegaConf.create(SIZES)
+    for key, value in changes.items():
+        OmegaConf.update(config.actor_rollout_ref, key, value)
+    return config
+
+
+def made(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None = None, **options: Any) -> Any:
     monkeypatch.setattr(packing, "_text_config", lambda _: Qwen3Config())
     settings = PartialRolloutConfig(packing=PackingConfig(**options))
-    return make_batch_packer(config_of(remove_padding=remove_padding, sequence_parallel=sequence_parallel), settings)
+    return make_batch_packer(config_of(changes or {}), settings)
 
 
 def test_verls_own_path_is_left_alone(monkeypatch: pytest.MonkeyPatch):
@@ -127,19 +177,79 @@ def test_verls_own_path_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_the_planner_fits_the_rows(monkeypatch: pytest.MonkeyPatch, name: str, remove_padding: bool, kind: type):
-    packer = made(monkeypatch, planner=name, remove_padding=remove_padding)
-    assert packer is not None
+    packer = made(monkeypatch, {"model.use_remove_padding": remove_padding}, planner=name)
     assert type(packer.planner) is kind
+    assert getattr(packer.planner, "equal_counts", True), "verl cuts ranks equally"
     assert packer.planner.mini_batch_size == 32
     assert packer.pads_rows is not remove_padding
 
 
-def test_sizes_not_given_are_verls(monkeypatch: pytest.MonkeyPatch):
+def test_a_count_not_given_is_verls(monkeypatch: pytest.MonkeyPatch):
     assert made(monkeypatch, planner="fixed").planner.per_rank_batch_size == 3
     assert made(monkeypatch, planner="fixed", per_rank_batch_size=5).planner.per_rank_batch_size == 5
-    shared = made(monkeypatch, planner="budget", sequence_parallel=4)
-    assert (shared.planner.token_budget, shared.num_ranks) == (400, 2)
-    assert made(monkeypatch, planner="budget", token_budget=7).planner.token_budget == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget", "source"),
+    [
+        ({}, 3 * 50, "actor.ppo_micro_batch_size_per_gpu x (data.max_prompt_length + data.max_response_length)"),
+        ({"actor.ppo_micro_batch_size_per_gpu": 1}, 50, "actor.ppo_micro_batch_size_per_gpu x"),
+        ({"actor.ppo_micro_batch_size_per_gpu": None}, 100, "actor.ppo_max_token_len_per_gpu x 1 devices"),
+        ({"actor.use_dynamic_bsz": True}, 100, "actor.ppo_max_token_len_per_gpu x 1 devices"),
+        (DYNAMIC, 80, "rollout.log_prob_max_token_len_per_gpu x 1 devices"),
+        (DYNAMIC | {"rollout.log_prob_max_token_len_per_gpu": 900}, 100, "actor.ppo_max_token_len_per_gpu x 1"),
+        (DYNAMIC | {"actor.use_kl_loss": True}, 60, "ref.log_prob_max_token_len_per_gpu x 1 devices"),
+        (
+            DYNAMIC | {"actor.fsdp_config.ulysses_sequence_parallel_size": 4},
+            320,
+            "rollout.log_prob_max_token_len_per_gpu x 4",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("planner", "remove_padding"), [("global", True), ("budget", True), ("global", False)])
+def test_rows_fit_into_the_memory_that_verl_was_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes, budget, source, planner, remove_padding
+):
+    with caplog.at_level("INFO", packing.__name__):
+        packer = made(monkeypatch, changes | {"model.use_remove_padding": remove_padding}, planner=planner)
+    assert packer.planner.token_budget == budget
+    assert f"packing: rows of at most {budget} tokens, from {source}" in caplog.text
+
+
+def test_a_budget_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", packing.__name__):
+        assert made(monkeypatch, planner="budget", token_budget=7).planner.token_budget == 7
+    assert "packing: rows of at most 7 tokens, from partial_rollout.packing.token_budget" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "line"),
+    [
+        ({}, {"planner": "global"}, "packing: planner=global (GlobalPlanner), rows are packed"),
+        (
+            {"model.use_remove_padding": False},
+            {"planner": "budget"},
+            "packing: planner=budget (PaddedPlanner), rows are padded to their longest sample, because"
+            " model.use_remove_padding=False",
+        ),
+    ],
+)
+def test_the_log_says_what_runs(monkeypatch, caplog: pytest.LogCaptureFixture, changes, options, line: str):
+    with caplog.at_level("INFO", packing.__name__):
+        made(monkeypatch, changes, **options)
+    assert line in caplog.messages
+
+
+def test_actor_and_reference_follow_the_plan_and_a_critic_does_not():
+    roles = dict.fromkeys((Role.ActorRollout, Role.ActorRolloutRef, Role.Critic), "verl's")
+    use_packed_workers(roles)
+    assert roles.pop(Role.Critic) == "verl's"
+    for worker in roles.values():
+        made_of = worker.__ray_metadata__.modified_class.__ray_actor_class__
+        assert (made_of.actor_worker_cls, made_of.ref_worker_cls) == (PackedTrainingWorker, PackedTrainingWorker)
+    without = {Role.ActorRollout: "verl's"}
+    use_packed_workers(without)
+    assert without.keys() == {Role.ActorRollout}
 
 
 def test_the_cost_is_the_models_or_verls(monkeypatch: pytest.MonkeyPatch):
@@ -151,7 +261,7 @@ def test_the_cost_is_the_models_or_verls(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_model_that_hides_its_sizes_is_costed_as_verl_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "_text_config", lambda _: SimpleNamespace(hidden_size=8))
-    hidden = make_batch_packer(config_of(remove_padding=True), PartialRolloutConfig())
+    hidden = make_batch_packer(config_of({}), PartialRolloutConfig())
     assert hidden is not None
     assert isinstance(hidden.planner, GlobalPlanner)
     assert hidden.planner.cost == packing.CostModel.verl()

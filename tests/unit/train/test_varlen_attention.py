@@ -1,0 +1,79 @@
+"""Attention of packed rows without flash-attention: what it computes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from partial_rollout.errors import ConfigError
+from partial_rollout.train import varlen_attention
+
+LENGTHS = (3, 5)
+NUM_TOKENS = sum(LENGTHS)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+SIZES: dict[str, Any] = {
+    "vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def heads(seed: int) -> torch.Tensor:
+    """(1, heads, T, head_dim)."""
+    return torch.randn(1, 2, NUM_TOKENS, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(**options: Any) -> torch.Tensor:
+    options = {"position_ids": POSITIONS} | options
+    output, _ = varlen_attention.attend(torch.nn.Module(), heads(0), heads(1), heads(2), None, **options)
+    return output
+
+
+@pytest.mark.parametrize("scaling", [None, 0.5, 0.1])
+def test_the_scale_is_the_models(scaling: float | None):
+    query, key, value = heads(0), heads(1), heads(2)
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    allowed = (sequence[:, None] == sequence).tril()
+    wanted = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value
+    torch.testing.assert_close(attend(scaling=scaling), wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
+def test_what_would_be_left_out_is_refused(name: str):
+    attend(**{name: None})
+    with pytest.raises(ConfigError, match=f"has no {name}, .* use attn_implementation=sdpa"):
+        attend(**{name: torch.tensor(4)})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: MistralForCausalLM(MistralConfig(sliding_window=4, **SIZES)), "sliding_window"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(layer_types=["full_attention"], **SIZES)), "softcap"),
+    ],
+    ids=["mistral", "gemma2"],
+)
+def test_a_model_that_needs_more_is_refused(model: Any, name: str):
+    built = model()
+    built.set_attn_implementation(varlen_attention.NAME)
+    with pytest.raises(ConfigError, match=f"has no {name}"):
+        built(torch.ones_like(POSITIONS), position_ids=POSITIONS, use_cache=False)
+
+
+def test_a_mistral_without_a_window_is_not():
+    built = MistralForCausalLM(MistralConfig(sliding_window=None, **SIZES))
+    built.set_attn_implementation(varlen_attention.NAME)
+    assert built(torch.ones_like(POSITIONS), position_ids=POSITIONS, use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [POSITIONS.expand(3, 1, -1), POSITIONS[0], POSITIONS + 1, POSITIONS[:, 1:], POSITIONS.expand(2, -1)],
+    ids=["multimodal", "1-D", "cut by sequence parallelism", "too few", "two rows"],
+)
+def test_positions_that_do_not_tell_the_sequences_are_refused(positions: torch.Tensor):
+    with pytest.raises(ConfigError, match=r"takes positions \(1, 8\) that begin with 0, not"):
+        attend(position_ids=positions)
