@@ -10,7 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from transformers import Qwen3Config
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer
 
 from partial_rollout.config import PackingConfig, PartialRolloutConfig
@@ -18,8 +17,7 @@ from partial_rollout.core.packing import FixedCountPlanner, GlobalPlanner, Plan,
 from partial_rollout.core.packing.padded import PaddedPlanner
 from partial_rollout.errors import InternalError
 from partial_rollout.train import packing
-from partial_rollout.train.packed_engine import PackedTrainingWorker
-from partial_rollout.train.packing import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer, use_packed_workers
+from partial_rollout.train.packing import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
 from partial_rollout.train.trainer import PartialRolloutTrainer
 
 if TYPE_CHECKING:
@@ -238,18 +236,6 @@ def test_the_log_says_what_runs(monkeypatch, caplog: pytest.LogCaptureFixture, c
     with caplog.at_level("INFO", packing.__name__):
         made(monkeypatch, changes, **options)
     assert line in caplog.messages
-
-
-def test_actor_and_reference_follow_the_plan_and_a_critic_does_not():
-    roles = dict.fromkeys((Role.ActorRollout, Role.ActorRolloutRef, Role.Critic), "verl's")
-    use_packed_workers(roles)
-    assert roles.pop(Role.Critic) == "verl's"
-    for worker in roles.values():
-        made_of = worker.__ray_metadata__.modified_class.__ray_actor_class__
-        assert (made_of.actor_worker_cls, made_of.ref_worker_cls) == (PackedTrainingWorker, PackedTrainingWorker)
-    without = {Role.ActorRollout: "verl's"}
-    use_packed_workers(without)
-    assert without.keys() == {Role.ActorRollout}
 
 
 def test_the_cost_is_the_models_or_verls(monkeypatch: pytest.MonkeyPatch):
