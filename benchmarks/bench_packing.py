@@ -3,20 +3,23 @@
     python -m benchmarks.bench_packing --json benchmarks/results/bench_packing.json
 
 Lengths: completions are log-normal (median 700, sigma 0.9); draws over 4,096 are cut there (2.5 %), and further ones
-are set to 4,096 until 10 % are; prompts are log-normal (median 256, sigma 0.4), at most 1,024. Three parts:
+are set to 4,096 until 10 % are; prompts are log-normal (median 256, sigma 0.4), at most 1,024. Four parts:
 
 - `one micro-batch`: 8 or 16 samples a rank, all in one micro-batch (the budget does not bind);
 - `batch`: `--batch` samples a rank, trained in micro-batches, under the token budget where the planner knows one;
+- `padded`: the same where every row is padded to its longest sample and costs that; strided and verl take 16 a row;
 - `large`: planner time for `--large` samples.
 
 Planners: `strided` (rank r takes samples r, r + ranks, ...), `verl_*` (verl's Karmarkar-Karp partition of equal size,
 run from verl on lengths, on its own workload, and on L^2), ours. In `batch`, verl is its trainer's whole path: the
 partition by workload, then `rearrange_micro_batches` on each rank until all have the same number of micro-batches; its
-milliseconds are those of all ranks, one after the other, with the masks it reads the lengths from.
+milliseconds are those of all ranks, one after the other, with the masks it reads the lengths from. The trainer runs
+`budget` and `global` with equal counts, `fixed` as it is, and PaddedPlanner for padded rows.
 
 An imbalance is (max - min) / mean over the rows of a micro-batch, mean over micro-batches; `sum L^2` and tokens. The
 step is simulated: the dearest row of every micro-batch, summed, by the cost model of Qwen3-0.6B (`step`) and by verl's
-of a 7B model (`step_7b`), as the ratio to strided. `global` is told the first. Nothing is trained here.
+of a 7B model (`step_7b`), as the ratio to strided. `global` is told the first. Nothing is trained here. Times are CPU
+time: planners wait for nothing, and the machine may be shared.
 """
 
 from __future__ import annotations
@@ -47,11 +50,13 @@ from partial_rollout.core.packing import (
     plan_statistics,
     step_cost,
 )
+from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Method = Callable[[list[int], int], Plan]
+    StepOf = Callable[[Plan, list[int], CostModel], float]
 
 RANKS = (1, 4, 8, 16)
 COMPLETION_MEDIAN, COMPLETION_SIGMA, COMPLETION_CAP = 700, 0.9, 4096
@@ -59,6 +64,7 @@ CUT_SHARE, CUT_SHARE_OF_LOG_NORMAL = 0.10, 0.0248
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
 PER_RANK = (8, 16)
 UNBOUND_BUDGET = 2**40
+OURS_IN_TRAINER = ("fixed", "budget, equal counts", "global, equal counts")
 LARGE_RANKS, LARGE_REPEATS = 8, 7
 QWEN3_06B = CostModel.from_model(
     hidden_size=1024,
@@ -132,6 +138,23 @@ def workload(lengths: list[int]) -> list[int]:
     return calculate_workload(torch.tensor(lengths)).tolist()
 
 
+def verl_counts(per_rank: int) -> Method:
+    """What they do without: partition, then `per_rank` samples a row in the order of the partition."""
+
+    def plan(lengths: list[int], num_ranks: int) -> Plan:
+        ranks = get_seqlen_balanced_partitions(workload(lengths), num_ranks, equal_size=True)
+        starts = range(0, len(ranks[0]), per_rank)
+        return as_plan([[rank[at : at + per_rank] for rank in ranks] for at in starts])
+
+    return plan
+
+
+def padded_step_cost(plan: Plan, lengths: list[int], cost: CostModel) -> float:
+    """As `step_cost`, every sample as long as the longest of its row."""
+    padded = [[len(row) * cost.of(max(lengths[i] for i in row)) for row in rows] for rows in plan.micro_batches]
+    return sum(map(max, padded))
+
+
 def squares(lengths: list[int]) -> list[int]:
     """L^2."""
     return [length**2 for length in lengths]
@@ -161,17 +184,19 @@ class Row:
         return {name: round(value, 4) for name, value in result.items()}
 
 
-def compare(methods: dict[str, Method], num_samples: int, num_ranks: int, seeds: int) -> dict[str, Any]:
+def compare(
+    methods: dict[str, Method], num_samples: int, num_ranks: int, seeds: int, step_of: StepOf = step_cost
+) -> dict[str, Any]:
     """Every planner on the same lengths; strided comes first and is the base of the ratios."""
     rows = {name: Row() for name in methods}
     for seed in range(seeds):
         lengths = draw_lengths(num_samples, seed)
         base: dict[str, float] = {}
         for name, method in methods.items():
-            started = time.perf_counter()
+            started = time.process_time()
             plan = method(lengths, num_ranks)
-            elapsed_ms = (time.perf_counter() - started) * 1e3
-            steps = {"step": step_cost(plan, lengths, QWEN3_06B), "step_7b": step_cost(plan, lengths, CostModel.verl())}
+            elapsed_ms = (time.process_time() - started) * 1e3
+            steps = {"step": step_of(plan, lengths, QWEN3_06B), "step_7b": step_of(plan, lengths, CostModel.verl())}
             base = base or steps
             measured = plan_statistics(plan, lengths)
             rows[name].add(
@@ -179,6 +204,7 @@ def compare(methods: dict[str, Method], num_samples: int, num_ranks: int, seeds:
                 token_imbalance=measured.token_imbalance,
                 rank_square_imbalance=measured.rank_square_imbalance,
                 padding_share=measured.padding_share,
+                sample_padding_share=sample_padding_share(plan, lengths),
                 micro_batches=measured.num_micro_batches,
                 longest_row_tokens=max(sum(lengths[i] for i in row) for rows in plan.micro_batches for row in rows),
                 planner_ms=elapsed_ms,
@@ -186,13 +212,11 @@ def compare(methods: dict[str, Method], num_samples: int, num_ranks: int, seeds:
                 step_to_perfect=steps["step"] * num_ranks / QWEN3_06B.cost(lengths),
             )
     result: dict[str, Any] = {name: row.summary() for name, row in rows.items()}
-    verl_names = [name for name in methods if name in ("verl_lengths", "verl_workload")]
-    if "fixed" in methods and verl_names:
-        ours = rows["fixed"].samples["square_imbalance"]
-        result["seeds_with_fixed_above_verl"] = sum(
-            own > min(theirs)
-            for own, *theirs in zip(ours, *(rows[name].samples["square_imbalance"] for name in verl_names), strict=True)
-        )
+    verls = [rows[name].samples["square_imbalance"] for name in ("verl_lengths", "verl_workload") if name in rows]
+    for name in OURS_IN_TRAINER if verls else ():
+        ours = rows[name].samples["square_imbalance"]
+        above = sum(own > min(theirs) for own, *theirs in zip(ours, *verls, strict=True))
+        result[f"seeds with {name} above verl"] = above
     return result
 
 
@@ -205,7 +229,9 @@ def one_micro_batch(options: argparse.Namespace, per_rank: int, num_ranks: int) 
         "verl_squares": verl_partition(squares),
         "fixed": FixedCountPlanner(per_rank).plan,
         "budget": TokenBudgetPlanner(UNBOUND_BUDGET).plan,
+        "budget, equal counts": TokenBudgetPlanner(UNBOUND_BUDGET, equal_counts=True).plan,
         "global": GlobalPlanner(UNBOUND_BUDGET, QWEN3_06B).plan,
+        "global, equal counts": GlobalPlanner(UNBOUND_BUDGET, QWEN3_06B, equal_counts=True).plan,
     }
     return compare(methods, per_rank * num_ranks, num_ranks, options.seeds)
 
@@ -219,10 +245,23 @@ def whole_batch(options: argparse.Namespace, num_ranks: int) -> dict[str, Any]:
         "fixed": FixedCountPlanner(per_rank).plan,
         "fixed, model cost": FixedCountPlanner(per_rank, QWEN3_06B).plan,
         "budget": TokenBudgetPlanner(options.token_budget).plan,
+        "budget, equal counts": TokenBudgetPlanner(options.token_budget, equal_counts=True).plan,
         "global": GlobalPlanner(options.token_budget, QWEN3_06B).plan,
         "global, equal counts": GlobalPlanner(options.token_budget, QWEN3_06B, equal_counts=True).plan,
     }
     return compare(methods, options.batch * num_ranks, num_ranks, options.seeds)
+
+
+def padded_batch(options: argparse.Namespace, num_ranks: int) -> dict[str, Any]:
+    """A training batch in rows that are padded; strided, verl and fixed know no token budget."""
+    per_rank = PER_RANK[-1]
+    methods: dict[str, Method] = {
+        "strided": strided(per_rank),
+        "verl": verl_counts(per_rank),
+        "fixed": FixedCountPlanner(per_rank).plan,
+        "padded": PaddedPlanner(token_budget=options.token_budget).plan,
+    }
+    return compare(methods, options.batch * num_ranks, num_ranks, options.seeds, padded_step_cost)
 
 
 def large(options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -233,6 +272,8 @@ def large(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         "verl": verl_path(options.token_budget),
         "fixed": FixedCountPlanner(PER_RANK[-1]).plan,
         "budget": TokenBudgetPlanner(options.token_budget).plan,
+        "budget, equal counts": TokenBudgetPlanner(options.token_budget, equal_counts=True).plan,
+        "padded": PaddedPlanner(token_budget=options.token_budget).plan,
         "global": GlobalPlanner(options.token_budget, QWEN3_06B).plan,
         "global, equal counts": GlobalPlanner(options.token_budget, QWEN3_06B, equal_counts=True).plan,
         "global, mini-batches of 1,000": GlobalPlanner(options.token_budget, QWEN3_06B, mini_batch_size=1000).plan,
@@ -241,9 +282,9 @@ def large(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     for name, method in methods.items():
         times: list[float] = []
         for _ in range(LARGE_REPEATS if not name.startswith("verl") else 1):
-            started = time.perf_counter()
+            started = time.process_time()
             method(lengths, LARGE_RANKS)
-            times.append((time.perf_counter() - started) * 1e3)
+            times.append((time.process_time() - started) * 1e3)
         result[name] = {"min_ms": round(min(times), 1), "median_ms": round(statistics.median(times), 1)}
     return result
 
@@ -256,7 +297,7 @@ def show(title: str, rows: dict[str, Any]) -> None:
     for name, row in rows.items():
         if isinstance(row, dict):
             print(f"{name:24}{row['square_imbalance']:9.4f}{row['square_imbalance_max']:9.4f}", end="")
-            print(f"{row['token_imbalance']:9.4f}{row['padding_share']:9.4f}{row['micro_batches']:7.1f}", end="")
+            print(f"{row['token_imbalance']:9.4f}{row['sample_padding_share']:9.4f}{row['micro_batches']:7.1f}", end="")
             print(f"{row['longest_row_tokens']:9.0f}{row['planner_ms']:9.2f}{row['step']:8.3f}", end="")
             print(f"{row['step_7b']:8.3f}{row['step_to_perfect']:9.3f}")
         else:
@@ -285,6 +326,7 @@ def main() -> None:
         "seeds": f"0 to {options.seeds - 1}",
         "one_micro_batch": {},
         "batch": {},
+        "padded": {},
     }
     for num_ranks in RANKS:
         for per_rank in PER_RANK:
@@ -294,6 +336,9 @@ def main() -> None:
     for num_ranks in RANKS:
         result["batch"][f"dp{num_ranks}"] = whole_batch(options, num_ranks)
         show(f"batch of {num_ranks} ranks x {options.batch} samples", result["batch"][f"dp{num_ranks}"])
+    for num_ranks in RANKS:
+        result["padded"][f"dp{num_ranks}"] = padded_batch(options, num_ranks)
+        show(f"padded batch of {num_ranks} ranks x {options.batch} samples", result["padded"][f"dp{num_ranks}"])
     result["large"] = large(options)
     print(f"\n{options.large} samples, {LARGE_RANKS} ranks: {json.dumps(result['large'], indent=2)}")
     if options.json:

@@ -187,6 +187,7 @@ def test_devices_that_cannot_share_rows_are_told(composed: Composed, key: str):
 def test_our_attention_needs_whole_rows(composed: Composed):
     shared = FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2}
     check(composed(shared))
+    check(composed({ATTENTION: "varlen_sdpa"}))
     with pytest.raises(ConfigError, match=r"=2 for .* with attn_implementation=varlen_sdpa is not allowed"):
         check(composed(shared | {ATTENTION: "varlen_sdpa"}))
 

@@ -4,7 +4,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import assume, given, reject
+from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
 from partial_rollout.core.packing import (
@@ -97,6 +97,8 @@ def tight_batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 @given(tight_batches(), COSTS, st.booleans())
+@example(([281, 106, 16, 190, 66, 55, 105, 323, 383, 114], 2, 508), CostModel.squares(), True)
+@example(([12, 1, 12, 6, 3, 2, 6, 8, 9], 3, 21), CostModel.squares(), True)
 def test_exchanges_stay_under_the_budget(batch, cost, equal_counts):
     lengths, num_ranks, budget = batch
     plan = TokenBudgetPlanner(budget, cost, equal_counts).plan(lengths, num_ranks)
