@@ -1,7 +1,6 @@
-"""How long new weights take from one process to another, and into a vLLM engine on a CPU.
+"""How long new weights take from one process to another.
 
     python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 5 --json benchmarks/results/bench_weights.json
-    python -m benchmarks.bench_weights --gigabytes 0.5 --rounds 3 --engine
 
 Transport, interleaved in one run, the same bf16 tensors for all; sender and receiver are two processes and the receiver
 drops every tensor once it has its own copy:
@@ -11,9 +10,6 @@ drops every tensor once it has its own copy:
 - `channel`: ours;
 - `verl`: verl 0.9.1's bucketed channel over shared memory, its tensors cloned on receipt (without that they are
   overwritten), with a bucket that holds the largest tensor, which it needs.
-
-With `--engine` the same weights into a real engine (one worker): ours, verl's channel with our loading (verl's own
-fails on a CPU), and vLLM's `reload_weights` from a checkpoint on disk.
 
 `extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
 that sum before the round.
@@ -241,7 +237,6 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[WeightsConfig().bucket_mb])
-    parser.add_argument("--engine", action="store_true", help="also into a real engine, of the first size")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -257,11 +252,6 @@ def main() -> None:
             for bucket_mb in options.bucket_mb
         ],
     }
-    if options.engine:
-        from benchmarks.weights_engine import measure_engine
-
-        seconds, num_bytes = measure_engine(options.gigabytes[0], options.rounds, options.bucket_mb[0])
-        result["engine"] = {"bytes": num_bytes, **summary(seconds, num_bytes, {})}
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
