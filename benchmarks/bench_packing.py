@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import random
 import statistics
@@ -41,6 +40,7 @@ import verl
 from tensordict import TensorDict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
+from benchmarks.result import circumstances, store
 from partial_rollout.core.packing import (
     CostModel,
     FixedCountPlanner,
@@ -319,10 +319,8 @@ def main() -> None:
     """Run all parts, print tables, store them."""
     options = parse()
     result: dict[str, Any] = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        **circumstances(options),
         "versions": {"python": platform.python_version(), "verl": verl.__version__, "torch": torch.__version__},
-        "load_average_at_start": os.getloadavg()[0],
-        "options": {key: value for key, value in vars(options).items() if key != "json"},
         "seeds": f"0 to {options.seeds - 1}",
         "one_micro_batch": {},
         "batch": {},
@@ -341,9 +339,7 @@ def main() -> None:
         show(f"padded batch of {num_ranks} ranks x {options.batch} samples", result["padded"][f"dp{num_ranks}"])
     result["large"] = large(options)
     print(f"\n{options.large} samples, {LARGE_RANKS} ranks: {json.dumps(result['large'], indent=2)}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    store(result, options.json)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from torch.multiprocessing import spawn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.bench_packing import as_plan, draw_lengths, strided, verl_path, workload
+from benchmarks.result import circumstances, store
 from partial_rollout.core.packing import CostModel, FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
 from partial_rollout.train import varlen_attention
@@ -244,24 +245,19 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run both ranks and print what they measured."""
     options = parse()
-    load = os.getloadavg()[0]
-    out = Path(f"/tmp/bench_packing_wall-{os.getpid()}.json")
-    spawn(run_rank, (options, str(out)), nprocs=NUM_RANKS)
-    records = json.loads(out.read_text())
-    out.unlink()
+    run = circumstances(options)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "records.json"
+        spawn(run_rank, (options, str(out)), nprocs=NUM_RANKS)
+        records = json.loads(out.read_text())
     result = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average_at_start": load,
+        **run,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "options": {key: value for key, value in vars(options).items() if key != "json"},
         "model": SIZES,
         **{part: summary(found) for part, found in records.items()},
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
+    print(json.dumps(result, indent=2))
+    store(result, options.json)
 
 
 if __name__ == "__main__":

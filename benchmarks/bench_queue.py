@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 import psutil
 import ray
 
+from benchmarks.result import circumstances, store
 from partial_rollout.core.queue import PromptQueue
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
@@ -205,19 +204,14 @@ def main() -> None:
     options = parse()
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     result = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average_at_start": os.getloadavg()[0],
-        "options": {key: value for key, value in vars(options).items() if key != "json"},
+        **circumstances(options),
         "pure": measure_pure(options),
         "single": asyncio.run(measure(options, batched=False)),
         "batched": asyncio.run(measure(options, batched=True)),
     }
     ray.shutdown()
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
+    print(json.dumps(result, indent=2))
+    store(result, options.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
+from benchmarks.result import circumstances, store
 from partial_rollout.config import WeightsConfig
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
@@ -244,8 +244,8 @@ def main() -> None:
         serve()
         return
     result: dict[str, Any] = {
-        "machine": {"cpu": platform.processor(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
-        "load_average_at_start": os.getloadavg()[0],
+        **circumstances(options),
+        "torch_threads": torch.get_num_threads(),
         "transport": [
             measure_transport(gigabytes, options.rounds, bucket_mb)
             for gigabytes in options.gigabytes
@@ -253,8 +253,7 @@ def main() -> None:
         ],
     }
     print(json.dumps(result, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    store(result, options.json)
 
 
 if __name__ == "__main__":

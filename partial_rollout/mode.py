@@ -100,9 +100,9 @@ def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
 
 def has_own_reference(config: DictConfig) -> bool:
     """Whether a reference model is loaded beside the actor; with LoRA it is the actor without its adapter."""
-    model = config.actor_rollout_ref.model
-    ranks = (OmegaConf.select(model, "lora.rank", default=0), OmegaConf.select(model, "lora_rank", default=0))
-    with_adapter = max(ranks) > 0 or OmegaConf.select(model, "lora_adapter_path") is not None
+    models = config.actor_rollout_ref
+    ranks = [OmegaConf.select(models, key, default=0) for key in ADAPTER_RANKS]
+    with_adapter = max(ranks) > 0 or OmegaConf.select(models, "model.lora_adapter_path") is not None
     needed = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     return needed and not with_adapter
 
