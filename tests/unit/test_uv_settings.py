@@ -1,0 +1,51 @@
+"""What scripts/setup_cpu.sh tells uv of pip's configuration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "uv_settings.py"
+
+
+def exported(tmp_path, config, **variables):
+    """The script's lines as a shell understands them."""
+    (tmp_path / "pip.conf").write_text(config)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
+    environment = kept | {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")} | variables
+    command = f'eval "$({sys.executable} {SCRIPT})" && env -0'
+    result = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    return dict(entry.split("=", 1) for entry in result.stdout.split("\0") if "=" in entry)
+
+
+def test_pips_places_become_uvs(tmp_path):
+    config = """[global]
+index-url = https://user:pass=word@host/simple
+find-links = /some/wheels
+    /more/wheels
+"""
+    seen = exported(tmp_path, config, PIP_EXTRA_INDEX_URL="file:///a/simple https://b/simple", PIP_DEFAULT_TIMEOUT="77")
+    assert seen["UV_DEFAULT_INDEX"] == "https://user:pass=word@host/simple"
+    assert seen["UV_FIND_LINKS"] == "/some/wheels,/more/wheels"
+    assert seen["UV_INDEX"] == "file:///a/simple https://b/simple"
+    assert seen["UV_HTTP_TIMEOUT"] == "77"
+    assert seen["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+
+
+def test_a_variable_overrides_a_file_and_uvs_own_variable_both(tmp_path):
+    config = "[global]\nfind-links = /in/file\ncert = /cert/in/file\n"
+    seen = exported(tmp_path, config, PIP_FIND_LINKS="/in/variable", SSL_CERT_FILE="/own")
+    assert seen["UV_FIND_LINKS"] == "/in/variable"
+    assert seen["SSL_CERT_FILE"] == "/own"
+
+
+def test_values_are_no_commands(tmp_path):
+    seen = exported(tmp_path, "[global]\nfind-links = /a;touch${IFS}x\n")
+    assert seen["UV_FIND_LINKS"] == "/a;touch${IFS}x"
+
+
+def test_nothing_set_leaves_uv_its_defaults(tmp_path):
+    seen = exported(tmp_path, "")
+    assert not {"UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS"} & set(seen)
