@@ -4,6 +4,8 @@ PYTHON := $(VENV)/bin/python
 PYTEST := $(PYTHON) -m pytest
 # Further arguments for pytest, for example ARGS="-k gate -x".
 ARGS ?=
+# Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
+WORKERS ?= 2
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/bench_*.py)))
 
 .DEFAULT_GOAL := help
@@ -27,7 +29,7 @@ format: setup ## let ruff format and fix what it can
 	$(PYTHON) -m ruff check --fix .
 
 test: setup ## everything that needs no GPU: unit, ray, engine and the short end-to-end runs
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-unit: setup ## seconds, no Ray and no engine
 	$(PYTEST) -m "not gpu and not ray and not engine and not e2e" $(ARGS)

@@ -28,6 +28,8 @@ for _name, _value in ENVIRONMENT.items():
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
+CLUSTER_FOLDERS = ("ray", "engine")
+"""They share a Ray cluster, so with pytest-xdist one process runs them; of the rest every file goes to one process."""
 RAY_LOGICAL_CPUS = 16
 
 
@@ -35,11 +37,21 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT / "tests").parts[0]
 
 
+def _group(item: pytest.Item) -> str:
+    folder = _folder(item)
+    if folder in CLUSTER_FOLDERS:
+        return "cluster"
+    if folder == "e2e" and "killed" not in item.fixturenames:  # its job is shared
+        return item.name
+    return str(item.path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1)
 
 
