@@ -1,7 +1,7 @@
 # Everything runs in the environment $(VENV), made by scripts/setup_cpu.sh. SKIP_SETUP=1 uses it as it is.
 VENV ?= .venv-cpu
-PYTHON := $(VENV)/bin/python
-PYTEST := $(PYTHON) -m pytest
+VENV_PYTHON := $(VENV)/bin/python
+PYTEST := $(VENV_PYTHON) -m pytest
 # Further arguments for pytest, for example ARGS="-k gate -x".
 ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
@@ -20,16 +20,16 @@ ifneq ($(SKIP_SETUP),1)
 endif
 
 check: setup ## ruff, format and types
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
 format: setup ## let ruff format and fix what it can
-	$(PYTHON) -m ruff format .
-	$(PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+	$(VENV_PYTHON) -m ruff check --fix .
 
 test: setup ## everything that needs no GPU: unit, ray, engine and the short end-to-end runs
-	$(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-unit: setup ## seconds, no Ray and no engine
 	$(PYTEST) -m "not gpu and not ray and not engine and not e2e" $(ARGS)
@@ -44,10 +44,10 @@ e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
 bench: setup ## the benchmarks; the results replace those in benchmarks/results
-	@for name in $(BENCHMARKS); do echo "== $$name"; $(PYTHON) -m benchmarks.$$name || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 config: setup ## the composed configuration: verl's defaults plus ours
-	$(PYTHON) -m partial_rollout.main_ppo --cfg job
+	$(VENV_PYTHON) -m partial_rollout.main_ppo --cfg job
 
 clean: ## caches and build results; the environment ($(VENV)) and outputs/ stay
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -3,7 +3,7 @@
 One AsyncLLM on the CPU, a tiny random model, `--concurrency` requests of `--tokens` tokens with log-probs. The variants
 take turns in every round, so that a slow minute of the machine hits all of them; medians over rounds are reported.
 
-    python -m benchmarks.bench_output_kind --rounds 7 --out benchmarks/results/output_kind_cpu.json
+    python -m benchmarks.bench_output_kind --rounds 7 --out benchmarks/results/bench_output_kind.json
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "output_kind_cpu.json")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "bench_output_kind.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         results = asyncio.run(measure(folder, args))
     report = {"concurrency": args.concurrency, "tokens": args.tokens, "rounds": args.rounds, "results": results}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for name, row in results.items():
         print(f"{name:32} {row['wall_us_per_token']:8.1f} us/token, front end {row['front_end_cpu_us_per_token']:7.1f}")
 

@@ -3,7 +3,7 @@
 Whole training jobs, interleaved (A B C A B C ...); response lengths are replayed from one trace, so the work is equal.
 The first steps of a job are left out: engine warm-up, and for the asynchronous modes the filling of the queue.
 
-    python -m benchmarks.bench_rollout [--task DIR] [--out benchmarks/results/bench_rollout.json]
+    python -m benchmarks.bench_rollout [--task DIR] [--json benchmarks/results/bench_rollout.json]
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--repeats", type=int, default=2)
     for name, default in asdict(Workload()).items():
@@ -297,8 +297,8 @@ def main() -> None:
             "summary": summarise(jobs),
             "jobs": jobs,
         }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(pd.DataFrame(summarise(jobs)).T.to_string(float_format=lambda value: f"{value:.3f}"))
 
 

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
+from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention
 
 if TYPE_CHECKING:
@@ -28,12 +29,9 @@ def run(config: DictConfig) -> None:
     """Check, then start Ray and train; returns when training has ended.
 
     Raises:
-        UserError: configuration, data or versions.
+        UserError: configuration or data.
         ray.exceptions.RayTaskError: training failed; its cause is the error.
     """
-    from partial_rollout.integrations.verl_compat import check_versions
-
-    check_versions()
     check_inputs(config)
     provide_attention(config)
     if is_enabled(config):
@@ -52,9 +50,9 @@ def run(config: DictConfig) -> None:
     _require_estimator(str(config.algorithm.adv_estimator))
     try:
         run_ppo(config, task_runner_class=ray.remote(num_cpus=0)(TaskRunner))
-    except RayTaskError:
+    except RayError:
         raise
-    except (ConnectionError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError
         raise ClusterError(f"Ray could not be started or joined with ray_kwargs.ray_init: {error}") from error
 
 
@@ -91,5 +89,15 @@ def main(config: DictConfig) -> None:
         ray.shutdown()
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """Check the versions, on whose files the configuration is built, then run `main`."""
+    try:
+        check_versions()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     main()
+
+
+if __name__ == "__main__":
+    start()

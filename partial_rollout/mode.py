@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf, open_dict
@@ -47,9 +48,17 @@ def is_enabled(config: DictConfig) -> bool:
         ConfigError: the value is not a boolean, or the block has another key: a mistyped flag must not train silently
             without it.
     """
-    unknown = sorted(set(OmegaConf.select(config, "async_training", default={})) - {"partial_rollout"})
+    block = OmegaConf.select(config, "async_training", default={})
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"async_training={block!r} is not allowed: set async_training.partial_rollout to True or False"
+        )
+    unknown = sorted(set(block) - {"partial_rollout"})
     if unknown:
         raise ConfigError(f"unknown key async_training.{unknown[0]}; known here: partial_rollout")
+    for name, value in config.items():
+        if name != "async_training" and isinstance(value, Mapping) and "partial_rollout" in value:
+            raise ConfigError(f"unknown key {name}.partial_rollout; the flag is async_training.partial_rollout")
     value = OmegaConf.select(config, "async_training.partial_rollout", default=False)
     if not isinstance(value, bool):
         raise ConfigError(f"async_training.partial_rollout={value!r} is not allowed: must be True or False")
@@ -252,7 +261,9 @@ def _merges_adapters(config: DictConfig) -> bool:
 def _check_paths(config: DictConfig) -> None:
     for key in ("data.train_files", "data.val_files"):
         value = OmegaConf.select(config, key)
-        for path in list(value) if OmegaConf.is_list(value) else [value]:
+        paths = list(value) if OmegaConf.is_list(value) else [value]
+        _require(bool(paths), f"{key}=[]", "at least one file")
+        for path in paths:
             _require_path(key, path)
     _require_path("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, hub=True)
 

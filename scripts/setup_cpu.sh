@@ -61,7 +61,7 @@ make_venv() {
 # A step is done when its stamp holds the hash of all that it was made from.
 hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 is_done() { [[ -f $venv/.stamp-$1 && $(<"$venv/.stamp-$1") == "$2" ]]; }
-mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1"; }
+mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1" && rm -f "$venv/.begun-$1"; }
 
 # Bytecode is compiled at the end, on all cores; pip would do it on one.
 with_pip() {
@@ -69,17 +69,28 @@ with_pip() {
 }
 
 # uv does in seconds what pip does in minutes; where it cannot (an index or a login that only pip knows), pip does it.
-with_uv() { [[ -x $venv/bin/uv ]] && "$venv/bin/uv" pip install --python "$venv/bin/python" "$@" >>"$log" 2>&1; }
+# Both take a package whose metadata is there for complete, which it is not after an interruption: hence $begun_before.
+install() {
+  if [[ $uv_usable == 1 ]]; then
+    "$venv/bin/uv" pip install --python "$venv/bin/python" ${begun_before:+--reinstall} "$@" >>"$log" 2>&1 && return
+    say "uv could not, trying pip"
+    with_pip --force-reinstall "$@"
+  else
+    with_pip ${begun_before:+--force-reinstall} "$@"
+  fi
+}
 
-install() { with_uv "$@" || with_pip "$@"; }
-
+uv_usable=
 prepare_uv() { # once, and only when something is to be installed
-  [[ -z ${uv_is_prepared:-} ]] || return 0
-  uv_is_prepared=1
-  local settings=
-  with_pip -r "$root/requirements/installer.txt" || say "uv cannot be installed: pip does it all, which takes longer"
-  settings=$("$venv/bin/python" "$root/scripts/uv_settings.py" 2>>"$log") || say "pip's settings cannot be read; uv uses its own"
-  eval "$settings"
+  [[ -z $uv_usable ]] || return 0
+  uv_usable=0
+  local settings
+  if with_pip -r "$root/requirements/installer.txt" && settings=$("$venv/bin/python" "$root/scripts/uv_settings.py" 2>>"$log"); then
+    eval "$settings"
+    uv_usable=1
+  else
+    say "pip does it all, which takes longer: $(tail -n 1 "$log")"
+  fi
 }
 
 explain_failure() {
@@ -104,22 +115,32 @@ step() { # step NAME WHAT HASH COMMAND...
   say "$what ..."
   : >"$log"
   prepare_uv
+  local begun_before=
+  [[ -f $venv/.begun-$name ]] && begun_before=1
+  : >"$venv/.begun-$name"
   "$@" || explain_failure "$what"
   mark_done "$name" "$hash"
 }
 
 install_torch() {
-  install -r "$root/requirements/cpu-torch.txt" ||
-    install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
+  install -r "$root/requirements/cpu-torch.txt" && return
+  say "trying $TORCH_INDEX as well"
+  install --extra-index-url "$TORCH_INDEX" -r "$root/requirements/cpu-torch.txt"
 }
 install_engines() { install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
 install_self() { install --no-deps --no-build-isolation -e "$root"; }
 # Not a step with a stamp: it costs nothing, and `pip uninstall vllm` is easily typed.
 install_alias() { (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1); }
 
+lock() { # released when this script ends
+  exec 9>"$venv.lock"
+  flock --nonblock 9 || { say "another set-up of $venv is running; waiting for it" && flock 9; }
+}
+
 main() {
   mkdir -p "$(dirname "$venv")"
   check_machine
+  lock
   make_venv
   venv=$(cd "$venv" && pwd)
   log=$venv/setup.log

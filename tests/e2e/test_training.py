@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.run.data import gsm8k
-from tests.e2e.conftest import ROOT, Job, run_job, run_job_and_kill
+from partial_rollout.main_ppo import INTERRUPTED_CODE
+from tests.e2e.conftest import FLAG, ROOT, Job, is_conserved, run_job, run_job_and_signal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FLAG = "+async_training.partial_rollout=True"
 WITHOUT_PADDING = [
     "actor_rollout_ref.model.use_remove_padding=True",
     "actor_rollout_ref.model.override_config.attn_implementation=varlen_sdpa",
@@ -26,14 +26,7 @@ PACKED = [
     "partial_rollout.packing.token_budget=400",
 ]
 """Rows without padding, two mini-batches, and a budget that a mini-batch needs several micro-batches for."""
-TOO_LONG = 5
 pytestmark = pytest.mark.e2e
-
-
-def _conserved(step: dict) -> bool:
-    queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}
-    in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "done"))
-    return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
 
 
 def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
@@ -48,7 +41,8 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     resumed = sum(step["partial_rollout/resumed_trajectories"] for step in first.steps)
     trained = sum(step["partial_rollout/trajectories"] for step in first.steps)
     assert resumed >= 0.1 * trained
-    assert any(key.startswith("val-core/") for step in first.steps for key in step)
+    validated = [step for step in first.steps if any(key.startswith("val-core/") for key in step)]
+    assert any(step["partial_rollout/interrupted"] > 0 for step in validated)  # validation met parked trajectories
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
     assert all(step["actor/packing_rows"] == step["packing/micro_batches"] for step in first.steps)
 
@@ -67,7 +61,7 @@ def _check_ended_cleanly(job: Job, *, steps: range) -> None:
     assert "Traceback" not in job.output
     assert job.survivors == []
     assert [step["training/global_step"] for step in job.steps] == list(steps)
-    assert all(_conserved(step) for step in job.steps)
+    assert all(is_conserved(step) for step in job.steps)
 
 
 def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -> None:
@@ -91,47 +85,6 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
     assert left == {}
 
 
-@pytest.fixture(scope="module")
-def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job on the GSM8K script's files whose engine is killed after three steps.
-
-    One of 17 prompts has more characters than the model allows. With prefetch_factor=1 three batches of 8 take every
-    row of the first epoch.
-    """
-    folder = tmp_path_factory.mktemp("killed")
-    rows = [{"question": f"Tom has {i} bats and buys 2 more. How many?", "answer": f"#### {i + 2}"} for i in range(17)]
-    rows[TOO_LONG]["question"] = "A long story. " * 50
-    (folder / "source").mkdir()
-    for split in ("train", "test"):
-        (folder / f"source/{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    gsm8k.make(folder, str(folder / "source"), tool=False)
-    options = [
-        f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}",
-        "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
-        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.prefetch_factor=1",
-    ]  # fmt: skip
-    return run_job_and_kill(task, folder, FLAG, *options, after="step:3 ", process="VLLM::EngineCore")
-
-
-def test_gsm8k_files_are_trained_on(killed: Job) -> None:
-    """With verl's own scoring of the answers; the model cannot know any."""
-    assert [step["training/global_step"] for step in killed.steps[:3]] == [1, 2, 3], killed.output[-4000:]
-    assert all(_conserved(step) for step in killed.steps)
-    assert {step["critic/score/mean"] for step in killed.steps} == {0.0}
-
-
-def test_a_prompt_that_is_too_long_is_dropped_and_counted(killed: Job) -> None:
-    trained = {int(index) for event in killed.events for index in event["source_index"]}
-    assert trained == set(range(17)) - {TOO_LONG}
-    assert killed.steps[2]["partial_rollout/queue/num_dropped"] >= 1
-
-
-def test_a_killed_engine_ends_the_run_with_its_name(killed: Job) -> None:
-    assert killed.code == 1
-    assert "error: training failed: EngineDead" in killed.output
-    assert killed.survivors == []
-
-
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
     """Ours is the attention only, which verl must find by itself."""
     job = run_job(task, tmp_path, *WITHOUT_PADDING, "trainer.total_training_steps=2")
@@ -146,6 +99,7 @@ def test_a_mistake_is_told_before_anything_starts(task: Path, tmp_path: Path) ->
     assert job.code == 2
     assert "data.train_files=/nowhere/train.parquet does not exist" in job.output
     assert "Traceback" not in job.output
+    assert "local Ray instance" not in job.output
 
 
 def test_missing_resources_are_named(task: Path, tmp_path: Path) -> None:
@@ -179,4 +133,12 @@ def test_an_agent_loop_that_always_fails_ends_the_run(task: Path, tmp_path: Path
     assert job.code == 2
     assert "prompts were dropped and replaced while one batch was waited for" in job.output
     assert "RuntimeError: the tool server is down" in job.output
+    assert job.survivors == []
+
+
+def test_ctrl_c_ends_the_run_and_leaves_nothing(task: Path, tmp_path: Path) -> None:
+    driver = {"process": "partial_rollout.main_ppo", "number": signal.SIGINT}
+    job = run_job_and_signal(task, tmp_path, FLAG, after="all initialize finished", **driver)
+    assert job.code == INTERRUPTED_CODE
+    assert "error: interrupted" in job.output
     assert job.survivors == []

@@ -265,6 +265,22 @@ def test_a_mistyped_flag_does_not_train_without_it(composed: Composed):
         is_enabled(composed({"async_training.partial_rolout": True}))
 
 
+def test_a_flag_in_a_mistyped_block_does_not_train_without_it(composed: Composed):
+    with pytest.raises(ConfigError, match="unknown key asyc_training.partial_rollout; the flag is async_training"):
+        is_enabled(composed({"asyc_training.partial_rollout": True}))
+
+
+@pytest.mark.parametrize("value", [True, None, "partial_rollout"])
+def test_a_block_of_the_flag_that_is_none_is_refused(composed: Composed, value: Any):
+    with pytest.raises(ConfigError, match="async_training=.* set async_training.partial_rollout to True or False"):
+        is_enabled(composed({"async_training": value}))
+
+
+def test_no_data_file_is_refused(composed: Composed):
+    with pytest.raises(ConfigError, match=r"data.train_files=\[\] is not allowed: must be at least one file"):
+        check_inputs(composed({"data.train_files": []}))
+
+
 def test_the_flag_sets_exactly_the_hooks(composed: Composed):
     changes = {"partial_rollout.stream_interval": 7, "partial_rollout.timeouts.drain_s": 5}
     config = composed(changes)

@@ -10,13 +10,19 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "uv_settings.py"
 
 
-def exported(tmp_path, config, **variables):
-    """The script's lines as a shell understands them."""
+def run(tmp_path, config, **variables):
+    """The shell that has evaluated the script's lines; its output is its environment."""
     (tmp_path / "pip.conf").write_text(config)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
     environment = kept | {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")} | variables
-    command = f'eval "$({sys.executable} {SCRIPT})" && env -0'
-    result = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    command = f'lines=$({sys.executable} {SCRIPT}) && eval "$lines" && env -0'
+    return subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+
+def exported(tmp_path, config, **variables):
+    """The script's lines as a shell understands them."""
+    result = run(tmp_path, config, **variables)
+    assert result.returncode == 0, result.stderr
     return dict(entry.split("=", 1) for entry in result.stdout.split("\0") if "=" in entry)
 
 
@@ -44,6 +50,17 @@ def test_a_variable_overrides_a_file_and_uvs_own_variable_both(tmp_path):
 def test_values_are_no_commands(tmp_path):
     seen = exported(tmp_path, "[global]\nfind-links = /a;touch${IFS}x\n")
     assert seen["UV_FIND_LINKS"] == "/a;touch${IFS}x"
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_commands_settings_are_not_taken(tmp_path):
+    assert "UV_DEFAULT_INDEX" not in exported(tmp_path, "[download]\nindex-url = https://other/simple\n")
+
+
+def test_what_only_pip_can_follow_is_named(tmp_path):
+    result = run(tmp_path, "[global]\nno-index = true\nretries = 1\n[install]\nconstraint = /c.txt\n")
+    assert result.returncode != 0
+    assert "uv does not know pip's constraint, no-index" in result.stderr
 
 
 def test_nothing_set_leaves_uv_its_defaults(tmp_path):

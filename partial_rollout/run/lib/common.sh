@@ -61,6 +61,9 @@ build_command() {
   done
 }
 
+# A path as a Hydra value: characters that mean something to Hydra, as in `a,b` or `x=1`, mean nothing in quotes.
+path_value() { printf "'%s'" "${1//\'/\\\'}"; }
+
 print_command() { printf '%q ' "${COMMAND[@]}" && printf '\n'; }
 
 # verl's file logger empties its file at the start, so a resumed run gets a new one: metrics.jsonl, metrics-2.jsonl, ...

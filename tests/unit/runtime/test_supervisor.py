@@ -73,3 +73,21 @@ async def test_tasks_ended_by_the_supervisor_are_no_failure() -> None:
     supervisor.spawn(asyncio.Event().wait(), name="reporter")
     await supervisor.cancel()
     assert await supervisor.guard(asyncio.sleep(0, "answer")) == "answer"
+
+
+async def test_a_task_that_resists_its_cancellation_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, release = Supervisor(), asyncio.Event()
+
+    async def resisting() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await release.wait()
+
+    task = supervisor.spawn(resisting(), name="group-7")
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(supervisor.cancel(timeout_s=0.01), 5) == ["group-7"]
+    assert "group-7" in caplog.text
+    release.set()
+    await asyncio.wait([task])
+    assert len(supervisor) == 0

@@ -1,0 +1,60 @@
+"""Real verl, real vLLM, real Ray, on rows that are no quickstart's: one job for three tests."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.run.data import gsm8k
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job_and_signal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOO_LONG = 5
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on the GSM8K script's files whose engine is killed after three steps.
+
+    One of 17 prompts has more characters than the model allows. With prefetch_factor=1 three batches of 8 take every
+    row of the first epoch.
+    """
+    folder = tmp_path_factory.mktemp("killed")
+    rows = [{"question": f"Tom has {i} bats and buys 2 more. How many?", "answer": f"#### {i + 2}"} for i in range(17)]
+    rows[TOO_LONG]["question"] = "A long story. " * 50
+    (folder / "source").mkdir()
+    for split in ("train", "test"):
+        (folder / f"source/{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    gsm8k.make(folder, str(folder / "source"), tool=False)
+    options = [
+        f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}",
+        "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
+        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.prefetch_factor=1",
+    ]  # fmt: skip
+    engine = {"process": "VLLM::EngineCore", "number": signal.SIGKILL}
+    return run_job_and_signal(task, folder, FLAG, *options, after="step:3 ", **engine)
+
+
+def test_gsm8k_files_are_trained_on(killed: Job) -> None:
+    """With verl's own scoring of the answers; the model cannot know any."""
+    assert [step["training/global_step"] for step in killed.steps[:3]] == [1, 2, 3], killed.output[-4000:]
+    assert all(is_conserved(step) for step in killed.steps)
+    assert {step["critic/score/mean"] for step in killed.steps} == {0.0}
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted(killed: Job) -> None:
+    trained = {int(index) for event in killed.events for index in event["source_index"]}
+    assert trained == set(range(17)) - {TOO_LONG}
+    assert killed.steps[2]["partial_rollout/queue/num_dropped"] >= 1
+
+
+def test_a_killed_engine_ends_the_run_with_its_name(killed: Job) -> None:
+    assert killed.code == 1
+    assert "error: training failed: EngineDead" in killed.output
+    assert killed.survivors == []

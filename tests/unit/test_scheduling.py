@@ -1,0 +1,27 @@
+"""Which tests share a process of pytest-xdist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ONE_JOB_EACH, ROOT, scheduling_scope
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "scope"),
+    [
+        ("tests/ray/test_parked_server.py::test_a", "cluster"),
+        ("tests/engine/test_shutdown.py::test_b[1]", "cluster"),
+        ("tests/e2e/test_training.py::test_c", "test_c"),
+        ("tests/e2e/test_killed_engine.py::test_d", "tests/e2e/test_killed_engine.py"),
+        ("tests/unit/core/test_gate.py::test_e[a::b]", "tests/unit/core/test_gate.py"),
+    ],
+)
+def test_scope(nodeid: str, scope: str) -> None:
+    assert scheduling_scope(nodeid) == scope
+
+
+def test_the_file_whose_tests_are_spread_is_there() -> None:
+    assert (ROOT / Path(ONE_JOB_EACH)).is_file()
