@@ -11,7 +11,8 @@ import torch
 from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_slots import SlotWriter
+from partial_rollout.weights.shared_slots import SharedSlotWriter
+from partial_rollout.weights.transport import Transports
 from tests.unit.weights.support import (
     LONG_S,
     SHORT_S,
@@ -232,10 +233,11 @@ def test_a_full_shared_memory_is_named_on_both_ends_and_cleaned(channels):
         if offset + size > SLOT_BYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def make_slots(slot_bytes, num_slots):
-        return SlotWriter(slot_bytes, num_slots, reserve=reserve)
+    def make_shared(slot_bytes, num_slots):
+        return SharedSlotWriter(slot_bytes, num_slots, reserve=reserve)
 
-    sent, received = exchange(channels.address, make_weights(4), sender={"make_slots": make_slots})
+    options = {"transports": Transports(cuda=None, make_shared=make_shared)}
+    sent, received = exchange(channels.address, make_weights(4), sender=options)
     assert isinstance(sent, SharedMemoryFull)
     assert isinstance(received, SharedMemoryFull)
     assert "/dev/shm has no room for 4096 more bytes" in str(sent)
