@@ -97,6 +97,7 @@ class ChannelAdapter(ServerAdapter):
             self.zmq_handle,
             round=self._round,
             slot_bytes=self._settings.slot_bytes,
+            device=torch.device(get_device_name()),
             timeout_s=self._settings.timeout_s,
             check=check,
         )

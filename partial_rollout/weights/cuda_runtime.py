@@ -44,8 +44,8 @@ class CudaRuntime:
         self._runtime: Any = runtime
 
     def identify(self, device: torch.device) -> str:
-        """UUID of the GPU, which is the same in every process, unlike its number."""
-        return str(torch.cuda.get_device_properties(device).uuid)
+        """UUID of the GPU, which is the same in every process, unlike its number; empty for another device."""
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
         """Address of new memory.

@@ -12,7 +12,7 @@ from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.transport import Transports
+from partial_rollout.weights.transport import Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ class WeightReceiver:
         self._path = address.socket_path(channel, round)
         self._peer = f"the training worker of channel {channel}"
         self._timeout_s, self._validate = timeout_s, validate
-        self._device = device or torch.device("cpu")
+        self._device = numbered(device)
         self._transports = transports or Transports()
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = ReceiverMachine(secret=address.secret, round=round, nonce=nonce)

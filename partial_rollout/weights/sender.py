@@ -14,7 +14,7 @@ from partial_rollout.core.weight_stream import SenderMachine, State
 from partial_rollout.core.wire import NONCE_BYTES, describe_failure
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.transport import NUM_SLOTS, Transports
+from partial_rollout.weights.transport import NUM_SLOTS, Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from partial_rollout.weights.directory import ChannelAddress
     from partial_rollout.weights.slots import SlotWriter
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,12 @@ class WeightSender:
         timeout_s: float,
         check: Callable[[], None],
         slot_bytes: int | None = None,
-        device: torch.device = HOST,
+        device: torch.device | None = None,
         transports: Transports | None = None,
     ) -> None:
         """Prepare the update `round` of `channel`.
 
-        `check` raises when the engine's call has already failed. `device` is where the tensors are, or most of them;
+        `check` raises when the engine's call has already failed. `device` is where the tensors are (default: host);
         `slot_bytes` None leaves the slots' size to the transport.
         """
         self._path = address.socket_path(channel, round)
@@ -71,7 +69,7 @@ class WeightSender:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = SenderMachine(secret=address.secret, round=round, nonce=nonce, num_slots=NUM_SLOTS)
         self._slot_bytes = None if slot_bytes is None else -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._device = device
+        self._device = numbered(device)
         self._transports = transports or Transports()
         self._slots: SlotWriter | None = None
         self._bucket = 0

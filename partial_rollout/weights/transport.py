@@ -36,6 +36,13 @@ def find_cuda() -> CudaRuntime | None:
         return None
 
 
+def numbered(device: torch.device | None) -> torch.device:
+    """The same device with its number; the host for None."""
+    if device is None or device.type != "cuda" or device.index is not None:
+        return device or torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @dataclass(frozen=True, slots=True)
 class Transports:
     """What this process can do; tests give it other parts."""
@@ -45,7 +52,7 @@ class Transports:
 
     def identify(self, device: torch.device) -> str:
         """UUID of the GPU that slots can be on, or an empty string."""
-        return self.cuda.identify(device) if self.cuda is not None and device.type == "cuda" else ""
+        return self.cuda.identify(device) if self.cuda is not None else ""
 
     def writer(self, device: torch.device, peer_device: str, slot_bytes: int | None) -> SlotWriter:
         """Slots for tensors on `device` and a receiver on the GPU `peer_device`; `slot_bytes` None: our choice."""
