@@ -39,7 +39,7 @@ from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.transport import CUDA_SLOT_BYTES, Transports
+from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +58,8 @@ FREED_WITHIN_S = 15.0
 """A killed process's memory comes back this soon."""
 SAMPLE_S = 0.001
 HAS_GPU = torch.cuda.is_available()
+KILLED_AFTER_SLOTS = 2.2
+"""The first tensor is there, and the sender still has a slot to write to."""
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
 Weights = list[tuple[str, torch.Tensor]]
@@ -193,6 +195,7 @@ class Bench:
 
     def __init__(self, bucket_mb: int | None) -> None:
         self.bucket_mb = bucket_mb
+        self.slot_bytes = CUDA_SLOT_BYTES if bucket_mb is None else bucket_mb * MEBIBYTE
         self.channels = ChannelDirectory()
         self.channels.address.export()
         self.round = 0
@@ -205,7 +208,7 @@ class Bench:
     def send_verl(self, weights: Weights) -> None:
         """verl's channel, with a bucket of the size of all our slots; on a CPU one for the largest tensor."""
         largest_mb = -(-max(tensor.nbytes for _, tensor in weights) // MEBIBYTE)
-        bucket_mb = 3 * (self.bucket_mb or CUDA_SLOT_BYTES // MEBIBYTE) if HAS_GPU else largest_mb
+        bucket_mb = NUM_SLOTS * self.slot_bytes // MEBIBYTE if HAS_GPU else largest_mb
         channel = BucketedWeightSender(verl_socket(self.channels.address, self.round), bucket_mb, not HAS_GPU)
         asyncio.run(channel.async_send_weights(iter(weights)))
 
@@ -214,7 +217,7 @@ def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
     """File order and shuffled order, to a process that names the GPU in its own way."""
     environment = dict(os.environ)
     if HAS_GPU:
-        environment["CUDA_VISIBLE_DEVICES"] = f"GPU-{Transports().identify(DEVICE)}"
+        environment["CUDA_VISIBLE_DEVICES"] = "GPU-" + Transports().identify(DEVICE).removeprefix("GPU-")
     child, weights = Child(MODULE, environment), make_weights(gigabytes)
     shuffled = [weights[i] for i in torch.randperm(len(weights), generator=torch.Generator().manual_seed(0)).tolist()]
     rows = {}
@@ -328,11 +331,14 @@ def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
     child.ask("receive_and_stall", round=bench.round)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, (name, tensor) in enumerate(weights + [(f"again.{n}", t) for n, t in weights]):
-            if number == len(weights) // 2:
+        sent, is_alive = 0, True
+        for name, tensor in weights + [(f"again.{n}", t) for n, t in weights]:
+            if is_alive and sent > KILLED_AFTER_SLOTS * bench.slot_bytes:
                 child.answer()
                 child.kill()
+                is_alive = False
             yield name, tensor
+            sent += tensor.nbytes
 
     started = time.perf_counter()
     error = failure(lambda: bench.send(stream()))  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable  # noqa: TC003 - a dataclass reads it
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ CUDA_SLOT_BYTES = 256 << 20
 """A copy of one takes long enough to hide the messages and the launches for the next."""
 
 
+@cache
 def find_cuda() -> CudaRuntime | None:
     """The CUDA runtime where torch can use it and its bindings are installed."""
     if not torch.cuda.is_available():
