@@ -403,23 +403,21 @@ def versions() -> dict[str, str]:
     return {"gpu": gpu, "torch": torch.__version__, "transport": "cuda_ipc" if Transports().cuda else "shared_memory"}
 
 
-def run_steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Each step that was asked for; smaller sizes on a CPU."""
+def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield what each step that was asked for has found."""
     sizes = [DRY_GIGABYTES] if options.dry_run else options.gigabytes
     buckets = [1] if options.dry_run else options.bucket_mb or [None]
-    result: dict[str, Any] = {**circumstances(options), **versions()}
     benches = [Bench(bucket_mb) for bucket_mb in buckets]
-    if "equal" in options.steps:
-        result["equal"] = check_equality(benches[0], sizes[0])
-    if "handles" in options.steps:
-        result["handles"] = check_handles()
-    if "faults" in options.steps:
-        result["faults"] = check_faults(benches[0], sizes[0])
-    if "speed" in options.steps:
-        result["speed"] = [measure_speed(bench, size, options.rounds) for size in sizes for bench in benches]
+    steps: dict[str, Callable[[], Any]] = {
+        "equal": lambda: check_equality(benches[0], sizes[0]),
+        "speed": lambda: [measure_speed(bench, size, options.rounds) for size in sizes for bench in benches],
+        "faults": lambda: check_faults(benches[0], sizes[0]),
+        "handles": check_handles,
+    }
+    for name in options.steps:
+        yield name, steps[name]()
     for bench in benches:
         bench.channels.remove()
-    return result
 
 
 def main() -> None:
@@ -428,7 +426,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, nargs="+", help="slots of these sizes; default: the transport's own")
-    steps = ("equal", "handles", "faults", "speed")
+    steps = ("equal", "speed", "faults", "handles")
     parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
     parser.add_argument("--dry-run", action="store_true", help="small; needs no GPU")
     parser.add_argument("--json", type=Path)
@@ -440,9 +438,11 @@ def main() -> None:
     if not HAS_GPU and not options.dry_run:
         parser.error("there is no GPU here: --dry-run runs the same steps on a CPU")
     del options.serve
-    result = run_steps(options)
-    print(json.dumps(result, indent=2))
-    store(result, options.json)
+    result: dict[str, Any] = {**circumstances(options), **versions()}
+    for name, found in run_steps(options):
+        result[name] = found
+        print(json.dumps({name: found}, indent=2), flush=True)
+        store(result, options.json)
 
 
 if __name__ == "__main__":
