@@ -3,13 +3,15 @@
     python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 5 --json benchmarks/results/bench_weights.json
 
 Transport, interleaved in one run, the same bf16 tensors for all; sender and receiver are two processes and the receiver
-drops every tensor once it has its own copy:
+drops every tensor at once, if nothing else is said:
 
 - `memcpy_warm`: every tensor copied to memory that was written before, in one process;
-- `memcpy_fresh`: every tensor copied to newly allocated memory, which any receiver that keeps its tensors must do;
-- `channel`: ours;
+- `memcpy_fresh`: every tensor copied to newly allocated memory;
+- `channel`: ours, whose tensors nobody overwrites while the receiver has them;
 - `verl`: verl 0.9.1's bucketed channel over shared memory, its tensors cloned on receipt (without that they are
-  overwritten), with a bucket that holds the largest tensor, which it needs.
+  overwritten), with a bucket that holds the largest tensor, which it needs;
+- `memcpy_load`: `memcpy_fresh`, and from there into parameters that exist, as a model's loader does;
+- `channel_load`: ours, and from there into parameters that exist.
 
 `extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
 that sum before the round.
@@ -22,8 +24,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
+from benchmarks.child import Child, serve
 from benchmarks.result import circumstances, store
-from partial_rollout.config import WeightsConfig
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
+from partial_rollout.weights.transport import SHARED_SLOT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,27 +52,36 @@ Weights = list[tuple[str, torch.Tensor]]
 
 def make_weights(gigabytes: float) -> Weights:
     """Tensors of a Qwen3 of this size, bf16, filled."""
-    shapes = [("embed_tokens", (VOCAB, HIDDEN))]
-    layer = [("qkv", (2 * HIDDEN, 2 * HIDDEN)), ("o", (HIDDEN, 2 * HIDDEN)), ("norm", (HIDDEN,))]
-    layer += [("gate", (INTERMEDIATE, HIDDEN)), ("up", (INTERMEDIATE, HIDDEN)), ("down", (HIDDEN, INTERMEDIATE))]
-    total, wanted = VOCAB * HIDDEN * 2, gigabytes * 1e9
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "vocabulary": VOCAB}
+    return [(name, torch.full(shape, 0.5, dtype=torch.bfloat16)) for name, shape in qwen_shapes(gigabytes, **sizes)]
+
+
+def qwen_shapes(
+    gigabytes: float, *, hidden: int, intermediate: int, vocabulary: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """As many layers as make `gigabytes` of bf16, after the embedding."""
+    shapes: list[tuple[str, tuple[int, ...]]] = [("embed_tokens", (vocabulary, hidden))]
+    layer = [("qkv", (2 * hidden, 2 * hidden)), ("o", (hidden, 2 * hidden)), ("norm", (hidden,))]
+    layer += [("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))]
+    total, wanted = vocabulary * hidden * 2, gigabytes * 1e9
     while total < wanted:
         shapes += [(f"layers.{len(shapes)}.{name}", shape) for name, shape in layer]
         total += sum(2 * torch.Size(shape).numel() for _, shape in layer)
-    return [(name, torch.full(shape, 0.5, dtype=torch.bfloat16)) for name, shape in shapes]
+    return shapes
 
 
 # ---- the receiving process ------------------------------------------------------------------------------------------
 
 
-def receive_ours(address: ChannelAddress, round: int) -> None:
-    """Take every tensor and drop it."""
-    with WeightReceiver(address, "bench", round=round, timeout_s=TIMEOUT_S) as receiver:
-        for _ in receiver.tensors():
-            pass
+def receive_channel(round: int, load: bool = False) -> None:
+    """Take every tensor and drop it, or copy it into a parameter first."""
+    with WeightReceiver(ChannelAddress.inherited(), "bench", round=round, timeout_s=TIMEOUT_S) as receiver:
+        for name, tensor in receiver.tensors():
+            if load:
+                PARAMETERS.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
-def receive_verl(address: ChannelAddress, round: int) -> None:
+def receive_verl(round: int) -> None:
     """The same over verl's channel."""
 
     def clone(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -79,42 +89,12 @@ def receive_verl(address: ChannelAddress, round: int) -> None:
             tensor.clone()
         weights.clear()
 
-    path = Path(address.directory) / f"verl-{round}.sock"
+    path = Path(ChannelAddress.inherited().directory) / f"verl-{round}.sock"
     BucketedWeightReceiver(f"ipc://{path}", torch.device("cpu"), use_shm=True).receive_weights(clone)
 
 
-RECEIVE = {"channel": receive_ours, "verl": receive_verl}
-
-
-def serve() -> None:
-    """Main of the receiving process: one line `mode round` for each update."""
-    address = ChannelAddress.inherited()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        mode, round = line.split()
-        RECEIVE[mode](address, int(round))
-        print("done", flush=True)
-
-
-class Receiver:
-    """The receiving process, from here."""
-
-    def __init__(self, address: ChannelAddress) -> None:
-        address.export()
-        command = [sys.executable, "-m", "benchmarks.bench_weights", "--serve"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.expect("ready")
-
-    def start(self, mode: str, round: int) -> None:
-        """Let it receive."""
-        print(mode, round, file=self.process.stdin, flush=True)
-
-    def expect(self, word: str) -> None:
-        """Wait until it has said so; libraries print to the same stream."""
-        for line in self.process.stdout or ():
-            if line.strip() == word:
-                return
-        raise RuntimeError("the receiving process ended")
+PARAMETERS: dict[str, torch.Tensor] = {}
+"""Of the receiving process."""
 
 
 # ---- the sending process --------------------------------------------------------------------------------------------
@@ -126,7 +106,8 @@ class Transport:
     def __init__(self, weights: Weights, bucket_mb: int) -> None:
         self.weights, self.slot_bytes = weights, bucket_mb * MEBIBYTE
         self.channels = ChannelDirectory()
-        self.receiver = Receiver(self.channels.address)
+        self.channels.address.export()
+        self.receiver = Child("benchmarks.bench_weights")
         self.round = 0
         self.warm = {name: tensor.clone() for name, tensor in weights}
 
@@ -145,24 +126,30 @@ class Transport:
         for _, tensor in self.weights:
             tensor.clone()
 
-    def channel(self) -> None:
+    def channel(self, load: bool = False) -> None:
         options: dict[str, Any] = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": TIMEOUT_S}
         with WeightSender(self.channels.address, "bench", check=lambda: None, **options) as sender:
-            self.receiver.start("channel", self.round)
+            self.receiver.ask("channel", round=self.round, load=load)
             sender.send(self.weights)
-        self.receiver.expect("done")
+        self.receiver.answer()
+
+    def channel_load(self) -> None:
+        self.channel(load=True)
+
+    def memcpy_load(self) -> None:
+        for name, tensor in self.weights:
+            self.warm[name].copy_(tensor.clone())
 
     def verl(self) -> None:
         path = self.channels.path / f"verl-{self.round}.sock"
         sender = BucketedWeightSender(f"ipc://{path}", max(LARGEST_TENSOR_MIB, self.slot_bytes // MEBIBYTE), True)
-        self.receiver.start("verl", self.round)
+        self.receiver.ask("verl", round=self.round)
         asyncio.run(sender.async_send_weights(iter(self.weights)))
-        self.receiver.expect("done")
+        self.receiver.answer()
 
     def close(self) -> None:
         """End the receiver."""
-        self.receiver.process.kill()
-        self.receiver.process.communicate()
+        self.receiver.kill()
         self.channels.remove()
 
 
@@ -192,7 +179,7 @@ def extra_mib(run: Callable[[], object], pids: list[int]) -> float:
     return round((highest - before) / MEBIBYTE, 1)
 
 
-MODES = ("memcpy_warm", "memcpy_fresh", "channel", "verl")
+MODES = ("memcpy_warm", "memcpy_fresh", "channel", "verl", "memcpy_load", "channel_load")
 
 
 def measure_transport(gigabytes: float, rounds: int, bucket_mb: int) -> dict[str, Any]:
@@ -224,7 +211,7 @@ def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, fl
             "gb_per_s": round(num_bytes / statistics.median(values) / 1e9, 2),
             "extra_mib": extra.get(mode),
         }
-        for baseline in ("memcpy_warm", "memcpy_fresh"):
+        for baseline in ("memcpy_warm", "memcpy_fresh", "memcpy_load"):
             if baseline in seconds:
                 ratios = [mine / base for mine, base in zip(values, seconds[baseline], strict=True)]
                 rows[mode][f"to_{baseline}"] = round(statistics.median(ratios), 2)
@@ -236,12 +223,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[WeightsConfig().bucket_mb])
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[SHARED_SLOT_BYTES // MEBIBYTE])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve()
+        serve({"channel": receive_channel, "verl": receive_verl})
         return
     result: dict[str, Any] = {
         **circumstances(options),

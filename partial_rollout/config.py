@@ -80,19 +80,21 @@ class WeightsConfig:
 
     backend: str = "auto"
     timeout_s: float = 60.0
-    bucket_mb: int = 8
+    bucket_mb: int | None = None
     validate: bool = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown backend or a size or bound that is not positive."""
         _require(self.backend in WEIGHT_BACKENDS, "weights.backend", self.backend, f"one of {WEIGHT_BACKENDS}")
         _require(self.timeout_s > 0, "weights.timeout_s", self.timeout_s, "a number of seconds above 0")
-        _require(self.bucket_mb >= 1, "weights.bucket_mb", self.bucket_mb, "at least 1")
+        _require(
+            self.bucket_mb is None or self.bucket_mb >= 1, "weights.bucket_mb", self.bucket_mb, "null or at least 1"
+        )
 
     @property
-    def slot_bytes(self) -> int:
-        """Size of one of the two slots."""
-        return self.bucket_mb << 20
+    def slot_bytes(self) -> int | None:
+        """Size of one slot; None leaves it to the transport."""
+        return None if self.bucket_mb is None else self.bucket_mb << 20
 
 
 @dataclass(frozen=True, slots=True)

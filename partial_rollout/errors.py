@@ -19,7 +19,8 @@ PartialRolloutError
 │   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
 │   │   ├── WeightProtocolError version, round, secret or order of messages
 │   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
-│   │   └── SharedMemoryFull    no room for the transfer's slots
+│   │   ├── SharedMemoryFull    no room for the transfer's slots in /dev/shm
+│   │   └── DeviceMemoryFull    no room for them on the GPU
 │   └── ResumeStalled       a trajectory was interrupted twice without a token or a new epoch in between
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
@@ -119,6 +120,10 @@ class WeightMismatch(WeightUpdateError):
 
 class SharedMemoryFull(WeightUpdateError):
     """There is no room for the slots of a weight transfer."""
+
+
+class DeviceMemoryFull(WeightUpdateError):
+    """There is no room on the GPU for the slots of a weight transfer."""
 
 
 class InternalError(PartialRolloutError):

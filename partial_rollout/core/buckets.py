@@ -1,7 +1,7 @@
 """How a stream of tensors is cut into buckets, and how the other end checks that it can be put together again.
 
-A bucket is what fits into one slot of `slot_bytes`. Tensors follow each other in it at aligned offsets; one that does
-not fit in what is left goes on in the next bucket, so a tensor may be larger than a bucket.
+A bucket is what fits into one slot of `slot_bytes`. Tensors follow each other in it at aligned offsets. A tensor that
+fits a slot is in one piece, so that it can be used where it is; a larger one goes on in the next slots.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.num_bytes == self.tensor.num_bytes
+
+    @property
     def is_last(self) -> bool:
         """Whether the tensor is complete with this one."""
         return self.tensor_offset + self.num_bytes == self.tensor.num_bytes
@@ -96,6 +101,8 @@ class BucketPlan:
     def place(self, tensor: TensorSpec) -> Iterator[Placement]:
         """Yield the tensor's fragments in order; an empty tensor has one of 0 bytes."""
         total, done = tensor.num_bytes, 0
+        if self._slot_bytes - self._used_bytes < total <= self._slot_bytes:
+            self._bucket, self._used_bytes = self._bucket + 1, 0
         while True:
             if self._used_bytes == self._slot_bytes:
                 self._bucket, self._used_bytes = self._bucket + 1, 0

@@ -17,6 +17,7 @@ from partial_rollout.core.wire import (
     Hello,
     Message,
     SharedSlots,
+    Slots,
     as_exception,
 )
 from partial_rollout.errors import WeightProtocolError
@@ -106,6 +107,10 @@ class SenderMachine(Endpoint):
         self._in_use: dict[int, int] = {}
         self._num_buckets = 0
         self._totals = Done(0, 0)
+        self.peer_device = ""
+        """UUID of the GPU the receiver can make slots on, once it has said hello."""
+        self.handles: tuple[bytes, ...] = ()
+        """Of the slots the receiver has made."""
 
     def start(self) -> None:
         """Wait for the receiver."""
@@ -121,9 +126,10 @@ class SenderMachine(Endpoint):
         self._step(message)
         if isinstance(message, Hello):
             self._check_round(message.protocol, message.round)
-            self._peer_nonce = message.nonce
+            self._peer_nonce, self.peer_device = message.nonce, message.device
         elif isinstance(message, Attached):
             self._check_proof(message.proof, self._proof("receiver", self._peer_nonce, self._nonce))
+            self.handles = message.handles
         elif isinstance(message, Free):
             self._release(message.index)
         elif message != self._totals:
@@ -135,7 +141,7 @@ class SenderMachine(Endpoint):
             self.state = State.FAILED
             raise WeightProtocolError(f"bucket {index} was freed, but it is not on its way")
 
-    def attach(self, slots: SharedSlots) -> Attach:
+    def attach(self, slots: Slots) -> Attach:
         """The offer that answers a Hello."""
         proof = self._proof("sender", self._peer_nonce, self._nonce)
         return Attach(PROTOCOL, self._round, self._nonce, proof, slots)
@@ -177,13 +183,13 @@ class ReceiverMachine(Endpoint):
     def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
         super().__init__(secret=secret, round=round, nonce=nonce)
         self._num_buckets = 0
-        self.offer = SharedSlots("", 0, 0)
-        """The sender's slots, once it has offered them."""
+        self.offer: Slots = SharedSlots("", 0, 0)
+        """The slots, once the sender has said where they are."""
 
-    def start(self) -> Hello:
-        """Open the connection."""
+    def start(self, device: str = "") -> Hello:
+        """Open the connection; `device` is the UUID of the GPU that slots can be made on."""
         self.state = State.ATTACH
-        return Hello(PROTOCOL, self._round, self._nonce)
+        return Hello(PROTOCOL, self._round, self._nonce, device)
 
     def receive(self, message: Message) -> None:
         """Take a message; raises as the sender's."""
@@ -205,10 +211,10 @@ class ReceiverMachine(Endpoint):
             )
         self._num_buckets += 1
 
-    def attached(self) -> Attached:
-        """Say that the offered slots are open."""
+    def attached(self, handles: tuple[bytes, ...] = ()) -> Attached:
+        """Say that the slots are open, or made and where."""
         self.state = State.STREAMING
-        return Attached(self._proof("receiver", self._nonce, self._peer_nonce))
+        return Attached(self._proof("receiver", self._nonce, self._peer_nonce), handles)
 
     def free(self, bucket: Bucket) -> Free:
         """Give a bucket's slot back."""

@@ -3,13 +3,13 @@
 One connection carries one update ("round"), from one training rank to one engine worker:
 
     receiver                                  sender
-    Hello   protocol, round, nonce     →
+    Hello   protocol, round, nonce, device →
                                        ←      Attach   protocol, round, nonce, proof, slots
-    Attached   proof                   →                the sender unlinks the slots' name here
+    Attached   proof, handles          →                shared memory loses its name here
                                        ←      Bucket   index, slot, fragments      at most one per free slot
-    Free    index                      →                the slot may be written again
+    Free    index                      →                nothing refers to the slot's bytes: it may be written again
                                        ←      Done     number of tensors and bytes
-    Done    the same numbers           →                the receiver has let go of the slots
+    Done    the same numbers           →                the sender may let go of the slots
                                        ↔      Error    at any time; ends the round on both ends
 
 Each proof is an HMAC over both nonces with the run's secret, so neither end accepts bytes from, or hands memory to,
@@ -24,6 +24,7 @@ import msgspec
 
 from partial_rollout.core.buckets import Fragment  # noqa: TC001 - msgspec reads the annotation at run time
 from partial_rollout.errors import (
+    DeviceMemoryFull,
     SharedMemoryFull,
     WeightMismatch,
     WeightPeerLost,
@@ -31,41 +32,54 @@ from partial_rollout.errors import (
     WeightUpdateError,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Goes up with every change of a message; both ends must be equal."""
 NONCE_BYTES = 16
 
 
 class SharedSlots(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """Slots one after the other in a POSIX shared memory segment."""
+    """Slots one after the other in a POSIX shared memory segment, which the sender makes."""
 
     name: str
     slot_bytes: int
     num_slots: int
 
 
+class CudaSlots(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """Slots of their own on one GPU, which the receiver makes and keeps for as long as its model refers to them."""
+
+    device: str
+    slot_bytes: int
+    num_slots: int
+
+
+Slots: TypeAlias = SharedSlots | CudaSlots
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The receiver opens the connection."""
+    """The receiver opens the connection; `device` is the UUID of the GPU it can make slots on, or empty."""
 
     protocol: int
     round: int
     nonce: bytes
+    device: str = ""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """The sender proves itself and offers its slots."""
+    """The sender proves itself and says where the slots are."""
 
     protocol: int
     round: int
     nonce: bytes
     proof: bytes
-    slots: SharedSlots
+    slots: Slots
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The receiver proves itself; it has opened the slots."""
+    """The receiver proves itself; it has opened the slots, or made them and says how to: a CUDA IPC handle a slot."""
 
     proof: bytes
+    handles: tuple[bytes, ...] = ()
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
@@ -99,7 +113,7 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
 Message: TypeAlias = Hello | Attach | Attached | Bucket | Free | Done | Error
 _DECODER = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
-_KINDS = (WeightMismatch, WeightPeerLost, WeightProtocolError, SharedMemoryFull)
+_KINDS = (WeightMismatch, WeightPeerLost, WeightProtocolError, SharedMemoryFull, DeviceMemoryFull)
 
 
 def encode(message: Message) -> bytes:

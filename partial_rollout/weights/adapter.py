@@ -37,7 +37,7 @@ WIRE_FORMAT = "named_tensors"
 
 
 def uses_channel(config: DictConfig) -> bool:
-    """Whether this run sends weights by our channel; on a GPU only when asked to, as it goes through host memory."""
+    """Whether this run sends weights by our channel; on a GPU only when asked to."""
     backend = read_settings(config).weights.backend
     return backend == "channel" or (backend == "auto" and get_device_name() == "cpu" and not channel_lacks(config))
 
@@ -97,6 +97,7 @@ class ChannelAdapter(ServerAdapter):
             self.zmq_handle,
             round=self._round,
             slot_bytes=self._settings.slot_bytes,
+            device=torch.device(get_device_name()),
             timeout_s=self._settings.timeout_s,
             check=check,
         )

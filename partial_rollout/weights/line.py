@@ -61,7 +61,7 @@ class Line:
         Raises:
             WeightPeerLost: the other end is gone or takes nothing.
         """
-        self._wait(zmq.POLLOUT, "to take a message")
+        self._wait(zmq.POLLOUT, "it to take a message")
         self._socket.send(encode(message))
 
     def tell(self, error: Error) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_slots import SlotReader
+from partial_rollout.weights.transport import Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.core.wire import Message
     from partial_rollout.weights.directory import ChannelAddress
+    from partial_rollout.weights.slots import SlotReader
 
 
 class WeightReceiver:
@@ -28,8 +29,9 @@ class WeightReceiver:
         with WeightReceiver(address, "rank 0", round=1, timeout_s=60.0) as receiver:
             model.load_weights(receiver.tensors())
 
-    Every tensor handed on is a copy: a model may keep it until a layer is complete, long after its slot was written
-    again. While the model loads the tensors of one slot, the sender fills the other.
+    A tensor handed on lies in its slot, and the slot is not written again before the last reference to its memory is
+    gone: a model may keep a tensor until a layer is complete, or for good. It is a copy where it does not fit a slot,
+    where the slots are not on its device, and where lending it could leave the sender without a slot to write to.
     """
 
     def __init__(
@@ -41,14 +43,18 @@ class WeightReceiver:
         timeout_s: float,
         validate: bool = False,
         device: torch.device | None = None,
+        transports: Transports | None = None,
     ) -> None:
         """Prepare the update `round` of `channel`; `validate` refuses NaN and Inf, `device` is where tensors go."""
         self._path = address.socket_path(channel, round)
         self._peer = f"the training worker of channel {channel}"
-        self._timeout_s, self._validate, self._device = timeout_s, validate, device
+        self._timeout_s, self._validate = timeout_s, validate
+        self._device = numbered(device)
+        self._transports = transports or Transports()
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = ReceiverMachine(secret=address.secret, round=round, nonce=nonce)
         self._slots: SlotReader | None = None
+        self._unpacked: list[Bucket] = []
         self._open: torch.Tensor | None = None
         self.current: TensorSpec | None = None
         """The tensor that was handed on last: what a loader that raised was busy with."""
@@ -66,7 +72,7 @@ class WeightReceiver:
         self._line.close()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once, as own memory, in the order in which they were sent.
+        """Yield every tensor once, in the order in which they were sent; nobody writes to its memory any more.
 
         Raises:
             WeightPeerLost: the sender died or was silent for too long.
@@ -78,20 +84,19 @@ class WeightReceiver:
         assembly = Assembly(slots.slot_bytes)
         while not isinstance(message := self._next(), Done):
             if isinstance(message, Bucket):
-                for fragment in message.fragments:
-                    assembly.accept(fragment)
-                    yield from self._copy(slots.read(message.slot, fragment.slot_offset, fragment.num_bytes), fragment)
-                self._line.send(self._machine.free(message))
+                yield from self._unpack(slots, message, assembly)
+                self._unpacked.append(message)
+                self._free(slots)
         assembly.finish()
         confirmation = self._machine.finish(message, Done(assembly.num_tensors, assembly.num_bytes))
         self._release_slots()
         self._line.send(confirmation)
 
     def _attach(self) -> SlotReader:
-        self._line.send(self._machine.start())
+        self._line.send(self._machine.start(self._transports.identify(self._device)))
         self._next()
-        slots = SlotReader(self._machine.offer)
-        self._line.send(self._machine.attached())
+        slots = self._transports.reader(self._machine.offer, self._device)
+        self._line.send(self._machine.attached(slots.handles))
         return slots
 
     def _next(self) -> Message:
@@ -99,19 +104,55 @@ class WeightReceiver:
         self._machine.receive(message)
         return message
 
-    def _copy(self, data: torch.Tensor, fragment: Fragment) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copy a fragment to its tensor; yield the tensor when it is complete."""
+    def _unpack(self, slots: SlotReader, bucket: Bucket, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are complete with this bucket."""
+        data = slots.lease(bucket.slot)
+        for fragment in bucket.fragments:
+            assembly.accept(fragment)
+            piece = data[fragment.slot_offset : fragment.slot_offset + fragment.num_bytes]
+            if fragment.is_whole and slots.device == self._device and self._may_lend(slots, bucket.slot):
+                yield self._checked(fragment.tensor, _typed(piece, fragment.tensor))
+            else:
+                self._copy(piece, fragment)
+                if fragment.is_last:
+                    yield self._checked(fragment.tensor, self._take_open())
+            self._free(slots)
+
+    def _may_lend(self, slots: SlotReader, slot: int) -> bool:
+        """Whether another slot stays with the sender even if the model keeps this one for good."""
+        return slots.leases.num_held - slots.leases.is_held(slot) < slots.num_slots - 1
+
+    def _free(self, slots: SlotReader) -> None:
+        """Give back the slots of earlier buckets that nothing refers to any more."""
+        done = [bucket for bucket in self._unpacked if not slots.leases.is_held(bucket.slot)]
+        if done:
+            slots.settle()
+            self._unpacked = [bucket for bucket in self._unpacked if bucket not in done]
+            for bucket in done:
+                self._line.send(self._machine.free(bucket))
+
+    def _copy(self, piece: torch.Tensor, fragment: Fragment) -> None:
+        """Copy a fragment to a tensor of our own."""
         spec, begin = fragment.tensor, fragment.tensor_offset
         if self._open is None:
             self._open = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-        self._open.reshape(-1).view(torch.uint8)[begin : begin + fragment.num_bytes].copy_(data)
-        if fragment.is_last:
-            tensor, self._open, self.current = self._open, None, spec
-            if self._validate and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise WeightMismatch(f"tensor {spec.name!r} holds NaN or Inf")
-            yield spec.name, tensor
+        self._open.reshape(-1).view(torch.uint8)[begin : begin + fragment.num_bytes].copy_(piece)
+
+    def _take_open(self) -> torch.Tensor:
+        tensor, self._open = self._open, None
+        return cast("torch.Tensor", tensor)
+
+    def _checked(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        self.current = spec
+        if self._validate and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise WeightMismatch(f"tensor {spec.name!r} holds NaN or Inf")
+        return spec.name, tensor
 
     def _release_slots(self) -> None:
         if self._slots is not None:
             self._slots.close()
             self._slots = None
+
+
+def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return data.view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -14,16 +14,14 @@ from partial_rollout.core.weight_stream import SenderMachine, State
 from partial_rollout.core.wire import NONCE_BYTES, describe_failure
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_slots import SlotWriter
+from partial_rollout.weights.transport import NUM_SLOTS, Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from partial_rollout.weights.directory import ChannelAddress
-
-NUM_SLOTS = 2
-"""One is filled while the other is emptied; a third would only cost memory, since both ends copy at the same speed."""
+    from partial_rollout.weights.slots import SlotWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,17 @@ class WeightSender:
         channel: str,
         *,
         round: int,
-        slot_bytes: int,
         timeout_s: float,
         check: Callable[[], None],
-        make_slots: Callable[[int, int], SlotWriter] = SlotWriter,
+        slot_bytes: int | None = None,
+        device: torch.device | None = None,
+        transports: Transports | None = None,
     ) -> None:
-        """Prepare the update `round` of `channel`; `check` raises when the engine's call has already failed."""
+        """Prepare the update `round` of `channel`.
+
+        `check` raises when the engine's call has already failed. `device` is where the tensors are (default: host);
+        `slot_bytes` None leaves the slots' size to the transport.
+        """
         self._path = address.socket_path(channel, round)
         self._line_options: dict[str, Any] = {
             "peer": f"the engine's worker for channel {channel}",
@@ -65,9 +68,9 @@ class WeightSender:
         }
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = SenderMachine(secret=address.secret, round=round, nonce=nonce, num_slots=NUM_SLOTS)
-        self._slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._make_slots = make_slots
-        self._plan = BucketPlan(self._slot_bytes)
+        self._slot_bytes = None if slot_bytes is None else -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._device = numbered(device)
+        self._transports = transports or Transports()
         self._slots: SlotWriter | None = None
         self._bucket = 0
         self._slot = 0
@@ -88,12 +91,12 @@ class WeightSender:
             self._slots.close()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SentWeights:
-        """Send all tensors, in any order, on any device; returns when the receiver has copied them.
+        """Send all tensors, in any order, on any device; returns when the receiver has handed all of them on.
 
         Raises:
             WeightPeerLost: the receiver died or was silent for too long.
             WeightProtocolError: it has another version, round or secret.
-            SharedMemoryFull: the slots have no room.
+            SharedMemoryFull, DeviceMemoryFull: the slots have no room.
             WeightUpdateError: what the receiver reports.
             Exception: what `weights` or `check` raised.
         """
@@ -103,17 +106,18 @@ class WeightSender:
         for name, tensor in weights:
             num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
             self._put(slots, name, tensor)
-        self._flush()
+        self._flush(slots)
         self._say(self._machine.finish(num_tensors, num_bytes))
         self._receive_until(State.CLOSED)
         return SentWeights(num_tensors, num_bytes, time.monotonic() - started)
 
     def _connect(self) -> SlotWriter:
         self._receive_until(State.ATTACHED)
-        slots = self._slots = self._make_slots(self._slot_bytes, NUM_SLOTS)
+        slots = self._slots = self._transports.writer(self._device, self._machine.peer_device, self._slot_bytes)
+        self._plan = BucketPlan(slots.offer.slot_bytes)
         self._say(self._machine.attach(slots.offer))
         self._receive_until(State.STREAMING)
-        slots.unlink()
+        slots.attached(self._machine.handles)
         return slots
 
     def _put(self, slots: SlotWriter, name: str, tensor: torch.Tensor) -> None:
@@ -121,7 +125,7 @@ class WeightSender:
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for placement in self._plan.place(spec):
             if placement.bucket != self._bucket:
-                self._flush()
+                self._flush(slots)
                 self._bucket = placement.bucket
             if not self._fragments:
                 self._slot = self._await_slot()
@@ -130,8 +134,9 @@ class WeightSender:
             slots.write(self._slot, fragment.slot_offset, data[begin : begin + fragment.num_bytes])
             self._fragments.append(fragment)
 
-    def _flush(self) -> None:
+    def _flush(self, slots: SlotWriter) -> None:
         if self._fragments:
+            slots.flush()
             self._say(self._machine.bucket(self._slot, tuple(self._fragments)))
             self._fragments = []
 

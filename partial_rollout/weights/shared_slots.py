@@ -1,7 +1,8 @@
 """Slots in POSIX shared memory.
 
 The segment has a name only from the offer until the receiver has opened it. Its pages are reserved before they are
-written: writing to a page that a full /dev/shm cannot give would kill the process (SIGBUS) instead of raising.
+written: writing to a page that a full /dev/shm cannot give would kill the process (SIGBUS) instead of raising. The
+memory stays for as long as either end, or a tensor on it, has it mapped.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from partial_rollout.core.wire import SharedSlots
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
 from partial_rollout.weights.ownership import OPEN_FLAGS, abandoned, create_locked, owned_prefix
+from partial_rollout.weights.slots import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +29,7 @@ FOLDER = Path("/dev/shm")
 NAME_BYTES = 8
 
 
-class SlotWriter:
+class SharedSlotWriter:
     """The sender's end; creates the segment and removes it."""
 
     def __init__(
@@ -44,7 +47,8 @@ class SlotWriter:
         self._path = folder / f"{owned_prefix()}{os.getpid()}-{secrets.token_hex(NAME_BYTES)}"
         self._descriptor = create_locked(self._path)
         os.ftruncate(self._descriptor, slot_bytes * num_slots)
-        self._memory = _map(self._descriptor, slot_bytes * num_slots)
+        mapping = mmap.mmap(self._descriptor, slot_bytes * num_slots)
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self.offer = SharedSlots(self._path.name, slot_bytes, num_slots)
 
     def write(self, slot: int, offset: int, data: torch.Tensor) -> None:
@@ -78,20 +82,23 @@ class SlotWriter:
             f"(now {len(self._reserved_bytes)} slots of {self._slot_bytes} bytes)"
         )
 
-    def unlink(self) -> None:
-        """Take the name away; the memory stays as long as somebody has it open. May be repeated."""
+    def attached(self, handles: tuple[bytes, ...]) -> None:
+        """The receiver has opened the segment: take its name away."""
         self._path.unlink(missing_ok=True)
 
+    def flush(self) -> None:
+        """A copy within the host has ended when it returns."""
+
     def close(self) -> None:
-        """Take name and memory away."""
-        self.unlink()
+        """Take name and memory away; may be repeated."""
+        self._path.unlink(missing_ok=True)
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-class SlotReader:
+class SharedSlotReader:
     """The receiver's end of an offer."""
 
     def __init__(self, offer: SharedSlots, *, folder: Path = FOLDER) -> None:
@@ -101,7 +108,8 @@ class SlotReader:
             WeightProtocolError: the offer is no segment of this user, or smaller than it says.
         """
         num_bytes = offer.slot_bytes * offer.num_slots
-        self.slot_bytes = offer.slot_bytes
+        self.slot_bytes, self.num_slots = offer.slot_bytes, offer.num_slots
+        self.device, self.handles, self.leases = torch.device("cpu"), (), Leases()
         if offer.name != os.path.basename(offer.name) or not offer.name.startswith(owned_prefix()):
             raise WeightProtocolError(f"{offer.name!r} is no shared memory segment of the weight channel")
         try:
@@ -115,23 +123,29 @@ class SlotReader:
                     f"segment {offer.name} has {status.st_size} bytes of user {status.st_uid}, "
                     f"not {num_bytes} of user {os.getuid()}"
                 )
-            self._memory = _map(descriptor, num_bytes)
+            self._mapping: mmap.mmap | None = mmap.mmap(descriptor, num_bytes)
         finally:
             os.close(descriptor)
 
-    def read(self, slot: int, offset: int, num_bytes: int) -> torch.Tensor:
-        """A view of a slot's bytes, valid until the bucket is freed: copy it."""
-        start = slot * self.slot_bytes + offset
-        return self._memory[start : start + num_bytes]
+    def lease(self, slot: int) -> torch.Tensor:
+        """A slot's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives.
+
+        Raises:
+            WeightProtocolError: the slots are closed.
+        """
+        if self._mapping is None:
+            raise WeightProtocolError("the slots of this update are closed")
+        # numpy's array, unlike a slice of the mapping, can be watched; torch keeps it for as long as the memory.
+        memory = np.frombuffer(self._mapping, np.uint8, self.slot_bytes, slot * self.slot_bytes)
+        self.leases.begin(slot, memory)
+        return torch.from_numpy(memory)
+
+    def settle(self) -> None:
+        """A read within the host has ended when it returns."""
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """The file's bytes; unmapped with the last tensor on them, since unmapping by hand fails while one lives."""
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        """Let go of the mapping, which stays for as long as somebody holds a slot: closing it by hand would fail."""
+        self._mapping = None
 
 
 def remove_abandoned_segments(folder: Path = FOLDER) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_slots import SlotWriter
+from partial_rollout.weights.shared_slots import SharedSlotWriter
+from partial_rollout.weights.transport import Transports
 from tests.unit.weights.support import (
     LONG_S,
     SHORT_S,
@@ -49,6 +51,32 @@ def test_every_tensor_arrives_as_it_was_and_stays_so(channels):
     assert [name for name, _ in received] == [name for name, _ in weights]
     assert all(same(got, wanted) for (_, got), (_, wanted) in zip(received, weights, strict=True))
     assert (sent.num_tensors, sent.num_bytes) == (len(weights), sum(tensor.nbytes for _, tensor in weights))
+
+
+def test_a_device_of_its_own_gets_copies(channels):
+    # "meta" stands for a GPU that is reached through the host.
+    _, received = exchange(channels.address, make_weights(2), receiver={"device": torch.device("meta")})
+    assert [tensor.device.type for _, tensor in received] == ["meta", "meta"]
+
+
+@pytest.mark.parametrize(("keep", "copied"), [(False, 0), (True, 4)])
+def test_a_tensor_is_copied_only_where_lending_it_could_stall_the_sender(channels, keep, copied):
+    weights = [(f"{i}", torch.full((SLOT_BYTES // 4,), float(i))) for i in range(6)]
+    kept, copies = [], []
+
+    def receive():
+        with make_receiver(channels.address) as receiver:
+            receiver._take_open = lambda: (copies.append(1), type(receiver)._take_open(receiver))[1]
+            for name, tensor in receiver.tensors():
+                if keep:
+                    kept.append((name, tensor))
+
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(send_all, channels.address, weights)
+        pool.submit(receive).result()
+        sent.result()
+    assert len(copies) == copied
+    assert all(set(tensor.tolist()) == {float(name)} for name, tensor in kept)
 
 
 def test_nothing_at_all_may_be_sent(channels):
@@ -232,10 +260,11 @@ def test_a_full_shared_memory_is_named_on_both_ends_and_cleaned(channels):
         if offset + size > SLOT_BYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def make_slots(slot_bytes, num_slots):
-        return SlotWriter(slot_bytes, num_slots, reserve=reserve)
+    def make_shared(slot_bytes, num_slots):
+        return SharedSlotWriter(slot_bytes, num_slots, reserve=reserve)
 
-    sent, received = exchange(channels.address, make_weights(4), sender={"make_slots": make_slots})
+    options = {"transports": Transports(cuda=None, make_shared=make_shared)}
+    sent, received = exchange(channels.address, make_weights(4), sender=options)
     assert isinstance(sent, SharedMemoryFull)
     assert isinstance(received, SharedMemoryFull)
     assert "/dev/shm has no room for 4096 more bytes" in str(sent)

@@ -1,0 +1,76 @@
+"""Which slots an update uses: a GPU's own memory if both ends are on one, else shared memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable  # noqa: TC003 - a dataclass reads it
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from partial_rollout.core.wire import CudaSlots
+from partial_rollout.errors import WeightProtocolError
+from partial_rollout.weights.cuda_runtime import CudaRuntime
+from partial_rollout.weights.cuda_slots import CudaSlotReader, CudaSlotWriter
+from partial_rollout.weights.shared_slots import SharedSlotReader, SharedSlotWriter
+
+if TYPE_CHECKING:
+    from partial_rollout.core.wire import Slots
+    from partial_rollout.weights.slots import SlotReader, SlotWriter
+
+NUM_SLOTS = 3
+"""One is filled, one is on its way or emptied, one is in the hands of a model that keeps a layer until it is whole."""
+SHARED_SLOT_BYTES = 8 << 20
+"""Three stay in a processor's cache, and a matrix of a small model fits one."""
+CUDA_SLOT_BYTES = 256 << 20
+"""A copy of one takes long enough to hide the messages and the launches for the next."""
+
+
+@cache
+def find_cuda() -> CudaRuntime | None:
+    """The CUDA runtime where torch can use it and its bindings are installed."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return CudaRuntime()
+    except ImportError:
+        return None
+
+
+def numbered(device: torch.device | None) -> torch.device:
+    """The same device with its number; the host for None."""
+    if device is None or device.type != "cuda" or device.index is not None:
+        return device or torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True, slots=True)
+class Transports:
+    """What this process can do; tests give it other parts."""
+
+    cuda: CudaRuntime | None = field(default_factory=find_cuda)
+    make_shared: Callable[[int, int], SharedSlotWriter] = SharedSlotWriter
+
+    def identify(self, device: torch.device) -> str:
+        """UUID of the GPU that slots can be on, or an empty string."""
+        return self.cuda.identify(device) if self.cuda is not None else ""
+
+    def writer(self, device: torch.device, peer_device: str, slot_bytes: int | None) -> SlotWriter:
+        """Slots for tensors on `device` and a receiver on the GPU `peer_device`; `slot_bytes` None: our choice."""
+        if self.cuda is not None and self.identify(device) and peer_device:
+            options = {"device": device, "peer_device": peer_device, "runtime": self.cuda}
+            return CudaSlotWriter(slot_bytes or CUDA_SLOT_BYTES, NUM_SLOTS, **options)
+        return self.make_shared(slot_bytes or SHARED_SLOT_BYTES, NUM_SLOTS)
+
+    def reader(self, offer: Slots, device: torch.device) -> SlotReader:
+        """The receiver's end of an offer.
+
+        Raises:
+            WeightUpdateError: the offer cannot be taken.
+        """
+        if not isinstance(offer, CudaSlots):
+            return SharedSlotReader(offer)
+        if self.cuda is None:
+            raise WeightProtocolError("slots on a GPU were offered, and this process has no CUDA bindings")
+        return CudaSlotReader(offer, device=device, runtime=self.cuda)
