@@ -193,11 +193,10 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 class Bench:
     """This process, its private folder and the number of the round."""
 
-    def __init__(self, bucket_mb: int | None) -> None:
+    def __init__(self, bucket_mb: int | None, channels: ChannelDirectory) -> None:
         self.bucket_mb = bucket_mb
         self.slot_bytes = CUDA_SLOT_BYTES if bucket_mb is None else bucket_mb * MEBIBYTE
-        self.channels = ChannelDirectory()
-        self.channels.address.export()
+        self.channels = channels
         self.round = 0
 
     def send(self, weights: Weights) -> float:
@@ -326,6 +325,8 @@ def check_faults(bench: Bench, gigabytes: float) -> dict[str, Any]:
 def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
     """Our sender's error, and how much memory is missing then."""
     weights = make_weights(gigabytes)
+    # The first tensor, and what comes after it until its last bucket is full.
+    killed_after = weights[0][1].nbytes + KILLED_AFTER_SLOTS * bench.slot_bytes
     before, child = used_bytes(), Child(MODULE)
     bench.round += 1
     child.ask("receive_and_stall", round=bench.round)
@@ -333,7 +334,7 @@ def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         sent, is_alive = 0, True
         for name, tensor in weights + [(f"again.{n}", t) for n, t in weights]:
-            if is_alive and sent > KILLED_AFTER_SLOTS * bench.slot_bytes:
+            if is_alive and sent > killed_after:
                 child.answer()
                 child.kill()
                 is_alive = False
@@ -406,8 +407,10 @@ def versions() -> dict[str, str]:
 def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Yield what each step that was asked for has found."""
     sizes = [DRY_GIGABYTES] if options.dry_run else options.gigabytes
-    buckets = [1] if options.dry_run else options.bucket_mb or [None]
-    benches = [Bench(bucket_mb) for bucket_mb in buckets]
+    buckets = [1, 2] if options.dry_run else options.bucket_mb or [None]
+    channels = ChannelDirectory()
+    channels.address.export()
+    benches = [Bench(bucket_mb, channels) for bucket_mb in buckets]
     steps: dict[str, Callable[[], Any]] = {
         "equal": lambda: check_equality(benches[0], sizes[0]),
         "speed": lambda: [measure_speed(bench, size, options.rounds) for size in sizes for bench in benches],
@@ -416,8 +419,7 @@ def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     }
     for name in options.steps:
         yield name, steps[name]()
-    for bench in benches:
-        bench.channels.remove()
+    channels.remove()
 
 
 def main() -> None:
