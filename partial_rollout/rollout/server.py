@@ -27,12 +27,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.resume import ABORTED, STOPPED
-from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import ConfigError, DataError, EngineDead, WaitTimeout, WeightUpdateError
+from partial_rollout.integrations.vllm_plugin import BACKEND
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.shared_slots import remove_abandoned_segments
+from partial_rollout.weights.transfer_engine import require_known_interface
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -337,6 +339,18 @@ class PartialRolloutServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs.setdefault("stream_interval", self.settings.stream_interval)
+        if self.settings.weights.backend != "verl":
+            _choose_weight_transfer(engine_kwargs)
+
+
+def _choose_weight_transfer(engine_kwargs: dict[str, Any]) -> None:
+    require_known_interface()
+    given = engine_kwargs.setdefault("weight_transfer_config", {"backend": BACKEND})
+    if given.get("backend") != BACKEND:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={given} is not allowed: "
+            "leave it out, or set partial_rollout.weights.backend=verl"
+        )
 
 
 class CpuServer(vLLMHttpServer):
