@@ -68,6 +68,9 @@ class FakeEngine:
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
 
+    def shutdown(self, timeout: float) -> None:
+        self.calls.append("shutdown")
+
     def _note(self, call: str) -> None:
         self.calls.append(call)
         self.threads.add(threading.get_ident())
@@ -140,6 +143,7 @@ class FakeServer(PartialRolloutServer):
         )
         self.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         self.replica_rank = self.node_rank = 0
+        self.nnodes = 1
         self.global_steps = None
         self._disaggregation_role = "null"
         self._submission_paused, self._rejecting, self._admitting = False, False, 0
@@ -147,8 +151,13 @@ class FakeServer(PartialRolloutServer):
         self._init_gate(settings or PartialRolloutConfig())
 
     async def launch_server(self) -> None:
+        await self.run_server(None)
+
+    async def run_server(self, args: Any) -> None:
+        self._launch_args = args
         self.fake = FakeEngine()
         self._attach_engine(self.fake)
+        self._server_task = asyncio.create_task(asyncio.Event().wait())
 
     def engine_threads(self) -> set[int]:
         """Threads on which the engine was called."""

@@ -75,6 +75,15 @@ class PartialRolloutReplica(vLLMReplica):
         """Raise EngineDead if an engine has died."""
         await self._on_all("require_health", limit_s=self.settings.timeouts.call_s)
 
+    async def weights_failure(self) -> str | None:
+        """Why the last weight update failed; None if it did not."""
+        answers = await self._on_all("weights_failure", limit_s=self.settings.timeouts.call_s)
+        return next((answer for answer in answers if answer is not None), None)
+
+    async def relaunch(self) -> None:
+        """Start the engine again, in the same actor; it must be sent weights before it generates."""
+        await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s)
+
     async def sleep(self) -> None:
         """Release device memory on every server; only the first one of a replica over several nodes has requests."""
         await self._on_all(

@@ -26,15 +26,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.core.engine_weights import EngineWeights
+from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
-from partial_rollout.errors import ConfigError, DataError, EngineDead, WaitTimeout, WeightUpdateError
-from partial_rollout.integrations.vllm_plugin import BACKEND
+from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.shared_slots import remove_abandoned_segments
-from partial_rollout.weights.transfer_engine import require_known_interface
+from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,6 +47,8 @@ CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
+WORKER_STOP_S = 5.0
+"""The engine's workers get this long after their core has ended."""
 INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
@@ -75,7 +79,7 @@ class PartialRolloutServer(vLLMHttpServer):
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
-        self._weights_failure: str | None = None
+        self._weights = EngineWeights()
         self._admission = Admission()
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
@@ -85,6 +89,7 @@ class PartialRolloutServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, then put the gate in front of the engine."""
+        self._launch_args = args
         await super().run_server(args)
         self._attach_engine(self.engine)
 
@@ -117,7 +122,6 @@ class PartialRolloutServer(vLLMHttpServer):
             DataError: the prompt leaves no room in the context.
             EngineDead: the engine process is gone, or its last weight update failed.
         """
-        self._require_whole_weights()
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
@@ -127,6 +131,7 @@ class PartialRolloutServer(vLLMHttpServer):
         version, epoch = self._version, self._admission.epoch
         reset = CURRENT_TICKET.set(ticket)
         try:
+            self._weights.require_whole(self._name)
             output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
         except EngineDeadError as error:
             raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
@@ -224,7 +229,7 @@ class PartialRolloutServer(vLLMHttpServer):
             IllegalTransition: a drain has not finished.
             EngineDead: the last weight update failed.
         """
-        self._require_whole_weights()
+        self._weights.require_whole(self._name)
         async with self._control_lock:
             self._admission.open_nowait()
 
@@ -262,7 +267,7 @@ class PartialRolloutServer(vLLMHttpServer):
         """Raise EngineDead if the engine is gone or holds half an update; a further node has none of its own."""
         if self.node_rank != 0:
             return
-        self._require_whole_weights()
+        self._weights.require_whole(self._name)
         try:
             await self.engine.check_health()
         except EngineDeadError as error:
@@ -277,16 +282,21 @@ class PartialRolloutServer(vLLMHttpServer):
         """
         self._admission.reject()
         self._channels.remove()
-        if self.node_rank != 0:
-            return
+        if self.node_rank == 0:
+            await self._stop_engine()
+
+    async def _stop_engine(self) -> None:
+        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards."""
         self._server_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._server_task
+        processes = engine_processes()
         stop = asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_STOP_S)
         try:
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
+        await asyncio.to_thread(end_processes, processes, grace_s=WORKER_STOP_S)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -300,22 +310,47 @@ class PartialRolloutServer(vLLMHttpServer):
         """Let every engine worker take update `round` from its channel; then forget caches and set the version.
 
         Raises:
-            WeightUpdateError: a worker failed; the engine generates nothing from then on.
+            WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
+            EngineDead: the update before this one failed, and the engine was not relaunched.
         """
+        self._weights.require_receivable(self._name)
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
             await self.engine.collective_rpc(method="receive_weights", kwargs=options)
         except Exception as error:
-            self._weights_failure = f"weight update {round} (version {version}) failed: {error}"
-            raise WeightUpdateError(f"{self._name}: {self._weights_failure}") from error
+            self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
+            raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error
+        self._weights.succeeded()
         await vLLMHttpServer.clear_kv_cache(self)
         if version is not None:
             self.global_steps = version
 
-    def _require_whole_weights(self) -> None:
-        if self._weights_failure is not None:
-            raise EngineDead(f"{self._name} must not be used: {self._weights_failure}")
+    @control
+    async def weights_failure(self) -> str | None:
+        """Why the last weight update failed; None if it did not."""
+        return self._weights.failure
+
+    @control
+    async def relaunch(self) -> None:
+        """End the engine and start it again in this actor; it generates nothing until it was sent weights.
+
+        The gate stays as it is, and so does everything but the port of the HTTP server.
+
+        Raises:
+            EngineDead: it did not start, or runs on several nodes, of which this actor can only start its own.
+        """
+        if self.nnodes > 1:
+            raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
+        await self._stop_engine()
+        try:
+            await self.run_server(self._launch_args)
+        except Exception as error:
+            raise EngineDead(f"{self._name} did not start again: {error}; {self._weights.failure}") from error
+        self._weights.relaunched()
+        if self._admission.statistics().state is not GateState.OPEN:
+            # What the HTTP server lets in waits in the engine, as it did in the one before.
+            await self.engine.pause_generation(mode="abort", clear_cache=True)
 
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------
 
@@ -340,17 +375,7 @@ class PartialRolloutServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs.setdefault("stream_interval", self.settings.stream_interval)
         if self.settings.weights.backend != "verl":
-            _choose_weight_transfer(engine_kwargs)
-
-
-def _choose_weight_transfer(engine_kwargs: dict[str, Any]) -> None:
-    require_known_interface()
-    given = engine_kwargs.setdefault("weight_transfer_config", {"backend": BACKEND})
-    if given.get("backend") != BACKEND:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={given} is not allowed: "
-            "leave it out, or set partial_rollout.weights.backend=verl"
-        )
+            choose_backend(engine_kwargs)
 
 
 class CpuServer(vLLMHttpServer):

@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from partial_rollout.errors import VersionError
+from partial_rollout.errors import ConfigError, VersionError
+from partial_rollout.integrations.vllm_plugin import BACKEND
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.loading import Reload, load_from_channel
 from partial_rollout.weights.receiver import WeightReceiver
@@ -69,6 +70,22 @@ def require_known_interface(base: type = WeightTransferEngine) -> str:
         f"WeightTransferEngine{found[0]}.receive_weights{found[1]}; known: {KNOWN_INTERFACES}. Install one of these "
         "versions, or set partial_rollout.weights.backend=verl"
     )
+
+
+def choose_backend(engine_kwargs: dict[str, Any]) -> None:
+    """Ask for ours among an engine's arguments, in place.
+
+    Raises:
+        ConfigError: the user asks for another one.
+        VersionError: this vLLM's interface is unknown.
+    """
+    require_known_interface()
+    given = engine_kwargs.setdefault("weight_transfer_config", {"backend": BACKEND})
+    if given.get("backend") != BACKEND:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={given} is not allowed: "
+            "leave it out, or set partial_rollout.weights.backend=verl"
+        )
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:

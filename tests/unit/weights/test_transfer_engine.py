@@ -16,12 +16,13 @@ pytest.importorskip("vllm")
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-from partial_rollout.errors import VersionError, WeightMismatch
+from partial_rollout.errors import ConfigError, VersionError, WeightMismatch
 from partial_rollout.integrations.vllm_plugin import BACKEND, register_backend
 from partial_rollout.weights.transfer_engine import (
     ChannelReceiving,
     ChannelTransferEngine,
     ChannelUpdate,
+    choose_backend,
     require_known_interface,
 )
 from tests.unit.weights.support import LONG_S, make_weights, send_all
@@ -118,6 +119,14 @@ def test_another_interface_is_refused_with_what_was_found_and_what_is_known():
     text = r"parallel_config.*receive_weights\('stream',\).*0\.24.*0\.28.*backend=verl"
     with pytest.raises(VersionError, match=text):
         require_known_interface(Base099)
+
+
+def test_another_backend_among_the_engines_arguments_is_refused():
+    chosen = {}
+    choose_backend(chosen)
+    assert chosen == {"weight_transfer_config": {"backend": BACKEND}}
+    with pytest.raises(ConfigError, match=r"weight_transfer_config=.*nccl.*backend=verl"):
+        choose_backend({"weight_transfer_config": {"backend": "nccl"}})
 
 
 def test_vllm_finds_the_backend_by_its_entry_point(repository, tmp_path, monkeypatch):
