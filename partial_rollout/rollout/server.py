@@ -306,8 +306,12 @@ class PartialRolloutServer(vLLMHttpServer):
         return self._channels.address
 
     @control
-    async def receive_weights(self, *, round: int, version: int | None) -> None:
+    async def receive_weights(
+        self, *, round: int, version: int | None, peft_config: dict[str, Any] | None = None
+    ) -> None:
         """Let every engine worker take update `round` from its channel; then forget caches and set the version.
+
+        With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
 
         Raises:
             WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
@@ -317,7 +321,7 @@ class PartialRolloutServer(vLLMHttpServer):
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
-            await self.engine.collective_rpc(method="receive_weights", kwargs=options)
+            await self.engine.collective_rpc(method="receive_weights", kwargs=options | {"peft_config": peft_config})
         except Exception as error:
             self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
             raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error

@@ -62,24 +62,32 @@ class ChannelAdapter(ServerAdapter):
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = WIRE_FORMAT,
-        peft_config: Any = None,
-        **options: Any,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = False,
     ) -> None:
-        """Send all weights; returns when the engine generates with them as version `global_steps`.
+        """Send all weights, or a LoRA adapter's; returns when the engine generates with them as version `global_steps`.
 
         Blocks the actor's loop while it sends, as verl's does: gathering a tensor is a collective of this thread. So
         when the engine fails, the tensors are still gathered to the end, and `failure` says what happened.
 
+        Args:
+            weights: names and tensors, gathered as they are asked for.
+            global_steps: the new weight version.
+            wire_format: verl's name for what `weights` yields; only whole tensors are carried.
+            peft_config: of the adapter that the tensors belong to; None for a model's own.
+            base_sync_done: the engine has the base weights already, so the adapter's follow.
+
         Raises:
-            WeightProtocolError: LoRA adapters or sparse updates, which the channel does not carry.
+            WeightProtocolError: base weights under an adapter, or sparse updates, which the channel does not carry.
         """
-        if wire_format != WIRE_FORMAT or peft_config is not None:
+        if wire_format != WIRE_FORMAT or (peft_config is not None and not base_sync_done):
             raise WeightProtocolError(
-                f"the weight channel carries whole tensors of the base model, not wire_format={wire_format!r} or LoRA "
-                "adapters: set partial_rollout.weights.backend=verl"
+                f"the weight channel carries whole tensors and LoRA adapters, not wire_format={wire_format!r} or the "
+                "weights below an adapter: set partial_rollout.weights.backend=verl, or for the latter "
+                "actor_rollout_ref.rollout.load_format=safetensors"
             )
         self._round += 1
-        await self._unless_failed(self._send(weights, global_steps))
+        await self._unless_failed(self._send(weights, version=global_steps, peft_config=peft_config))
         with torch.no_grad():
             for _ in weights if self.failure is not None else ():
                 pass
@@ -97,7 +105,7 @@ class ChannelAdapter(ServerAdapter):
         except (PartialRolloutError, RayError) as error:
             self.failure = error
 
-    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
+    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
         address = await self._connect()
         update: Future[Any] | None = None
 
@@ -107,7 +115,7 @@ class ChannelAdapter(ServerAdapter):
 
         with torch.no_grad(), self._sender(address, raise_failed_update) as sender:
             if self._has_server:
-                update = self._server.receive_weights.remote(round=self._round, version=version).future()
+                update = self._server.receive_weights.remote(round=self._round, **options).future()
             sender.send(weights)
         if update is not None:
             await self._bounded(asyncio.wrap_future(update), self._timeouts.resume_s, "load new weights")

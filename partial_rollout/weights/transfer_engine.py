@@ -55,6 +55,18 @@ class ChannelUpdate(WeightTransferUpdateInfo):
     validate: bool
 
 
+def make_receiver(update: ChannelUpdate, device: torch.device | None) -> WeightReceiver:
+    """This engine worker's end of an update; tensors go to `device`."""
+    return WeightReceiver(
+        ChannelAddress.inherited(),
+        update.channel,
+        round=update.round,
+        timeout_s=update.timeout_s,
+        validate=update.validate,
+        device=device,
+    )
+
+
 def require_known_interface(base: type = WeightTransferEngine) -> str:
     """The vLLM version whose interface `base` has.
 
@@ -132,15 +144,7 @@ class ChannelReceiving:
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
         """
-        receiver = WeightReceiver(
-            ChannelAddress.inherited(),
-            update_info.channel,
-            round=update_info.round,
-            timeout_s=update_info.timeout_s,
-            validate=update_info.validate,
-            device=self._device,
-        )
-        with receiver:
+        with make_receiver(update_info, self._device) as receiver:
             loaded = load_from_channel(load_weights or self.model.load_weights, receiver)
         self._reload.require_complete(loaded)
 

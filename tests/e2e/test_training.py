@@ -146,7 +146,8 @@ def test_an_engine_killed_before_an_update_is_relaunched_and_one_that_does_not_s
     ]
     job = run_job(task, tmp_path, FLAG, *options)
     assert [step["training/global_step"] for step in job.steps][:3] == [1, 2, 3], job.output[-4000:]
-    assert [step["partial_rollout/engine_relaunches"] for step in job.steps[:3]] == [0, 1, 0]
+    # verl reports what happened in a weight update with the step that begins after it.
+    assert [step["partial_rollout/engine_relaunches"] for step in job.steps[:3]] == [0, 0, 1]
     assert all(_conserved(step) for step in job.steps)
     assert job.code == 1
     assert "error: training failed: EngineDead: replica 0" in job.output

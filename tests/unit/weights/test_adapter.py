@@ -43,8 +43,18 @@ async def test_the_engine_is_called_with_the_round_and_waited_for(channels):
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     received.add_done_callback(lambda _: call.answer.set_result(None))
     await adapter.update_weights(iter(weights), global_steps=3)
-    assert call.calls == [{"round": 1, "version": 3}]
+    assert call.calls == [{"round": 1, "version": 3, "peft_config": None}]
     assert [name for name, _ in await received] == [name for name, _ in weights]
+
+
+async def test_the_engine_is_told_that_an_adapter_comes(channels):
+    adapter = make_adapter(channels)
+    call = adapter._server.receive_weights
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    received.add_done_callback(lambda _: call.answer.set_result(None))
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3, peft_config={"r": 8}, base_sync_done=True)
+    assert call.calls == [{"round": 1, "version": 3, "peft_config": {"r": 8}}]
+    assert len(await received) == 1
 
 
 async def test_a_rank_that_does_not_lead_sends_but_calls_nobody(channels):
@@ -120,10 +130,9 @@ async def test_what_the_channel_does_not_carry_is_refused_before_anything_is_sen
     assert adapter._server.receive_weights.calls == []
 
 
-def config(backend, **model):
-    return OmegaConf.create(
-        {"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": {"model": model}}
-    )
+def config(backend, *, load_format="dummy", **model):
+    models = {"model": model, "rollout": {"load_format": load_format}}
+    return OmegaConf.create({"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": models})
 
 
 @pytest.mark.parametrize(
@@ -132,6 +141,7 @@ def config(backend, **model):
         ("auto", "cpu", {}, True),
         ("auto", "cuda", {}, False),
         ("auto", "cpu", {"lora_rank": 8}, False),
+        ("auto", "cpu", {"lora_rank": 8, "load_format": "safetensors"}, True),
         ("channel", "cuda", {}, True),
         ("verl", "cpu", {}, False),
     ],
