@@ -67,6 +67,8 @@ class FakeEngine:
         self.accept.set()
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
+        self.answers_rpc = True
+        self.is_dead = False
 
     def shutdown(self, timeout: float) -> None:
         self.calls.append("shutdown")
@@ -111,6 +113,12 @@ class FakeEngine:
         self._note(f"rpc {call['method']}")
         if self.rpc_failure is not None:
             raise self.rpc_failure
+        if not self.answers_rpc:
+            await asyncio.Event().wait()
+
+    async def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError
 
     async def reset_prefix_cache(self, reset_connector: bool) -> None:
         self._note("reset prefix cache")

@@ -47,6 +47,8 @@ CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
+HEALTH_INTERVAL_S = 0.5
+"""vLLM tells those who wait for an answer nothing of the engine's death; this is how late it is noticed."""
 WORKER_STOP_S = 5.0
 """The engine's workers get this long after their core has ended."""
 INITIAL_VERSION = 0
@@ -321,7 +323,7 @@ class PartialRolloutServer(vLLMHttpServer):
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
-            await self.engine.collective_rpc(method="receive_weights", kwargs=options | {"peft_config": peft_config})
+            await self._call_workers("receive_weights", options | {"peft_config": peft_config})
         except Exception as error:
             self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
             raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error
@@ -329,6 +331,16 @@ class PartialRolloutServer(vLLMHttpServer):
         await vLLMHttpServer.clear_kv_cache(self)
         if version is not None:
             self.global_steps = version
+
+    async def _call_workers(self, method: str, kwargs: dict[str, Any]) -> None:
+        """As vLLM's collective_rpc, which never answers if the engine's core dies before it has taken the call."""
+        call = asyncio.ensure_future(self.engine.collective_rpc(method=method, kwargs=kwargs))
+        try:
+            while not (await asyncio.wait([call], timeout=HEALTH_INTERVAL_S))[0]:
+                await self.engine.check_health()
+            call.result()
+        finally:
+            call.cancel()
 
     @control
     async def weights_failure(self) -> str | None:

@@ -167,6 +167,15 @@ async def test_a_weight_update_forgets_caches_before_the_version_changes():
 FAILURE = RuntimeError("tensor 'a' does not fit")
 
 
+async def test_an_engine_that_dies_before_it_answers_an_update_is_noticed(monkeypatch):
+    monkeypatch.setattr("partial_rollout.rollout.server.HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    server.fake.answers_rpc, server.fake.is_dead = False, True
+    with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
+        await server.receive_weights(round=1, version=5)
+    assert await server.weights_failure() is not None
+
+
 async def after_a_failed_update() -> FakeServer:
     server = await launched()
     await server.set_global_steps(4)
