@@ -12,7 +12,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
-from partial_rollout.rollout.server import CONTROL_GROUP, ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.rollout.control import CONTROL_GROUP
+from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
-import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
@@ -31,6 +28,7 @@ from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
@@ -39,11 +37,10 @@ from partial_rollout.weights.shared_slots import remove_abandoned_segments
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
     from partial_rollout.weights.directory import ChannelAddress
 
-CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
@@ -53,19 +50,6 @@ WORKER_STOP_S = 5.0
 """The engine's workers get this long after their core has ended."""
 INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
-
-
-def control(base: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Run an inherited or own coroutine method in the control group, on the engine's loop."""
-
-    async def method(self: PartialRolloutServer, *args: Any, **kwargs: Any) -> Any:
-        return await self._on_engine_loop(base(self, *args, **kwargs))
-
-    functools.update_wrapper(method, base)
-    # Ray follows __wrapped__ and would look for the group on the function at its end, where it is not.
-    del method.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-    method.__signature__ = inspect.signature(base)  # pyright: ignore[reportFunctionMemberAccess]
-    return ray.method(concurrency_group=CONTROL_GROUP)(method)
 
 
 class PartialRolloutServer(vLLMHttpServer):
