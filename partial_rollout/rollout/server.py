@@ -308,11 +308,11 @@ class PartialRolloutServer(vLLMHttpServer):
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
             await self._call_workers("receive_weights", options | {"peft_config": peft_config})
+            await vLLMHttpServer.clear_kv_cache(self)
         except Exception as error:
             self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
             raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error
         self._weights.succeeded()
-        await vLLMHttpServer.clear_kv_cache(self)
         if version is not None:
             self.global_steps = version
 

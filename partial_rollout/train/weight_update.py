@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import ray
+from ray.exceptions import RayTaskError
 
 from partial_rollout.errors import WaitTimeout, WeightUpdateError
 
@@ -79,5 +80,6 @@ def _failure(ref: ray.ObjectRef[Any]) -> WeightUpdateError | None:
     try:
         ray.get(ref)
     except WeightUpdateError as error:
-        return error
+        # Ray's wrapper has the remote traceback in its text.
+        return cast("WeightUpdateError", error.cause) if isinstance(error, RayTaskError) else error
     return None
