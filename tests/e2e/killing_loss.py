@@ -13,7 +13,7 @@ import psutil
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
-KILLED_IN, LAST_KILLED_IN = 2, 4
+KILLED_IN, LAST_KILLED_IN = 1, 3
 """Steps; in the last one the model is taken away too, so that the engine cannot start again."""
 
 
