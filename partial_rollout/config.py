@@ -82,14 +82,16 @@ class WeightsConfig:
     timeout_s: float = 60.0
     bucket_mb: int | None = None
     validate: bool = False
+    relaunches: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown backend or a size or bound that is not positive."""
+        """Raise ConfigError for an unknown backend or a size, bound or number out of range."""
         _require(self.backend in WEIGHT_BACKENDS, "weights.backend", self.backend, f"one of {WEIGHT_BACKENDS}")
         _require(self.timeout_s > 0, "weights.timeout_s", self.timeout_s, "a number of seconds above 0")
         _require(
             self.bucket_mb is None or self.bucket_mb >= 1, "weights.bucket_mb", self.bucket_mb, "null or at least 1"
         )
+        _require(self.relaunches >= 0, "weights.relaunches", self.relaunches, "at least 0")
 
     @property
     def slot_bytes(self) -> int | None:

@@ -15,7 +15,7 @@ PartialRolloutError
 ├── EngineError             the inference engine
 │   ├── EngineDead
 │   ├── DrainTimeout        requests survived a drain; names them
-│   ├── WeightUpdateError   new weights did not arrive whole; the engine must not be used any more
+│   ├── WeightUpdateError   new weights did not arrive whole; the engine must be relaunched
 │   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
 │   │   ├── WeightProtocolError version, round, secret or order of messages
 │   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
@@ -103,7 +103,7 @@ class ResumeStalled(EngineError):
 
 
 class WeightUpdateError(EngineError):
-    """New weights did not arrive whole; what the engine holds is undefined and must not be used."""
+    """New weights did not arrive whole; what the engine holds is undefined, so it must be relaunched."""
 
 
 class WeightPeerLost(WeightUpdateError, TimeoutError):

@@ -32,7 +32,7 @@ UNSUPPORTED_ESTIMATORS = {
 }
 ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
 BEYOND_CHANNEL = {
-    **{key: ("LoRA adapters", (None, 0)) for key in ADAPTER_RANKS},
+    **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},
     "rollout.quantization": ("weights quantised on arrival", (None,)),
     "rollout.mtp.enable_rollout": ("a draft model", (None, False)),
     "rollout.disaggregation.enabled": ("separate prefill and decode engines", (None, False)),
@@ -249,13 +249,15 @@ def channel_lacks(config: DictConfig) -> str | None:
     """What this configuration needs of a weight update that our channel cannot do, or None."""
     for key, (what, allowed) in BEYOND_CHANNEL.items():
         value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
-        if value not in allowed and not (key in ADAPTER_RANKS and _merges_adapters(config)):
+        if value not in allowed and not (key in ADAPTER_RANKS and _sends_whole_or_adapters(config)):
             return f"{what} (actor_rollout_ref.{key}={value})"
     return None
 
 
-def _merges_adapters(config: DictConfig) -> bool:
-    return bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"))
+def _sends_whole_or_adapters(config: DictConfig) -> bool:
+    """Whether verl merges adapters into what it sends, or engines load what is below them by themselves."""
+    loads_nothing = "dummy" in str(OmegaConf.select(config, "actor_rollout_ref.rollout.load_format"))
+    return bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge")) or not loads_nothing
 
 
 def _check_paths(config: DictConfig) -> None:

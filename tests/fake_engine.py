@@ -67,6 +67,11 @@ class FakeEngine:
         self.accept.set()
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
+        self.answers_rpc = True
+        self.is_dead = False
+
+    def shutdown(self, timeout: float) -> None:
+        self.calls.append("shutdown")
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -108,6 +113,12 @@ class FakeEngine:
         self._note(f"rpc {call['method']}")
         if self.rpc_failure is not None:
             raise self.rpc_failure
+        if not self.answers_rpc:
+            await asyncio.Event().wait()
+
+    async def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError
 
     async def reset_prefix_cache(self, reset_connector: bool) -> None:
         self._note("reset prefix cache")
@@ -140,6 +151,7 @@ class FakeServer(PartialRolloutServer):
         )
         self.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         self.replica_rank = self.node_rank = 0
+        self.nnodes = 1
         self.global_steps = None
         self._disaggregation_role = "null"
         self._submission_paused, self._rejecting, self._admitting = False, False, 0
@@ -147,8 +159,13 @@ class FakeServer(PartialRolloutServer):
         self._init_gate(settings or PartialRolloutConfig())
 
     async def launch_server(self) -> None:
+        await self.run_server(None)
+
+    async def run_server(self, args: Any) -> None:
+        self._launch_args = args
         self.fake = FakeEngine()
         self._attach_engine(self.fake)
+        self._server_task = asyncio.create_task(asyncio.Event().wait())
 
     def engine_threads(self) -> set[int]:
         """Threads on which the engine was called."""

@@ -12,7 +12,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
-from partial_rollout.rollout.server import CONTROL_GROUP, ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.rollout.control import CONTROL_GROUP
+from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +75,15 @@ class PartialRolloutReplica(vLLMReplica):
     async def check_health(self) -> None:
         """Raise EngineDead if an engine has died."""
         await self._on_all("require_health", limit_s=self.settings.timeouts.call_s)
+
+    async def weights_failure(self) -> str | None:
+        """Why the last weight update failed; None if it did not."""
+        answers = await self._on_all("weights_failure", limit_s=self.settings.timeouts.call_s)
+        return next((answer for answer in answers if answer is not None), None)
+
+    async def relaunch(self) -> None:
+        """Start the engine again, in the same actor; it must be sent weights before it generates."""
+        await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s)
 
     async def sleep(self) -> None:
         """Release device memory on every server; only the first one of a replica over several nodes has requests."""

@@ -15,49 +15,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
-import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.core.engine_weights import EngineWeights
+from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.control import control
+from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.shared_slots import remove_abandoned_segments
+from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
     from partial_rollout.weights.directory import ChannelAddress
 
-CONTROL_GROUP = "control"
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
+HEALTH_INTERVAL_S = 0.5
+"""vLLM tells those who wait for an answer nothing of the engine's death; this is how late it is noticed."""
+WORKER_STOP_S = 5.0
+"""The engine's workers get this long after their core has ended."""
 INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
-
-
-def control(base: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """Run an inherited or own coroutine method in the control group, on the engine's loop."""
-
-    async def method(self: PartialRolloutServer, *args: Any, **kwargs: Any) -> Any:
-        return await self._on_engine_loop(base(self, *args, **kwargs))
-
-    functools.update_wrapper(method, base)
-    # Ray follows __wrapped__ and would look for the group on the function at its end, where it is not.
-    del method.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-    method.__signature__ = inspect.signature(base)  # pyright: ignore[reportFunctionMemberAccess]
-    return ray.method(concurrency_group=CONTROL_GROUP)(method)
 
 
 class PartialRolloutServer(vLLMHttpServer):
@@ -73,7 +65,7 @@ class PartialRolloutServer(vLLMHttpServer):
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
-        self._weights_failure: str | None = None
+        self._weights = EngineWeights()
         self._admission = Admission()
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
@@ -83,6 +75,7 @@ class PartialRolloutServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, then put the gate in front of the engine."""
+        self._launch_args = args
         await super().run_server(args)
         self._attach_engine(self.engine)
 
@@ -115,7 +108,6 @@ class PartialRolloutServer(vLLMHttpServer):
             DataError: the prompt leaves no room in the context.
             EngineDead: the engine process is gone, or its last weight update failed.
         """
-        self._require_whole_weights()
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
@@ -125,6 +117,7 @@ class PartialRolloutServer(vLLMHttpServer):
         version, epoch = self._version, self._admission.epoch
         reset = CURRENT_TICKET.set(ticket)
         try:
+            self._weights.require_whole(self._name)
             output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
         except EngineDeadError as error:
             raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
@@ -222,7 +215,7 @@ class PartialRolloutServer(vLLMHttpServer):
             IllegalTransition: a drain has not finished.
             EngineDead: the last weight update failed.
         """
-        self._require_whole_weights()
+        self._weights.require_whole(self._name)
         async with self._control_lock:
             self._admission.open_nowait()
 
@@ -260,7 +253,7 @@ class PartialRolloutServer(vLLMHttpServer):
         """Raise EngineDead if the engine is gone or holds half an update; a further node has none of its own."""
         if self.node_rank != 0:
             return
-        self._require_whole_weights()
+        self._weights.require_whole(self._name)
         try:
             await self.engine.check_health()
         except EngineDeadError as error:
@@ -275,16 +268,21 @@ class PartialRolloutServer(vLLMHttpServer):
         """
         self._admission.reject()
         self._channels.remove()
-        if self.node_rank != 0:
-            return
+        if self.node_rank == 0:
+            await self._stop_engine()
+
+    async def _stop_engine(self) -> None:
+        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards."""
         self._server_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._server_task
+        processes = engine_processes()
         stop = asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_STOP_S)
         try:
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
+        await asyncio.to_thread(end_processes, processes, grace_s=WORKER_STOP_S)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -294,26 +292,65 @@ class PartialRolloutServer(vLLMHttpServer):
         return self._channels.address
 
     @control
-    async def receive_weights(self, *, round: int, version: int | None) -> None:
+    async def receive_weights(
+        self, *, round: int, version: int | None, peft_config: dict[str, Any] | None = None
+    ) -> None:
         """Let every engine worker take update `round` from its channel; then forget caches and set the version.
 
+        With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
+
         Raises:
-            WeightUpdateError: a worker failed; the engine generates nothing from then on.
+            WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
+            EngineDead: the update before this one failed, and the engine was not relaunched.
         """
+        self._weights.require_receivable(self._name)
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         try:
-            await self.engine.collective_rpc(method="receive_weights", kwargs=options)
+            await self._call_workers("receive_weights", options | {"peft_config": peft_config})
+            await vLLMHttpServer.clear_kv_cache(self)
         except Exception as error:
-            self._weights_failure = f"weight update {round} (version {version}) failed: {error}"
-            raise WeightUpdateError(f"{self._name}: {self._weights_failure}") from error
-        await vLLMHttpServer.clear_kv_cache(self)
+            self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
+            raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error
+        self._weights.succeeded()
         if version is not None:
             self.global_steps = version
 
-    def _require_whole_weights(self) -> None:
-        if self._weights_failure is not None:
-            raise EngineDead(f"{self._name} must not be used: {self._weights_failure}")
+    async def _call_workers(self, method: str, kwargs: dict[str, Any]) -> None:
+        """As vLLM's collective_rpc, which never answers if the engine's core dies before it has taken the call."""
+        call = asyncio.ensure_future(self.engine.collective_rpc(method=method, kwargs=kwargs))
+        try:
+            while not (await asyncio.wait([call], timeout=HEALTH_INTERVAL_S))[0]:
+                await self.engine.check_health()
+            call.result()
+        finally:
+            call.cancel()
+
+    @control
+    async def weights_failure(self) -> str | None:
+        """Why the last weight update failed; None if it did not."""
+        return self._weights.failure
+
+    @control
+    async def relaunch(self) -> None:
+        """End the engine and start it again in this actor; it generates nothing until it was sent weights.
+
+        The gate stays as it is, and so does everything but the port of the HTTP server.
+
+        Raises:
+            EngineDead: it did not start, or runs on several nodes, of which this actor can only start its own.
+        """
+        if self.nnodes > 1:
+            raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
+        await self._stop_engine()
+        try:
+            await self.run_server(self._launch_args)
+        except Exception as error:
+            raise EngineDead(f"{self._name} did not start again: {error}; {self._weights.failure}") from error
+        self._weights.relaunched()
+        if self._admission.statistics().state is not GateState.OPEN:
+            # What the HTTP server lets in waits in the engine, as it did in the one before.
+            await self.engine.pause_generation(mode="abort", clear_cache=True)
 
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------
 
@@ -337,6 +374,8 @@ class PartialRolloutServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs.setdefault("stream_interval", self.settings.stream_interval)
+        if self.settings.weights.backend != "verl":
+            choose_backend(engine_kwargs)
 
 
 class CpuServer(vLLMHttpServer):

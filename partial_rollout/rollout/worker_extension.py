@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
+from verl.utils.vllm import TensorLoRARequest
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.utils import (
+    VLLM_LORA_INT_ID,
+    VLLM_LORA_NAME,
+    VLLM_LORA_PATH,
+    vLLMColocateWorkerExtension,
+)
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
-from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import load_from_channel, reload_model
-from partial_rollout.weights.receiver import WeightReceiver
+from partial_rollout.integrations.vllm_plugin import register_backend
+from partial_rollout.weights.loading import Reload
+from partial_rollout.weights.lora import require_known_modules
+from partial_rollout.weights.transfer_engine import ChannelUpdate, make_receiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+register_backend()
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with weight updates by our channel, and by verl's also on vLLM's CPU backend."""
 
-    model_runner: Any  # of the vLLM worker class this one is mixed into
-    device: torch.device | None
+    model_runner: Any  # of the vLLM worker class this one is mixed into, as the next five
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    remove_lora: Callable[[int], bool]
+    add_lora: Callable[[Any], bool]
     last_round: int = 0
     """Of the last weight update by our channel, whether it succeeded or not."""
 
-    def receive_weights(self, *, round: int, timeout_s: float, validate: bool) -> int:
-        """One whole update by our channel: prepare, receive, load, finalise; returns the round.
+    def receive_weights(
+        self, *, round: int, timeout_s: float, validate: bool, peft_config: dict[str, Any] | None = None
+    ) -> int:
+        """One whole update by our channel: vLLM's three steps in one call, so that no step comes between them.
+
+        With `peft_config` it is a LoRA adapter that comes, and takes the place of the one before.
 
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
@@ -33,18 +54,31 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         if round <= self.last_round:
             raise WeightProtocolError(f"round {round} of weight updates was asked for after round {self.last_round}")
         self.last_round = round
-        receiver = WeightReceiver(
-            ChannelAddress.inherited(),
-            self._get_zmq_handle(),
-            round=round,
-            timeout_s=timeout_s,
-            validate=validate,
-            device=self.device,
-        )
-        model = self.model_runner.model
-        with set_current_vllm_config(self.model_runner.vllm_config), receiver:
-            reload_model(model, self.model_runner.model_config, lambda: load_from_channel(model, receiver))
+        update = ChannelUpdate(self._get_zmq_handle(), round, timeout_s, validate)
+        # vLLM 0.24 leaves the context to the caller.
+        with set_current_vllm_config(self.model_runner.vllm_config):
+            if peft_config is not None:
+                self._receive_adapter(update, peft_config)
+                return round
+            self.start_weight_update()
+            self.update_weights(dataclasses.asdict(update))
+            self.finish_weight_update()
         return round
+
+    def _receive_adapter(self, update: ChannelUpdate, peft_config: dict[str, Any]) -> None:
+        with make_receiver(update, torch.device("cpu")) as receiver:
+            tensors = dict(receiver.tensors())
+        require_known_modules(self.model_runner.model, tensors)
+        self.remove_lora(VLLM_LORA_INT_ID)
+        request = TensorLoRARequest(
+            lora_name=VLLM_LORA_NAME,
+            lora_int_id=VLLM_LORA_INT_ID,
+            lora_path=VLLM_LORA_PATH,
+            peft_config=peft_config,
+            lora_tensors=tensors,
+        )
+        if not self.add_lora(request):
+            raise WeightMismatch(f"vLLM did not take the LoRA adapter with {len(tensors)} tensors")
 
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
@@ -60,9 +94,11 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
             return
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), torch.device("cpu"), use_shm)
-        loader = BucketLoader(self.model_runner.model, receiver)
+        model, reload = self.model_runner.model, Reload(self.model_runner.model)
         with set_current_vllm_config(self.model_runner.vllm_config):
-            reload_model(self.model_runner.model, self.model_runner.model_config, loader.load_all)
+            reload.start()
+            reload.require_complete(BucketLoader(model, receiver).load_all())
+            reload.finish(self.model_runner.model_config)
 
 
 class BucketLoader:

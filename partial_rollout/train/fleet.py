@@ -10,7 +10,7 @@ from verl.utils.ray_utils import auto_await
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Collection, Sequence
 
     from partial_rollout.config import TimeoutConfig
     from partial_rollout.rollout.replica import PartialRolloutReplica
@@ -42,6 +42,24 @@ class ReplicaFleet:
     def require_health(self) -> None:
         """Raise EngineDead if an engine is gone: between drain and resume it holds no request that would tell."""
         self._all("tell their health", [r.check_health() for r in self._replicas], self._timeouts.call_s)
+
+    def failed_updates(self) -> dict[int, str]:
+        """Replicas whose last weight update failed, by rank, and why."""
+        failures = self._all(
+            "tell of their weights", [r.weights_failure() for r in self._replicas], self._timeouts.call_s
+        )
+        ranks = [replica.replica_rank for replica in self._replicas]
+        return {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure is not None}
+
+    def relaunch(self, ranks: Collection[int]) -> None:
+        """Start the engines of these replicas again; they must be sent weights before they generate.
+
+        Raises:
+            EngineDead: an engine cannot be relaunched; says why, and why it should be.
+            WaitTimeout: an engine was not up in time.
+        """
+        calls = [replica.relaunch() for replica in self._replicas if replica.replica_rank in ranks]
+        self._all("relaunch their engines", calls, self._timeouts.resume_s + self._timeouts.call_s)
 
     def reject_parked(self) -> None:
         """Send every parked request back as rejected."""

@@ -27,6 +27,7 @@ from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
 from partial_rollout.train.shutdown import shutdown_run
+from partial_rollout.train.weight_update import update_engines
 from partial_rollout.train.workers import use_workers
 from partial_rollout.weights.adapter import uses_channel
 
@@ -185,11 +186,23 @@ class PartialRolloutTrainer(PPOTrainer):
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
 
     def _send_weights(self) -> None:
-        call_bounded(
-            lambda: self.checkpoint_manager.update_weights(self.global_steps),
-            timeout_s=self.settings.timeouts.resume_s,
-            who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
-            check=self.fleet.require_health,
+        timeout_s = self.settings.timeouts.resume_s
+        if not uses_channel(self.config):
+            call_bounded(
+                lambda: self.checkpoint_manager.update_weights(self.global_steps),
+                timeout_s=timeout_s,
+                who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
+                check=self.fleet.require_health,
+            )
+            return
+        # What checkpoint_manager.update_weights starts; it would stop waiting with the first rank that fails.
+        self._pending_sync_metrics["partial_rollout/engine_relaunches"] = update_engines(
+            lambda: self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"),
+            self.fleet,
+            version=self.global_steps,
+            relaunches=self.settings.weights.relaunches,
+            timeout_s=timeout_s,
+            before_resend=self.checkpoint_manager.sleep_replicas,
         )
 
     def _report_step(self, gate: str) -> None:

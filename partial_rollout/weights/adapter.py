@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
+from ray.exceptions import RayError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from partial_rollout.config import PartialRolloutConfig
-from partial_rollout.errors import WaitTimeout, WeightProtocolError
+from partial_rollout.errors import PartialRolloutError, WaitTimeout, WeightProtocolError, WeightUpdateError
 from partial_rollout.mode import channel_lacks, read_settings
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
     from concurrent.futures import Future
 
     from omegaconf import DictConfig
@@ -50,6 +51,8 @@ class ChannelAdapter(ServerAdapter):
         super().__init__(*args, **kwargs)
         settings = PartialRolloutConfig.from_rollout(self.config.custom)
         self._settings, self._timeouts = settings.weights, settings.timeouts
+        self.failure: Exception | None = None
+        """Why the engine could not take this update; the rank goes on without it."""
         self._round = 0
         self._server: Any = None
         self._address: ChannelAddress | None = None
@@ -59,25 +62,51 @@ class ChannelAdapter(ServerAdapter):
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = WIRE_FORMAT,
-        peft_config: Any = None,
-        **options: Any,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = False,
     ) -> None:
-        """Send all weights; returns when the engine generates with them as version `global_steps`.
+        """Send all weights, or a LoRA adapter's; returns when the engine generates with them as version `global_steps`.
 
-        Blocks the actor's loop while it sends, as verl's does: gathering a tensor is a collective of this thread.
+        Blocks the actor's loop while it sends, as verl's does: gathering a tensor is a collective of this thread. So
+        when the engine fails, the tensors are still gathered to the end, and `failure` says what happened.
+
+        Args:
+            weights: names and tensors, gathered as they are asked for.
+            global_steps: the new weight version.
+            wire_format: verl's name for what `weights` yields; only whole tensors are carried.
+            peft_config: of the adapter that the tensors belong to; None for a model's own.
+            base_sync_done: the engine has the base weights already, so the adapter's follow.
 
         Raises:
-            WeightProtocolError: LoRA adapters or sparse updates, which the channel does not carry.
-            WeightUpdateError: the update failed; the engine must not be used.
-            WaitTimeout: the server did not answer.
+            WeightProtocolError: base weights under an adapter, or sparse updates, which the channel does not carry.
         """
-        if wire_format != WIRE_FORMAT or peft_config is not None:
+        if wire_format != WIRE_FORMAT or (peft_config is not None and not base_sync_done):
             raise WeightProtocolError(
-                f"the weight channel carries whole tensors of the base model, not wire_format={wire_format!r} or LoRA "
-                "adapters: set partial_rollout.weights.backend=verl"
+                f"the weight channel carries whole tensors and LoRA adapters, not wire_format={wire_format!r} or the "
+                "weights below an adapter: set partial_rollout.weights.backend=verl, or for the latter "
+                "actor_rollout_ref.rollout.load_format=safetensors"
             )
-        address = await self._connect()
         self._round += 1
+        await self._unless_failed(self._send(weights, version=global_steps, peft_config=peft_config))
+        with torch.no_grad():
+            for _ in weights if self.failure is not None else ():
+                pass
+
+    async def resume(self, tags: list[str]) -> None:
+        """Give the engine its memory back; nothing after a failure, as the engine is going to be relaunched."""
+        await self._unless_failed(super().resume(tags))
+
+    async def _unless_failed(self, action: Coroutine[Any, Any, None]) -> None:
+        if self.failure is not None:
+            action.close()
+            return
+        try:
+            await action
+        except (PartialRolloutError, RayError) as error:
+            self.failure = error
+
+    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
+        address = await self._connect()
         update: Future[Any] | None = None
 
         def raise_failed_update() -> None:
@@ -86,7 +115,7 @@ class ChannelAdapter(ServerAdapter):
 
         with torch.no_grad(), self._sender(address, raise_failed_update) as sender:
             if self._has_server:
-                update = self._server.receive_weights.remote(round=self._round, version=global_steps).future()
+                update = self._server.receive_weights.remote(round=self._round, **options).future()
             sender.send(weights)
         if update is not None:
             await self._bounded(asyncio.wrap_future(update), self._timeouts.resume_s, "load new weights")
@@ -133,3 +162,16 @@ class ChannelActorWorker(ActorRolloutRefWorker):
             self.rollout = ChannelAdapter(
                 config=rollout.config, model_config=rollout.model_config, device_mesh=rollout.device_mesh
             )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> None:
+        """Run verl's update to its end on every rank, since ranks meet in it, and only then say that it failed.
+
+        Raises:
+            WeightUpdateError: this rank's engine did not take the weights.
+        """
+        adapter = cast("ChannelAdapter", self.rollout)
+        adapter.failure = None
+        await super().update_weights(global_steps=cast("int", global_steps), mode=mode)
+        if adapter.failure is not None:
+            raise WeightUpdateError(f"replica {adapter.replica_rank}: {adapter.failure}")

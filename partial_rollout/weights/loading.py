@@ -10,7 +10,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm.config import ModelConfig
 
@@ -18,35 +18,55 @@ if TYPE_CHECKING:
 
 NUM_NAMED_PARAMETERS = 8
 """Parameter names an error message spells out."""
+OPTIONAL_PARAMETERS = ("q_scale", "k_scale", "v_scale", "prob_scale")
+"""Of quantised attention layers; vLLM has a value for them when a checkpoint has none."""
+HEAD = "lm_head"
 
 
-def reload_model(model: torch.nn.Module, model_config: ModelConfig, load: Callable[[], set[str]]) -> None:
-    """Reload `model` in place; `load` loads all tensors and returns the names of the parameters it filled.
+class Reload:
+    """Reloads a model in place, again and again: `start`, load tensors, `require_complete`, `finish`.
 
     vLLM packs some layers after loading (linears on a CPU, quantised ones anywhere) and drops the plain weight, so
     loading in place fails there; layerwise reload restores each layer first and packs it again when it is complete.
-
-    Raises:
-        WeightMismatch: parameters were not sent.
-        Exception: what `load` raised. In both cases the model is undefined and must not be used.
     """
-    expected = {name for name, _ in model.named_parameters()}
-    tied = _tied_head(model)
-    initialize_layerwise_reload(model)
-    missing = sorted(expected - load())
-    if missing:
-        raise WeightMismatch(
-            f"weight update: {len(missing)} of {len(expected)} parameters were not sent, "
-            f"first: {missing[:NUM_NAMED_PARAMETERS]}"
-        )
-    finalize_layerwise_reload(model, model_config)
-    if tied is not None:
-        # A tied head keeps its own packed copy of the embedding, which a reload does not refresh: without this line
-        # every later token is silently sampled from old logits.
-        tied.quant_method.process_weights_after_loading(tied)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Take a model that vLLM has loaded and processed."""
+        self._model = model
+        self._tied = _tied_head(model)
+
+    def start(self) -> None:
+        """Restore every layer to what can be loaded."""
+        initialize_layerwise_reload(self._model)
+
+    def require_complete(self, loaded: set[str]) -> None:
+        """Check, between `start` and `finish`, that the names of the parameters that were filled are all there are.
+
+        Raises:
+            WeightMismatch: parameters were not sent; the model is undefined and must not be used.
+        """
+        expected = {name for name, _ in self._model.named_parameters() if self._is_sent(name)}
+        missing = sorted(expected - loaded)
+        if missing:
+            raise WeightMismatch(
+                f"weight update: {len(missing)} of {len(expected)} parameters were not sent, "
+                f"first: {missing[:NUM_NAMED_PARAMETERS]}"
+            )
+
+    def _is_sent(self, name: str) -> bool:
+        is_tied = self._tied is not None and name.startswith(f"{HEAD}.")
+        return not is_tied and name.rpartition(".")[2] not in OPTIONAL_PARAMETERS
+
+    def finish(self, model_config: ModelConfig) -> None:
+        """Process what was loaded as after a start."""
+        finalize_layerwise_reload(self._model, model_config)
+        if self._tied is not None:
+            # A tied head keeps its own packed copy of the embedding, which a reload does not refresh: without this
+            # line every later token is silently sampled from old logits.
+            self._tied.quant_method.process_weights_after_loading(self._tied)
 
 
-def load_from_channel(model: Any, receiver: WeightReceiver) -> set[str]:
+def load_from_channel(load_weights: Callable[[Iterable[Any]], set[str]], receiver: WeightReceiver) -> set[str]:
     """Feed the channel's tensors to the model as they come; return the names of the parameters they filled.
 
     Raises:
@@ -54,7 +74,7 @@ def load_from_channel(model: Any, receiver: WeightReceiver) -> set[str]:
         WeightUpdateError: the channel failed.
     """
     try:
-        return model.load_weights(receiver.tensors())
+        return load_weights(receiver.tensors())
     except WeightUpdateError:
         raise
     except Exception as error:
@@ -64,7 +84,7 @@ def load_from_channel(model: Any, receiver: WeightReceiver) -> set[str]:
 
 def _tied_head(model: torch.nn.Module) -> Any:
     """Return the output head if it shares its weight with the input embedding."""
-    head, body = getattr(model, "lm_head", None), getattr(model, "model", None)
+    head, body = getattr(model, HEAD, None), getattr(model, "model", None)
     embedding = getattr(body, "embed_tokens", None)
     if head is None or embedding is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
         return None

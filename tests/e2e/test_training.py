@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -83,6 +84,28 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
     assert left.pop("train") > 0
     assert left.pop("val") == 0
     assert left == {}
+
+
+def test_an_engine_killed_before_an_update_is_relaunched_and_one_that_does_not_start_again_ends_the_run(
+    task: Path, tmp_path: Path
+) -> None:
+    """Killed in step 1, when no request is in it, and again in step 3, with the model it would start from."""
+    shutil.copytree(task / "model", tmp_path / "model")
+    options = [
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        "actor_rollout_ref.model.external_lib=tests.e2e.killing_loss",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=killing",
+        "trainer.total_training_steps=4",
+    ]
+    job = run_job(task, tmp_path, FLAG, *options)
+    assert [step["training/global_step"] for step in job.steps] == [1, 2], job.output[-4000:]
+    assert [step["partial_rollout/engine_relaunches"] for step in job.steps] == [1, 0]
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.code == 1
+    assert "error: training failed: EngineDead: replica 0" in job.output
+    assert "did not start again" in job.output
+    assert "(version 3) failed" in job.output
+    assert job.survivors == []
 
 
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:

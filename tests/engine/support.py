@@ -175,20 +175,34 @@ class ChannelDriver:
         self.round = 0
         self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
-    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], version: int, **options: Any) -> None:
         """One update, the same weights from every rank; raises what the server raised."""
-        weights = list(weights)
-        update, sent = self.run([weights] * self.replica.world_size, version)
+        update, sent = self.run([weights() for _ in range(self.replica.world_size)], version, **options)
         ray.get(update, timeout=CALL_S)
         for each in sent:
             each.result()
 
-    def run(self, weights: list[Iterable[tuple[str, torch.Tensor]]], version: int) -> tuple[ObjectRef, list[Future]]:
-        """The server's call and what each rank sent; a thread for each, as training workers are own processes."""
+    def run(
+        self,
+        weights: list[Iterable[tuple[str, torch.Tensor]]],
+        version: int = 0,
+        *,
+        of_workers: bool = False,
+        peft_config: dict[str, Any] | None = None,
+    ) -> tuple[ObjectRef, list[Future]]:
+        """The server's call and what each rank sent; a thread for each, as training workers are own processes.
+
+        With `of_workers` the engine's workers are called past the server, which then knows of no update.
+        """
         self.round += 1
+        server, options = self.replica.server_handle, {"round": self.round, "peft_config": peft_config}
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(weights)) as pool:
             senders = [stack.enter_context(self._sender(rank)) for rank in range(len(weights))]
-            update = self.replica.server_handle.receive_weights.remote(round=self.round, version=version)
+            if of_workers:
+                options |= {"timeout_s": CALL_S, "validate": True}
+                update = server.collective_rpc.remote("receive_weights", kwargs=options)
+            else:
+                update = server.receive_weights.remote(version=version, **options)
             sent = [pool.submit(sender.send, each) for sender, each in zip(senders, weights, strict=True)]
         return update, sent
 

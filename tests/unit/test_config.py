@@ -49,6 +49,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"weights": {"backend": "nccl"}}, "weights.backend='nccl' .*'auto', 'channel', 'verl'"),
         ({"weights": {"timeout_s": 0}}, r"weights\.timeout_s=0\.0 .*above 0"),
         ({"weights": {"bucket_mb": 0}}, "weights.bucket_mb=0 .*null or at least 1"),
+        ({"weights": {"relaunches": -1}}, "weights.relaunches=-1 .*at least 0"),
         ({"manager": {"namespace": ""}}, "manager.namespace='' "),
     ],
 )

@@ -210,9 +210,11 @@ def test_verls_planner_asks_for_nothing(composed: Composed, change: dict[str, An
 
 
 CHANNEL = {"partial_rollout.weights.backend": "channel"}
+LORA = {"actor_rollout_ref.model.lora_rank": 8}
+DUMMY = {"actor_rollout_ref.rollout.load_format": "dummy"}
 BEYOND = [
-    ({"actor_rollout_ref.model.lora_rank": 8}, r"LoRA adapters \(actor_rollout_ref.model.lora_rank=8\)"),
-    ({"actor_rollout_ref.model.lora.rank": 8}, "model.lora.rank=8"),
+    (LORA | DUMMY, r"the weights below a LoRA adapter \(actor_rollout_ref.model.lora_rank=8\)"),
+    ({"actor_rollout_ref.model.lora.rank": 8} | DUMMY, "model.lora.rank=8"),
     ({"actor_rollout_ref.rollout.quantization": "fp8"}, "rollout.quantization=fp8"),
     ({"actor_rollout_ref.rollout.disaggregation.enabled": True}, "disaggregation.enabled=True"),
     ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl"}, "checkpoint_engine.backend=nccl"),
@@ -226,10 +228,9 @@ def test_what_the_weight_channel_does_not_carry_is_told_when_it_was_asked_for(co
         check_config(composed(CHANNEL | changes))
 
 
-def test_merged_adapters_are_whole_weights(composed: Composed):
-    check_config(
-        composed(CHANNEL | {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True})
-    )
+def test_merged_adapters_are_whole_weights_and_others_travel_if_engines_load_what_is_below_them(composed: Composed):
+    check_config(composed(CHANNEL | LORA | DUMMY | {"actor_rollout_ref.model.lora.merge": True}))
+    check_config(composed(CHANNEL | LORA))
 
 
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):

@@ -164,14 +164,100 @@ async def test_a_weight_update_forgets_caches_before_the_version_changes():
     assert (await server.rollout_statistics()).version == 5
 
 
-async def test_after_a_failed_weight_update_nothing_is_generated():
+FAILURE = RuntimeError("tensor 'a' does not fit")
+
+
+async def test_an_engine_that_dies_before_it_answers_an_update_is_noticed(monkeypatch):
+    monkeypatch.setattr("partial_rollout.rollout.server.HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    server.fake.answers_rpc, server.fake.is_dead = False, True
+    with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
+        await server.receive_weights(round=1, version=5)
+    assert await server.weights_failure() is not None
+
+
+async def after_a_failed_update() -> FakeServer:
     server = await launched()
     await server.set_global_steps(4)
     await server.abort_all_requests()
-    server.fake.rpc_failure = RuntimeError("tensor 'a' does not fit")
+    server.fake.rpc_failure = FAILURE
     with pytest.raises(WeightUpdateError, match=r"replica 0 node 0 .*update 1 \(version 5\).*tensor 'a' does not fit"):
         await server.receive_weights(round=1, version=5)
-    for call in (server.open_submission_gate(), server.require_health(), server.generate([1], dict(PARAMS), "a")):
-        with pytest.raises(EngineDead, match="must not be used: .*tensor 'a' does not fit"):
+    return server
+
+
+async def test_after_a_failed_weight_update_nothing_is_generated():
+    server = await after_a_failed_update()
+    server.fake.rpc_failure = None
+    parked = start(server)
+    for call in (server.open_submission_gate(), server.require_health(), server.receive_weights(round=2, version=5)):
+        with pytest.raises(EngineDead, match="tensor 'a' does not fit"):
             await call
+    await let_run()
+    assert not parked.done()
+    assert server.fake.queues == {}
     assert (await server.rollout_statistics()).version == 4
+    assert "tensor 'a'" in await server.weights_failure()
+    await server.reject_parked()
+    await parked
+
+
+async def test_a_request_at_an_open_gate_learns_that_the_weights_are_broken():
+    server = await launched()
+    server.fake.rpc_failure = FAILURE
+    with pytest.raises(WeightUpdateError):
+        await server.receive_weights(round=1, version=5)
+    with pytest.raises(EngineDead, match="holds half an update: .*tensor 'a' does not fit"):
+        await start(server)
+    assert (await server.rollout_statistics()).running == 0
+
+
+async def test_a_relaunched_engine_serves_who_was_parked_once_it_was_sent_weights():
+    server = await after_a_failed_update()
+    parked, broken = start(server), server.fake
+    await server.relaunch()
+    assert broken.calls[-1] == "shutdown"
+    assert server.fake.calls == ["pause abort True"]
+    with pytest.raises(EngineDead, match="started with after a failed update: .*tensor 'a'"):
+        await server.resume_generation()
+    await server.receive_weights(round=2, version=5)
+    assert await server.weights_failure() is None
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("a", [5])
+    output = await parked
+    assert (output.token_ids, output.extra_fields["global_steps"]) == ([5], 5)
+
+
+async def test_a_relaunched_engine_whose_update_fails_again_must_be_relaunched_again():
+    server = await after_a_failed_update()
+    await server.relaunch()
+    server.fake.rpc_failure = RuntimeError("again")
+    with pytest.raises(WeightUpdateError, match="again"):
+        await server.receive_weights(round=2, version=5)
+    with pytest.raises(EngineDead, match=r"must be relaunched .*update 2 .*again"):
+        await server.receive_weights(round=3, version=5)
+
+
+async def test_an_engine_behind_an_open_gate_is_not_paused_by_a_relaunch():
+    server = await launched()
+    await server.relaunch()
+    assert server.fake.calls == []
+
+
+async def test_an_engine_over_several_nodes_is_not_relaunched():
+    server = await after_a_failed_update()
+    server.nnodes = 2
+    with pytest.raises(EngineDead, match="several nodes is not relaunched; .*tensor 'a'"):
+        await server.relaunch()
+
+
+async def test_an_engine_that_does_not_start_again_is_told_with_what_was_wrong_before(monkeypatch):
+    server = await after_a_failed_update()
+
+    async def run_server(args):
+        raise RuntimeError("no such model")
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    with pytest.raises(EngineDead, match="did not start again: no such model; .*tensor 'a'"):
+        await server.relaunch()

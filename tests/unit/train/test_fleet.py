@@ -52,3 +52,25 @@ def test_a_drain_that_fails_names_its_requests():
     stuck = ReplicaFleet(cast("Any", [Replica(1), StuckReplica(1)]), TimeoutConfig())
     with pytest.raises(DrainTimeout, match="stuck-one"):
         stuck.drain()
+
+
+class WeighedReplica(Replica):
+    """Has a rank, and perhaps a failed update."""
+
+    def __init__(self, rank: int, failure: str | None) -> None:
+        super().__init__(0)
+        self.replica_rank, self.failure, self.is_relaunched = rank, failure, False
+
+    async def weights_failure(self) -> str | None:
+        return self.failure
+
+    async def relaunch(self) -> None:
+        self.is_relaunched = True
+
+
+def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
+    replicas = [WeighedReplica(0, None), WeighedReplica(1, "killed"), WeighedReplica(2, "late")]
+    weighed = ReplicaFleet(cast("Any", replicas), TimeoutConfig())
+    assert weighed.failed_updates() == {1: "killed", 2: "late"}
+    weighed.relaunch([2])
+    assert [replica.is_relaunched for replica in replicas] == [False, False, True]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from partial_rollout.config import TimeoutConfig, WeightsConfig
-from partial_rollout.errors import WaitTimeout, WeightProtocolError
+from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
 from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter, uses_channel
 from tests.unit.weights.support import SHORT_S, make_weights, receive_all
 
@@ -32,7 +32,7 @@ def make_adapter(channels, *, leads: bool = True, resume_s: float = 20.0) -> Cha
     adapter = object.__new__(ChannelAdapter)  # its parent's constructor needs Ray
     adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
     adapter._settings, adapter._timeouts = WeightsConfig(bucket_mb=1, timeout_s=20.0), TimeoutConfig(resume_s=resume_s)
-    adapter._round, adapter._address = 0, channels.address
+    adapter.failure, adapter._round, adapter._address = None, 0, channels.address
     adapter._server = SimpleNamespace(receive_weights=Method())
     return adapter
 
@@ -43,8 +43,18 @@ async def test_the_engine_is_called_with_the_round_and_waited_for(channels):
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     received.add_done_callback(lambda _: call.answer.set_result(None))
     await adapter.update_weights(iter(weights), global_steps=3)
-    assert call.calls == [{"round": 1, "version": 3}]
+    assert call.calls == [{"round": 1, "version": 3, "peft_config": None}]
     assert [name for name, _ in await received] == [name for name, _ in weights]
+
+
+async def test_the_engine_is_told_that_an_adapter_comes(channels):
+    adapter = make_adapter(channels)
+    call = adapter._server.receive_weights
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    received.add_done_callback(lambda _: call.answer.set_result(None))
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3, peft_config={"r": 8}, base_sync_done=True)
+    assert call.calls == [{"round": 1, "version": 3, "peft_config": {"r": 8}}]
+    assert len(await received) == 1
 
 
 async def test_a_rank_that_does_not_lead_sends_but_calls_nobody(channels):
@@ -55,19 +65,61 @@ async def test_a_rank_that_does_not_lead_sends_but_calls_nobody(channels):
     assert len(await received) == 1
 
 
-async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker(channels):
+async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker_and_all_is_gathered_nevertheless(channels):
+    """Other ranks meet this one in the gathering, and would wait for ever."""
     adapter = make_adapter(channels)
-    adapter._server.receive_weights.answer.set_exception(RuntimeError("actor died"))
-    with pytest.raises(RuntimeError, match="actor died"):
-        await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    adapter._server.receive_weights.answer.set_exception(EngineDead("must be relaunched"))
+    weights = iter(make_weights(3))
+    await adapter.update_weights(weights, global_steps=3)
+    assert str(adapter.failure) == "must be relaunched"
+    assert list(weights) == []
+
+
+async def test_after_a_failure_the_engine_is_left_alone_until_the_next_update(channels):
+    adapter = make_adapter(channels)
+    adapter.failure = EngineDead("the first half of this update")
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    await adapter.resume(["kv_cache"])
+    assert adapter._server.receive_weights.calls == []
+    assert adapter._round == 1
+
+
+async def test_a_failure_in_gathering_the_weights_is_raised(channels):
+    def weights():
+        yield from make_weights(1)
+        raise ZeroDivisionError
+
+    adapter = make_adapter(channels)
+    received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
+    with pytest.raises(ZeroDivisionError):
+        await adapter.update_weights(weights(), global_steps=3)
+    with pytest.raises(WeightUpdateError, match="ZeroDivisionError"):
+        await received
 
 
 async def test_a_server_that_does_not_answer_is_named(channels):
     adapter = make_adapter(channels, resume_s=SHORT_S)
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
-    with pytest.raises(WaitTimeout, match="0.2 s for replica 0 to load new weights"):
-        await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    assert isinstance(adapter.failure, WaitTimeout)
+    assert "0.2 s for replica 0 to load new weights" in str(adapter.failure)
     await received
+
+
+async def test_a_training_worker_ends_verls_update_before_it_tells_of_a_failure(monkeypatch):
+    """verl's has a barrier of all ranks after the sending."""
+    events = []
+
+    async def verls(self, global_steps, mode):
+        self.rollout.failure = EngineDead("killed")
+        events.append((global_steps, mode))
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", verls)
+    worker = object.__new__(ChannelActorWorker)
+    worker.rollout = SimpleNamespace(failure=None, replica_rank=3)
+    with pytest.raises(WeightUpdateError, match="replica 3: killed"):
+        await worker.update_weights(global_steps=2, mode="naive")
+    assert events == [(2, "naive")]
 
 
 @pytest.mark.parametrize("options", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
@@ -78,10 +130,9 @@ async def test_what_the_channel_does_not_carry_is_refused_before_anything_is_sen
     assert adapter._server.receive_weights.calls == []
 
 
-def config(backend, **model):
-    return OmegaConf.create(
-        {"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": {"model": model}}
-    )
+def config(backend, *, load_format="dummy", **model):
+    models = {"model": model, "rollout": {"load_format": load_format}}
+    return OmegaConf.create({"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": models})
 
 
 @pytest.mark.parametrize(
@@ -90,6 +141,7 @@ def config(backend, **model):
         ("auto", "cpu", {}, True),
         ("auto", "cuda", {}, False),
         ("auto", "cpu", {"lora_rank": 8}, False),
+        ("auto", "cpu", {"lora_rank": 8, "load_format": "safetensors"}, True),
         ("channel", "cuda", {}, True),
         ("verl", "cpu", {}, False),
     ],
@@ -102,5 +154,6 @@ def test_the_backend_decides_and_auto_asks_the_device(monkeypatch, backend, devi
 def test_verl_dispatches_our_worker_as_its_own():
     from verl.single_controller.base.decorator import MAGIC_ATTR
 
-    ours, theirs = (getattr(cls.init_model, MAGIC_ATTR) for cls in (ChannelActorWorker, ActorRolloutRefWorker))
-    assert ours == theirs
+    for method in ("init_model", "update_weights"):
+        ours, theirs = (getattr(cls, method) for cls in (ChannelActorWorker, ActorRolloutRefWorker))
+        assert getattr(ours, MAGIC_ATTR) == getattr(theirs, MAGIC_ATTR)

@@ -1,0 +1,85 @@
+"""One weight update of all engines: send; where it failed, relaunch the engine and send everything to all again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import ray
+from ray.exceptions import RayTaskError
+
+from partial_rollout.errors import WaitTimeout, WeightUpdateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Engines(Protocol):
+    """The part of ReplicaFleet used here."""
+
+    def failed_updates(self) -> dict[int, str]: ...
+    def relaunch(self, ranks: Collection[int]) -> None: ...
+
+
+def update_engines(
+    send: Callable[[], Sequence[ray.ObjectRef[Any]]],
+    engines: Engines,
+    *,
+    version: int,
+    relaunches: int,
+    timeout_s: float,
+    before_resend: Callable[[], Any],
+) -> int:
+    """Bring all engines to weight version `version`; return how many had to be relaunched for it.
+
+    Args:
+        send: starts the update on every training rank; a rank's answer comes when it has nothing more to do with it.
+        relaunches: how often engines that an update failed in are started again before the run gives up.
+        timeout_s: for one update of all engines.
+        before_resend: puts all engines into the state in which an update finds them.
+
+    Raises:
+        WeightUpdateError: an update failed again, or not in an engine; names replicas and reasons.
+        WaitTimeout: training ranks did not answer.
+        Exception: what a rank raised that has nothing to do with engines.
+    """
+    num_relaunched = 0
+    for attempts_left in reversed(range(relaunches + 1)):
+        failure = _first_failure(send(), timeout_s, f"trainer waits for weight version {version} to reach the engines")
+        if failure is None:
+            break
+        failed = engines.failed_updates()
+        reasons = "; ".join(f"replica {rank}: {reason}" for rank, reason in failed.items()) or str(failure)
+        if not (failed and attempts_left):
+            raise WeightUpdateError(
+                f"weight version {version} did not reach the engines ({num_relaunched} were relaunched, "
+                f"partial_rollout.weights.relaunches={relaunches}): {reasons}"
+            ) from failure
+        logger.warning("weight version %s: engines are relaunched and sent all weights again: %s", version, reasons)
+        engines.relaunch(failed)
+        before_resend()
+        num_relaunched += len(failed)
+    return num_relaunched
+
+
+def _first_failure(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, who_waits: str) -> WeightUpdateError | None:
+    """Wait for every rank, because none may still be sending when the next update begins."""
+    deadline, late, failure = time.monotonic() + timeout_s, list(refs), None
+    while late:
+        done, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s")
+        failure = failure or _failure(done[0])
+    return failure
+
+
+def _failure(ref: ray.ObjectRef[Any]) -> WeightUpdateError | None:
+    try:
+        ray.get(ref)
+    except WeightUpdateError as error:
+        # Ray's wrapper has the remote traceback in its text.
+        return cast("WeightUpdateError", error.cause) if isinstance(error, RayTaskError) else error
+    return None

@@ -1,0 +1,65 @@
+"""LoRA adapters in a running engine, sent by our own channel."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def lora(engine_cluster, tmp_path_factory):
+    """An engine that takes adapters, and the model below them, which it loaded by itself."""
+    from tests.engine import support
+    from tests.engine.conftest import run_engine
+
+    path = tmp_path_factory.mktemp("lora")
+    model = support.make_model(path, seed=41)
+    config = support.make_config(path, **{"actor_rollout_ref.model.lora_rank": 8})
+    for engine in run_engine(path, config, replica_rank=5):
+        yield engine, support.ChannelDriver(engine.replica), model
+
+
+def with_adapter(model, seed):
+    """A copy of the model with a random adapter, the adapter's tensors and its configuration, as verl sends them."""
+    import copy
+
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    torch.manual_seed(seed)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    options = LoraConfig(r=8, lora_alpha=16, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(copy.deepcopy(model), options).eval()
+    return adapted, get_peft_model_state_dict(adapted), adapted.peft_config["default"].to_dict()
+
+
+async def test_an_adapter_and_the_one_after_it_are_generated_with(lora):
+    from tests.engine.support import NUM_PROBE_TOKENS, PROBES, greedy_reference, probe
+
+    engine, driver, model = lora
+    for version, seed in ((3, 1), (4, 2)):
+        adapted, tensors, peft_config = with_adapter(model, seed)
+        await engine.replica.abort_all_requests()
+        await asyncio.to_thread(driver.update, tensors.items, version, peft_config=peft_config)
+        await engine.replica.resume_generation()
+        outputs = await probe(engine.client)
+        for (tokens, log_probs), ids in zip(outputs, PROBES, strict=True):
+            wanted_tokens, wanted_log_probs = greedy_reference(adapted, ids, NUM_PROBE_TOKENS)
+            assert tokens == wanted_tokens
+            assert log_probs == pytest.approx(wanted_log_probs, abs=1e-4)
+        assert [tokens for tokens, _ in outputs] != [tokens for tokens, _ in engine.fresh]
+        assert (await engine.replica.statistics())[0].version == version
+
+
+async def test_an_adapter_the_model_cannot_take_is_an_error(lora):
+    from partial_rollout.errors import WeightUpdateError
+
+    engine, driver, model = lora
+    _, tensors, peft_config = with_adapter(model, 3)
+    await engine.replica.abort_all_requests()
+    changed = {name.replace("q_proj", "no_such_proj"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(WeightUpdateError, match=r"version 5.*layers.0.self_attn.no_such_proj.* belongs to no module"):
+        await asyncio.to_thread(driver.update, changed.items, 5, peft_config=peft_config)
