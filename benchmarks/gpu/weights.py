@@ -58,7 +58,7 @@ FREED_WITHIN_S = 15.0
 """A killed process's memory comes back this soon."""
 SAMPLE_S = 0.001
 HAS_GPU = torch.cuda.is_available()
-KILLED_AFTER_SLOTS = 2.2
+KILLED_AFTER_SLOTS = 1.5
 """The first tensor is there, and the sender still has a slot to write to."""
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
