@@ -211,7 +211,7 @@ def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, fl
             "gb_per_s": round(num_bytes / statistics.median(values) / 1e9, 2),
             "extra_mib": extra.get(mode),
         }
-        for baseline in ("memcpy_warm", "memcpy_fresh", "memcpy_load"):
+        for baseline in ("memcpy", "memcpy_warm", "memcpy_fresh", "memcpy_load"):
             if baseline in seconds:
                 ratios = [mine / base for mine, base in zip(values, seconds[baseline], strict=True)]
                 rows[mode][f"to_{baseline}"] = round(statistics.median(ratios), 2)

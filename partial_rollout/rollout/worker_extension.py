@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
 from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import load_from_channel, reload_model
+from partial_rollout.weights.loading import load_from_channel, reload_model, require_own_memory
 from partial_rollout.weights.receiver import WeightReceiver
 
 
@@ -44,6 +44,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         model = self.model_runner.model
         with set_current_vllm_config(self.model_runner.vllm_config), receiver:
             reload_model(model, self.model_runner.model_config, lambda: load_from_channel(model, receiver))
+            require_own_memory(model, receiver)
         return round
 
     def update_weights_from_ipc(

@@ -12,6 +12,7 @@ from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.line import Line
+from partial_rollout.weights.slots import Leases
 from partial_rollout.weights.transport import Transports, numbered
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class WeightReceiver:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = ReceiverMachine(secret=address.secret, round=round, nonce=nonce)
         self._slots: SlotReader | None = None
+        self._leases = Leases()
         self._unpacked: list[Bucket] = []
         self._open: torch.Tensor | None = None
         self.current: TensorSpec | None = None
@@ -96,6 +98,7 @@ class WeightReceiver:
         self._line.send(self._machine.start(self._transports.identify(self._device)))
         self._next()
         slots = self._transports.reader(self._machine.offer, self._device)
+        self._leases = slots.leases
         self._line.send(self._machine.attached(slots.handles))
         return slots
 
@@ -147,6 +150,15 @@ class WeightReceiver:
         if self._validate and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise WeightMismatch(f"tensor {spec.name!r} holds NaN or Inf")
         return spec.name, tensor
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in memory of the channel, also after the stream's end."""
+        return self._leases.covers(tensor)
+
+    @property
+    def has_lent(self) -> bool:
+        """Whether anything refers to the channel's memory."""
+        return self._leases.num_held > 0
 
     def _release_slots(self) -> None:
         if self._slots is not None:
