@@ -11,6 +11,7 @@ from partial_rollout.core.buckets import Assembly, Fragment, TensorSpec
 from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.weights import host_memory
 from partial_rollout.weights.line import Line
 from partial_rollout.weights.slots import Leases
 from partial_rollout.weights.transport import Transports, numbered
@@ -138,8 +139,13 @@ class WeightReceiver:
         """Copy a fragment to a tensor of our own."""
         spec, begin = fragment.tensor, fragment.tensor_offset
         if self._open is None:
-            self._open = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+            self._open = self._allocate(spec)
         self._open.reshape(-1).view(torch.uint8)[begin : begin + fragment.num_bytes].copy_(piece)
+
+    def _allocate(self, spec: TensorSpec) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return _typed(host_memory.allocate(spec.num_bytes), spec)
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
 
     def _take_open(self) -> torch.Tensor:
         tensor, self._open = self._open, None
