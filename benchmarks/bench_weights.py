@@ -14,7 +14,7 @@ drops every tensor at once, if nothing else is said:
 - `channel_load`: ours, and from there into parameters that exist.
 
 `extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
-that sum before the round.
+that sum before the round. It is sampled, so a short peak is missed.
 """
 
 from __future__ import annotations

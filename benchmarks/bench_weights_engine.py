@@ -11,7 +11,8 @@ A random bf16 Qwen3 with untied embeddings. Interleaved in one run, in this proc
 - `disk`: vLLM reloads the checkpoint, whose file is in the page cache.
 
 Before the rounds each of them must make the engine generate what it generates after `disk`. `extra_mib` is from rounds
-that are not timed: the highest PSS of all processes, less that before the round.
+that are not timed: the highest PSS of all processes, less that before the round. It is sampled,
+so a short peak is missed.
 """
 
 from __future__ import annotations
