@@ -1,6 +1,6 @@
 """How long new weights take from one process to another.
 
-    python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 5 --json benchmarks/results/bench_weights.json
+    python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 15 --json benchmarks/results/bench_weights.json
 
 Transport, interleaved in one run, the same bf16 tensors for all; sender and receiver are two processes and the receiver
 drops every tensor at once, if nothing else is said:
@@ -14,7 +14,7 @@ drops every tensor at once, if nothing else is said:
 - `channel_load`: ours, and from there into parameters that exist.
 
 `extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
-that sum before the round.
+that sum before the round. It is sampled, so a short peak is missed.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, fl
             "gb_per_s": round(num_bytes / statistics.median(values) / 1e9, 2),
             "extra_mib": extra.get(mode),
         }
-        for baseline in ("memcpy_warm", "memcpy_fresh", "memcpy_load"):
+        for baseline in ("memcpy", "memcpy_warm", "memcpy_fresh", "memcpy_load"):
             if baseline in seconds:
                 ratios = [mine / base for mine, base in zip(values, seconds[baseline], strict=True)]
                 rows[mode][f"to_{baseline}"] = round(statistics.median(ratios), 2)
@@ -221,8 +221,8 @@ def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, fl
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[SHARED_SLOT_BYTES // MEBIBYTE])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

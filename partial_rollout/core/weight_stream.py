@@ -183,6 +183,7 @@ class ReceiverMachine(Endpoint):
     def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
         super().__init__(secret=secret, round=round, nonce=nonce)
         self._num_buckets = 0
+        self._in_use: set[int] = set()
         self.offer: Slots = SharedSlots("", 0, 0)
         """The slots, once the sender has said where they are."""
 
@@ -209,7 +210,11 @@ class ReceiverMachine(Endpoint):
                 f"bucket {bucket.index} in slot {bucket.slot} arrived, "
                 f"expected bucket {self._num_buckets} in one of {self.offer.num_slots} slots"
             )
+        if bucket.slot in self._in_use:
+            self.state = State.FAILED
+            raise WeightProtocolError(f"bucket {bucket.index} was written to slot {bucket.slot}, which was not free")
         self._num_buckets += 1
+        self._in_use.add(bucket.slot)
 
     def attached(self, handles: tuple[bytes, ...] = ()) -> Attached:
         """Say that the slots are open, or made and where."""
@@ -218,6 +223,7 @@ class ReceiverMachine(Endpoint):
 
     def free(self, bucket: Bucket) -> Free:
         """Give a bucket's slot back."""
+        self._in_use.discard(bucket.slot)
         return Free(bucket.index)
 
     def finish(self, sent: Done, received: Done) -> Done:

@@ -91,7 +91,7 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):
-    """The receiver has copied bucket `index`."""
+    """Nobody reads the slot of bucket `index` any more."""
 
     index: int
 

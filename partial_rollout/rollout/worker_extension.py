@@ -67,7 +67,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
 
     def _receive_adapter(self, update: ChannelUpdate, peft_config: dict[str, Any]) -> None:
         with make_receiver(update, torch.device("cpu")) as receiver:
-            tensors = dict(receiver.tensors())
+            # vLLM keeps an adapter's tensors, and what the channel lends is not the model's to keep.
+            tensors = {name: tensor.clone() for name, tensor in receiver.tensors()}
         require_known_modules(self.model_runner.model, tensors)
         self.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(

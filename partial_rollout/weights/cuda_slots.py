@@ -112,8 +112,7 @@ class CudaSlotReader:
         """A slot's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
         block = self._blocks[slot]
         memory = DeviceMemory(block.pointer, self.slot_bytes, owner=block)
-        self.leases.begin(slot, memory)
-        return self._runtime.tensor(self.device, memory)
+        return self.leases.begin(slot, memory, self._runtime.tensor(self.device, memory))
 
     def settle(self) -> None:
         """Return when everything begun on the GPU has ended."""

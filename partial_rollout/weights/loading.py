@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,24 @@ def load_from_channel(load_weights: Callable[[Iterable[Any]], set[str]], receive
     except Exception as error:
         busy_with = receiver.current or "no tensor"
         raise WeightMismatch(f"weight update failed while loading {busy_with}: {error!r}") from error
+
+
+def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None:
+    """After loading: no parameter or buffer may be a tensor that the channel has lent.
+
+    It would stay as it is, since nobody writes to its slot any more, but keep all slots of the update in memory.
+
+    Raises:
+        WeightMismatch: one is; names it.
+    """
+    if not receiver.has_lent:
+        return
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if receiver.lends(tensor):
+            raise WeightMismatch(
+                f"the model's loader made a received tensor itself the parameter {name!r} instead of copying it: "
+                "set partial_rollout.weights.backend=verl"
+            )
 
 
 def _tied_head(model: torch.nn.Module) -> Any:

@@ -11,7 +11,9 @@ from partial_rollout.core.buckets import Assembly, Fragment, TensorSpec
 from partial_rollout.core.weight_stream import ReceiverMachine
 from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.weights import host_memory
 from partial_rollout.weights.line import Line
+from partial_rollout.weights.slots import Leases
 from partial_rollout.weights.transport import Transports, numbered
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class WeightReceiver:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = ReceiverMachine(secret=address.secret, round=round, nonce=nonce)
         self._slots: SlotReader | None = None
+        self._leases = Leases()
         self._unpacked: list[Bucket] = []
         self._open: torch.Tensor | None = None
         self.current: TensorSpec | None = None
@@ -96,6 +99,7 @@ class WeightReceiver:
         self._line.send(self._machine.start(self._transports.identify(self._device)))
         self._next()
         slots = self._transports.reader(self._machine.offer, self._device)
+        self._leases = slots.leases
         self._line.send(self._machine.attached(slots.handles))
         return slots
 
@@ -135,8 +139,13 @@ class WeightReceiver:
         """Copy a fragment to a tensor of our own."""
         spec, begin = fragment.tensor, fragment.tensor_offset
         if self._open is None:
-            self._open = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+            self._open = self._allocate(spec)
         self._open.reshape(-1).view(torch.uint8)[begin : begin + fragment.num_bytes].copy_(piece)
+
+    def _allocate(self, spec: TensorSpec) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return _typed(host_memory.allocate(spec.num_bytes), spec)
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
 
     def _take_open(self) -> torch.Tensor:
         tensor, self._open = self._open, None
@@ -147,6 +156,15 @@ class WeightReceiver:
         if self._validate and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise WeightMismatch(f"tensor {spec.name!r} holds NaN or Inf")
         return spec.name, tensor
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in memory of the channel, also after the stream's end."""
+        return self._leases.covers(tensor)
+
+    @property
+    def has_lent(self) -> bool:
+        """Whether anything refers to the channel's memory."""
+        return self._leases.num_held > 0
 
     def _release_slots(self) -> None:
         if self._slots is not None:

@@ -137,8 +137,7 @@ class SharedSlotReader:
             raise WeightProtocolError("the slots of this update are closed")
         # numpy's array, unlike a slice of the mapping, can be watched; torch keeps it for as long as the memory.
         memory = np.frombuffer(self._mapping, np.uint8, self.slot_bytes, slot * self.slot_bytes)
-        self.leases.begin(slot, memory)
-        return torch.from_numpy(memory)
+        return self.leases.begin(slot, memory, torch.from_numpy(memory))
 
     def settle(self) -> None:
         """A read within the host has ended when it returns."""

@@ -61,16 +61,21 @@ class Leases:
     """Which slots something still refers to: a tensor of a slot, or any view that a model made of it."""
 
     def __init__(self) -> None:
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}
 
-    def begin(self, slot: int, memory: Any) -> None:
-        """Hold `slot` until `memory`, which torch keeps as long as a tensor on it, is collected."""
-        self._held.add(slot)
-        weakref.finalize(memory, self._held.discard, slot).atexit = False
+    def begin(self, slot: int, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Hold `slot` until `memory`, which torch keeps as long as a tensor on it, is collected; return `tensor`."""
+        self._held[slot] = tensor.untyped_storage().data_ptr()
+        weakref.finalize(memory, self._held.pop, slot, None).atexit = False
+        return tensor
 
     def is_held(self, slot: int) -> bool:
         """Whether its bytes may still be read."""
         return slot in self._held
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a slot that is held."""
+        return tensor.untyped_storage().data_ptr() in self._held.values()
 
     @property
     def num_held(self) -> int:

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from partial_rollout.errors import ConfigError, VersionError
 from partial_rollout.integrations.vllm_plugin import BACKEND
 from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import Reload, load_from_channel
+from partial_rollout.weights.loading import Reload, load_from_channel, require_own_memory
 from partial_rollout.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class ChannelReceiving:
         """
         with make_receiver(update_info, self._device) as receiver:
             loaded = load_from_channel(load_weights or self.model.load_weights, receiver)
+            require_own_memory(self.model, receiver)
         self._reload.require_complete(loaded)
 
     def finish_weight_update(self) -> None:

@@ -18,7 +18,9 @@ from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.sender import WeightSender
+from partial_rollout.weights.shared_slots import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -172,6 +174,7 @@ class ChannelDriver:
 
     def __init__(self, replica: PartialRolloutReplica) -> None:
         self.replica = replica
+        self.slot_bytes: int | None = SLOT_BYTES
         self.round = 0
         self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
@@ -208,15 +211,26 @@ class ChannelDriver:
 
     def _sender(self, rank: int) -> WeightSender:
         name = channel_name(self.replica, rank)
-        options = {"round": self.round, "slot_bytes": SLOT_BYTES, "timeout_s": CALL_S, "check": lambda: None}
+        options = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": CALL_S, "check": lambda: None}
         return WeightSender(self.address, name, **options)
+
+
+async def engine_processes(replica: PartialRolloutReplica) -> list[psutil.Process]:
+    """All processes that the server has started."""
+    pid = await replica.server_handle.__ray_call__.remote(lambda _: os.getpid())
+    return psutil.Process(pid).children(recursive=True)
 
 
 async def worker_process(replica: PartialRolloutReplica, rank: int) -> psutil.Process:
     """An engine worker of a replica with several."""
-    pid = await replica.server_handle.__ray_call__.remote(lambda _: os.getpid())
-    children = psutil.Process(pid).children(recursive=True)
+    children = await engine_processes(replica)
     return next(child for child in children if f"Worker_TP{rank}" in " ".join(child.cmdline()))
+
+
+async def mapped_segments(replica: PartialRolloutReplica) -> list[str]:
+    """The channel's segments that the engine has in memory, which it has for as long as a tensor lies there."""
+    maps = [part.path for process in await engine_processes(replica) for part in process.memory_maps(grouped=False)]
+    return [path for path in maps if path.startswith(f"{FOLDER}/{owned_prefix()}")]
 
 
 async def probe(client: ResumingLLMServerClient) -> list[tuple[list[int], list[float]]]:

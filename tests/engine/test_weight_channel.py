@@ -52,7 +52,15 @@ def assert_equal(outputs, wanted):
 
 async def there_and_back(setup, tmp_path, order):
     """To other weights and back to those the engine was started from: it must be as it was when fresh."""
-    from tests.engine.support import NUM_PROBE_TOKENS, PROBES, greedy_reference, make_model, probe, sent_weights
+    from tests.engine.support import (
+        NUM_PROBE_TOKENS,
+        PROBES,
+        greedy_reference,
+        make_model,
+        mapped_segments,
+        probe,
+        sent_weights,
+    )
 
     engine, driver, model = setup
     other = make_model(tmp_path, seed=121, tied=model.config.tie_word_embeddings)
@@ -61,6 +69,7 @@ async def there_and_back(setup, tmp_path, order):
     assert changed == [greedy_reference(other, ids, NUM_PROBE_TOKENS)[0] for ids in PROBES]
     assert changed != [tokens for tokens, _ in engine.fresh]
     await update(driver, lambda: order(sent_weights(model)), 8)
+    assert await mapped_segments(driver.replica) == []
     assert_equal(await probe(engine.client), engine.fresh)
     assert (await engine.replica.statistics())[0].version == 8
 
@@ -75,8 +84,10 @@ def shuffled(weights):
     return [(name, weights[name]) for name in spread_order(list(weights))]
 
 
+@pytest.mark.parametrize("slot_bytes", [None, 64 << 10], ids=["every tensor fits a slot", "few tensors fit a slot"])
 @pytest.mark.parametrize("order", [file_order, shuffled])
-async def test_a_tied_model_is_as_if_started_from_the_new_weights(tied, tmp_path, order):
+async def test_a_tied_model_is_as_if_started_from_the_new_weights(tied, tmp_path, order, slot_bytes):
+    tied[1].slot_bytes = slot_bytes
     await there_and_back(tied, tmp_path, order)
 
 

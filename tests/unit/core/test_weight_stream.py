@@ -179,6 +179,15 @@ def test_a_bucket_that_was_skipped_or_lies_elsewhere_is_refused(bucket):
         r.receive(bucket)
 
 
+def test_a_bucket_in_a_slot_that_was_not_given_back_is_refused():
+    _, r = connected()
+    r.receive(first := Bucket(0, 1, (FRAGMENT,)))
+    r.free(first)
+    r.receive(Bucket(1, 1, (FRAGMENT,)))
+    with pytest.raises(WeightProtocolError, match="bucket 2 was written to slot 1, which was not free"):
+        r.receive(Bucket(2, 1, (FRAGMENT,)))
+
+
 def test_a_truncated_stream_is_no_success_on_either_end():
     s, r = connected()
     done = s.finish(2, 64)

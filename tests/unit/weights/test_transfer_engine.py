@@ -25,7 +25,7 @@ from partial_rollout.weights.transfer_engine import (
     choose_backend,
     require_known_interface,
 )
-from tests.unit.weights.support import LONG_S, make_weights, send_all
+from tests.unit.weights.support import LONG_S, SLOT_BYTES, make_weights, send_all
 
 UPDATE = dataclasses.asdict(ChannelUpdate("test", 1, LONG_S, False))
 
@@ -106,6 +106,22 @@ def test_a_parameter_that_was_not_sent_is_named_by_either_interface(inherited, k
         pool.submit(send_all, inherited, make_weights(2))
         with pytest.raises(WeightMismatch, match=r"1 of 3 parameters were not sent, first: \['layer.2'\]"):
             receive(kind, engine)
+
+
+@pytest.mark.parametrize("kind", ["0.24", "0.28"])
+def test_a_parameter_that_is_lent_memory_is_named_by_either_interface(inherited, kind):
+    def keep(weights):
+        for _, tensor in weights:
+            model.layer[0].data = tensor
+        return {"layer.0"}
+
+    register_backend()
+    model = Model(1)
+    model.load_weights = keep
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(send_all, inherited, [("layer.0", torch.ones(SLOT_BYTES // 4))])
+        with pytest.raises(WeightMismatch, match="parameter 'layer.0' instead of copying"):
+            receive(kind, make_engine(kind, model))
 
 
 def test_both_interfaces_are_known_and_ours_fits_the_installed_one():
