@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 WORKER = "worker-0"
 
 
+CLAIM_IDS = itertools.count(1)
+
+
 def make_claim(uid: str = "a", num_trajectories: int = 2, attempt: int = 1) -> Claim:
-    return Claim(uid, attempt, WORKER, num_trajectories, 1, attempt)
+    return Claim(uid, next(CLAIM_IDS), WORKER, num_trajectories, 1, attempt)
 
 
 def make_summary(key: str) -> TrajectorySummary:

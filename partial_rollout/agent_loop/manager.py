@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from tensordict import TensorDict
 
+    from partial_rollout.types import Claim
+
+HOLD_TIMEOUT_S = 60.0
+"""A worker only notes what it has to hold back."""
 STOP_TIMEOUT_S = 60.0
 """A worker that stops only cancels its tasks."""
 WORKER_START_TIMEOUT_S = 300.0
@@ -90,6 +94,11 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Wait until every dispatched validation prompt is in TransferQueue."""
         validations, self._validations = self._validations, []
         self._wait_all(validations, "finish validation", timeout_s)
+
+    def hold(self, claims: Sequence[Claim]) -> None:
+        """Hold back the trajectories of deferred prompts; returns when every worker knows."""
+        if claims:
+            self._wait_all([worker.hold.remote(claims) for worker in self.agent_loop_workers], "hold", HOLD_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

@@ -7,7 +7,7 @@ the rows handed to `validate`, produces rows in TransferQueue's partition "val",
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
 
@@ -21,9 +21,12 @@ from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensordict import TensorDict
 
     from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.rollout.client import ResumingLLMServerClient
 
 
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
@@ -31,13 +34,15 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
-        self.llm_client = RecordingClient(self.llm_client)
         self._worker_id = worker_id
         manager = RemoteManager(
             find_manager(settings.manager.name, settings.manager.namespace), settings.timeouts.call_s
         )
         store = TransferQueueStore(tq, worker_id, settings.timeouts.call_s)
         self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
+        client = cast("ResumingLLMServerClient", self.llm_client)
+        client.before_segment = self._claim_loop.holds.pass_by
+        self.llm_client = RecordingClient(client)
 
     async def ping(self) -> str:
         """Answer once the constructor has succeeded."""
@@ -50,6 +55,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def stop(self) -> list[str]:
         """End `run`, cancel what is in flight and give its prompts back; returns their uids."""
         return await self._claim_loop.stop()
+
+    async def hold(self, claims: Sequence[Claim]) -> None:
+        """Hold back the trajectories of those `claims` that are this worker's."""
+        self._claim_loop.hold(claims)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.

@@ -15,6 +15,8 @@ from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ConfigError, EngineDead, RunEnded
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import ray.actor
 
 UNRESUMABLE = (
@@ -35,6 +37,9 @@ class ResumingLLMServerClient(LLMServerClient):
 
     Holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
     """
+
+    before_segment: Callable[[], Awaitable[None]] | None = None
+    """Awaited before every request to a server; set by a worker that may hold generations back."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -61,6 +66,8 @@ class ResumingLLMServerClient(LLMServerClient):
         )
         merged = MergedFields()
         while not generation.finished:
+            if self.before_segment is not None:
+                await self.before_segment()
             output = await self._generate_segment(request_id, generation, sampling_params, inputs)
             merged.add(output)
             generation.add(_segment(output))

@@ -23,6 +23,8 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
     stale_tokens, num_tokens = _stale_tokens(trajectories, trained_version)
     resumed = sum(trajectory.num_interruptions > 0 for trajectory in trajectories)
     return {
+        f"{PREFIX}/deferrals/mean": sum(group.num_deferrals for group in groups) / len(groups),
+        f"{PREFIX}/deferrals/max": max(group.num_deferrals for group in groups),
         f"{PREFIX}/trajectories": len(trajectories),
         f"{PREFIX}/resumed_trajectories": resumed,
         f"{PREFIX}/resumed_share": resumed / len(trajectories),

@@ -116,7 +116,7 @@ def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
 
 
 def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> QueueSnapshot:
-    lost = {prompt.uid for prompt in snapshot.pending + snapshot.ongoing} - stored
+    lost = {prompt.uid for prompt in snapshot.unfinished} - stored
     if lost:
         logger.warning("%d prompts were dropped while the checkpoint was written: %s", len(lost), sorted(lost))
     return snapshot.without(lost, DROPPED_AFTER_SNAPSHOT)
@@ -124,7 +124,7 @@ def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> Queu
 
 def _check_group_size(snapshot: QueueSnapshot, group_size: int, path: Path) -> None:
     """Groups of another size would be trained as they are, or fit in no worker's slots and never be claimed."""
-    sizes = {prompt.num_trajectories for prompt in snapshot.pending + snapshot.ongoing}
+    sizes = {prompt.num_trajectories for prompt in snapshot.unfinished}
     sizes |= {len({t.key.rsplit("_", 1)[0] for t in group.trajectories}) for group in snapshot.done}
     other = sorted(sizes - {group_size})
     if other:

@@ -43,6 +43,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _manager: ActorHandle
     _agent_loops: PartialRolloutAgentLoopManager
     _settings: PartialRolloutConfig
+    num_deferred: int = 0
+    """Prompts that the last batch left behind until a later round."""
     refill_fn: Callable[[int], Any]
     """verl's own attribute, without the None that only a sampler outside a trainer has."""
 
@@ -101,6 +103,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         while True:
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
             if result.groups:
+                self._agent_loops.hold(result.deferred)
+                self.num_deferred = len(result.deferred)
                 return result.groups
             if num_refilled >= MAX_REFILL_BATCHES * num_groups:
                 self._raise_broken(num_refilled)

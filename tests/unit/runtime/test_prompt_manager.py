@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from virtual_time import run_virtual, settle, woken
 
+from partial_rollout.core.tail import Partial
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
@@ -37,7 +38,7 @@ class RecordingSink:
 
 async def make_manager(*uids: str, sink: RecordingSink | None = None) -> RolloutPromptManager:
     clock = asyncio.get_running_loop().time
-    manager = RolloutPromptManager(16, 2, clock, metrics=(lambda: sink) if sink else None)
+    manager = RolloutPromptManager(Partial(16), 2, clock, metrics=(lambda: sink) if sink else None)
     if uids:
         await manager.admit(prompts(*uids))
     return manager
@@ -203,7 +204,7 @@ def test_take_batch_names_who_is_waited_for_at_the_deadline() -> None:
         await asyncio.sleep(5.0)
         await manager.claim("w7", GROUP, 0)
         await manager.report_step(3, 2, "open")
-        message = r"waited 40\.0 s for 2 groups: pending 2, ongoing 1, done 0; .*'a' at worker 'w7' for 40\.0 s.*'open'"
+        message = r"waited 40\.0 s for 2 groups: pending 2, ongoing 1, done 0, .*'a' at worker 'w7' for 40\.0 s.*'open'"
         with pytest.raises(WaitTimeout, match=message):
             await manager.take_batch(2, 40.0)
 

@@ -11,6 +11,7 @@ from fake_transfer_queue import FakeTransferQueue
 from omegaconf import DictConfig, OmegaConf
 
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.tail import Partial
 from partial_rollout.errors import ConfigError, DataError, WaitTimeout
 from partial_rollout.train import queue_checkpoint
 from partial_rollout.train.queue_checkpoint import DROPPED_AFTER_SNAPSHOT, load_queue, restore_queue, save_queue
@@ -32,7 +33,7 @@ class Manager:
         self.queue: PromptQueue | None = None
 
     def remote(self, snapshot: QueueSnapshot) -> QueueStatistics:
-        self.queue = PromptQueue.restore(snapshot, 16, 2, lambda: 0.0)
+        self.queue = PromptQueue.restore(snapshot, Partial(16), 2, lambda: 0.0)
         return self.queue.statistics()
 
     def statistics(self) -> QueueStatistics:
@@ -55,7 +56,7 @@ def trajectories(uid: str, n: int = GROUP) -> dict[str, dict[str, Any]]:
 
 def saved_queue(n: int = GROUP) -> QueueSnapshot:
     """`done` is done, `ongoing` is ongoing, `pending` is pending, `trained` was taken."""
-    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue = PromptQueue(Partial(16), 2, lambda: 0.0)
     queue.admit([PromptMeta(uid, n, global_step=4) for uid in ("trained", "done", "ongoing", "pending")])
     for claim in queue.claim("w0", 3 * n)[:2]:
         queue.finish(claim, [TrajectorySummary(key, 3, 5, 0, 0) for key in trajectories(claim.uid, n)])
@@ -162,7 +163,7 @@ def test_groups_of_another_size_are_refused(tmp_path: Path, tq: FakeTransferQueu
 
 def test_a_prompt_with_more_outputs_than_samples_has_its_own_size(tmp_path: Path, tq: FakeTransferQueue) -> None:
     """An agent loop may return several trajectories for one sample: `{uid}_{session}_{index}`."""
-    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue = PromptQueue(Partial(16), 2, lambda: 0.0)
     queue.admit([PromptMeta("a", GROUP, global_step=4)])
     keys = ("a_0_0", "a_0_1", "a_1_0")
     queue.finish(queue.claim("w0", GROUP)[0], [TrajectorySummary(key, 3, 5, 0, 0) for key in keys])
