@@ -92,6 +92,10 @@ class Trajectories(Protocol):
         """One trajectory, stored; one summary per row that was written."""
         ...
 
+    def forget(self, claim: Claim) -> None:
+        """All trajectories of the claim have ended."""
+        ...
+
 
 class ClaimLoop:
     """Claims, runs and reports prompts.
@@ -197,6 +201,7 @@ class ClaimLoop:
 
     async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
         self.holds.end(claim.claim_id)
+        self._trajectories.forget(claim)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         fatal = next((error for error in errors if isinstance(error, FATAL_ERRORS)), None)
         if fatal is not None:

@@ -40,6 +40,8 @@ class ResumingLLMServerClient(LLMServerClient):
 
     before_segment: Callable[[], Awaitable[None]] | None = None
     """Awaited before every request to a server; set by a worker that may hold generations back."""
+    on_generation: Callable[[ResumableGeneration], None] | None = None
+    """Called with every new generation, which it may give tokens to go on from; set by a worker."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -64,6 +66,8 @@ class ResumingLLMServerClient(LLMServerClient):
             min_tokens=sampling_params.get("min_tokens", 0),
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
         )
+        if self.on_generation is not None:
+            self.on_generation(generation)
         merged = MergedFields()
         while not generation.finished:
             if self.before_segment is not None:

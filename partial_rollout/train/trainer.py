@@ -25,7 +25,7 @@ from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.packing import make_batch_packer
-from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
+from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.workers import use_workers
 from partial_rollout.weights.adapter import uses_channel
@@ -165,14 +165,21 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""
-        snapshot = load_queue(self.config, self.global_steps - 1)
-        return restore_queue(snapshot, self._ask, self.manager, partition_id) if snapshot else 0
+        step = self.global_steps - 1
+        snapshot = load_queue(self.config, step)
+        if snapshot is None:
+            return 0
+        tokens = load_tokens(snapshot, self.config, step)
+        self.agent_loop_manager.restore_journals(tokens)
+        logger.info("%d unfinished trajectories go on from the checkpoint's tokens", len(tokens))
+        return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
     def _save_checkpoint(self) -> None:
-        """Missing hook: before save. The queue must be written before TransferQueue and before the tracker file.
+        """Missing hook: before save. Tokens and queue must be written before TransferQueue and the tracker file.
 
         In this order a prompt that finishes in between is at worst generated again; it is never lost.
         """
+        save_tokens(self.agent_loop_manager.journals(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
 

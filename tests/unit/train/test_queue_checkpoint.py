@@ -11,11 +11,19 @@ from fake_transfer_queue import FakeTransferQueue
 from omegaconf import DictConfig, OmegaConf
 
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.resume import GenerationState
 from partial_rollout.core.tail import Partial
 from partial_rollout.errors import ConfigError, DataError, WaitTimeout
 from partial_rollout.train import queue_checkpoint
-from partial_rollout.train.queue_checkpoint import DROPPED_AFTER_SNAPSHOT, load_queue, restore_queue, save_queue
-from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
+from partial_rollout.train.queue_checkpoint import (
+    DROPPED_AFTER_SNAPSHOT,
+    load_queue,
+    load_tokens,
+    restore_queue,
+    save_queue,
+    save_tokens,
+)
+from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary, VersionSpan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,6 +177,24 @@ def test_a_prompt_with_more_outputs_than_samples_has_its_own_size(tmp_path: Path
     queue.finish(queue.claim("w0", GROUP)[0], [TrajectorySummary(key, 3, 5, 0, 0) for key in keys])
     save_queue(queue.snapshot(), config(tmp_path), STEP)
     assert load_queue(config(tmp_path), STEP) == queue.snapshot()
+
+
+STATE = GenerationState([1], [5, 6], [-0.5, -1.0], [VersionSpan(3, 2)], None, 1, 3)
+
+
+def test_tokens_of_unfinished_prompts_are_loaded_as_they_were(tmp_path: Path) -> None:
+    """A group that was done a moment later is in the queue with its trajectories; its tokens are not needed."""
+    assert load_tokens(saved_queue(), config(tmp_path), STEP) == {}
+    save_tokens({"ongoing_0": [STATE], "ongoing_1": [], "done_0": [STATE]}, config(tmp_path), STEP)
+    assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [STATE], "ongoing_1": []}
+
+
+def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
+    save_tokens({"ongoing_0": [STATE]}, config(tmp_path), STEP)
+    path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=f"{path} is unreadable"):
+        load_tokens(saved_queue(), config(tmp_path), STEP)
 
 
 def test_an_unreadable_queue_is_told_with_its_path(tmp_path: Path, tq: FakeTransferQueue) -> None:
