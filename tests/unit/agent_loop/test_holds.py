@@ -75,9 +75,10 @@ async def test_a_claim_that_has_ended_is_neither_held_nor_begun_again() -> None:
     world = World(1, 2)
     world.holds.end(1)
     world.holds.hold([1])
-    assert world.holds.begin(1) is False
     async with waiting(world, 1):
         assert world.passed == [1]
+    assert world.holds.begin(1) is False
+    assert world.slots.in_use == 0
 
 
 async def test_a_claim_that_is_held_again_at_once_goes_on_waiting() -> None:

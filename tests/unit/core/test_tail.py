@@ -248,6 +248,22 @@ def test_a_lost_workers_deferred_groups_start_again_in_their_turn() -> None:
     assert trainer.queue.statistics().conserved
 
 
+def test_a_claim_that_its_worker_did_not_fetch_in_the_round_is_deferred_again() -> None:
+    trainer = Trainer(FewAtATime(BATCH, 6, max_deferrals=9, max_joining=1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    trainer.begin()  # p4 may go on, but only another worker asks
+    others = {claim.uid: claim for claim in trainer.queue.claim("w1", 1000)}
+    for uid in list(others)[:BATCH]:
+        trainer.queue.finish(others[uid], summaries(uid))
+    trainer.take()
+    assert trainer.claim() == []
+    trainer.begin()
+    assert trainer.claim(free_slots=0) == ["p4"]
+
+
 def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
     trainer = after_a_short_round()
     trainer.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, cast
@@ -109,14 +110,16 @@ def test_orphaned_trajectories_are_cleared(tq: FakeTransferQueue) -> None:
     assert set(tq.partitions["train"]) == saved_queue().owned_keys()
 
 
-@pytest.mark.parametrize("uid", ["pending", "ongoing"])
+@pytest.mark.parametrize(("uid", "state"), [("pending", "pending"), ("ongoing", "ongoing"), ("ongoing", "deferred")])
 def test_a_prompt_whose_row_is_gone_is_dropped_and_counted(
-    uid: str, tq: FakeTransferQueue, caplog: pytest.LogCaptureFixture
+    uid: str, state: str, tq: FakeTransferQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     del tq.partitions["train"][uid]
-    manager = Manager()
+    manager, saved = Manager(), saved_queue()
+    if state == "deferred":
+        saved = dataclasses.replace(saved, ongoing=(), deferred=saved.ongoing, deferrals={uid: 1})
     with caplog.at_level(logging.WARNING):
-        assert restore(saved_queue(), manager) == 2
+        assert restore(saved, manager) == 2
     now = manager.statistics()
     assert (now.admitted, now.dropped, now.pending, now.done) == (4, {DROPPED_AFTER_SNAPSHOT: 1}, 1, 1)
     assert f"['{uid}']" in caplog.text
