@@ -77,7 +77,8 @@ OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
 """Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
-DEFERRAL_LIMIT = 4
+DEFERRAL_LIMIT = 8
+"""Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class TailConfig:
     gen_batch_size: int | None = None
     max_deferred_per_round: int | None = None
     max_deferrals: int | None = None
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown policy, a count below 1, or a count that the policy does not use."""
@@ -97,6 +99,10 @@ class TailConfig:
             unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"
             _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
             _require(value is None or value >= 1, f"tail.{name}", value, "null or at least 1")
+        allowed = "null or at least 0"
+        _require(
+            self.max_staleness is None or self.max_staleness >= 0, "tail.max_staleness", self.max_staleness, allowed
+        )
 
     @property
     def deferral_limit(self) -> int:

@@ -54,6 +54,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"tail": {"gen_batch_size": 10}}, "gen_batch_size=10 .*null with .*tail.policy=partial.*policy=reorder uses"),
         ({"tail": {"policy": "sync", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=sync"),
         ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
+        ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
         ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
     ],

@@ -84,9 +84,9 @@ def test_few_at_a_time(seen: RoundView, plan: RoundPlan) -> None:
     [
         (TailConfig(), Partial(16)),
         (TailConfig(policy="sync"), Sync(8)),
-        (TailConfig(policy="reorder"), Reorder(8, 10, 4)),
+        (TailConfig(policy="reorder"), Reorder(8, 10, 8)),
         (TailConfig(policy="reorder", gen_batch_size=12, max_deferrals=2), Reorder(8, 12, 2)),
-        (TailConfig(policy="reorder", max_deferred_per_round=3), FewAtATime(8, 10, 4, 3)),
+        (TailConfig(policy="reorder", max_deferred_per_round=3), FewAtATime(8, 10, 8, 3)),
     ],
 )
 def test_the_configuration_chooses(tail: TailConfig, policy: TailPolicy) -> None:
