@@ -349,8 +349,10 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     """
     name, namespace = config.manager.name, config.manager.namespace
     actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
+    policy = make_policy(config, train_batch_size)
+    logger.info("%s: a prompt is trained or dropped within %s steps", policy, policy.max_steps or "any number of")
     try:
-        return actor_class.remote(make_policy(config, train_batch_size), config.max_attempts, metrics=ManagerMetrics)
+        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics)
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "
