@@ -28,6 +28,7 @@ import ray
 
 from benchmarks.result import circumstances, store
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.tail import Partial
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
 from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
@@ -122,7 +123,7 @@ async def train(manager: Any, options: argparse.Namespace, seconds: float) -> di
 async def measure(options: argparse.Namespace, batched: bool) -> dict[str, Any]:
     """One run through a fresh actor."""
     actor_class: Any = ray.remote(MeasuredManager).options(**ACTOR_OPTIONS)
-    manager = actor_class.remote(options.prompts, 2, metrics=ManagerMetrics)
+    manager = actor_class.remote(Partial(options.prompts), 2, metrics=ManagerMetrics)
     shape = {"batch": options.batch, "group": options.group}
     client_class: Any = ray.remote(Client).options(num_cpus=0)
     clients = [client_class.remote(manager, f"w{index}", shape) for index in range(options.clients)]
@@ -169,7 +170,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 def measure_pure(options: argparse.Namespace) -> dict[str, Any]:
     """The queue alone, same pattern, no serialisation."""
-    queue = PromptQueue(options.prompts, 2, time.monotonic)
+    queue = PromptQueue(Partial(options.prompts), 2, time.monotonic)
     queue.admit(make_prompts(0, options.prompts, options.group))
     before, admitted, started = num_transitions(queue.statistics()), options.prompts, time.perf_counter()
     busy_s = 0.0

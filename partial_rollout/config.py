@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -71,6 +72,64 @@ class PackingConfig:
             _require(value is None or value >= 1, f"packing.{name}", value, "null or at least 1")
 
 
+TAIL_POLICIES = ("partial", "sync", "reorder")
+OVER_SAMPLING = 1.25
+"""Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
+MAX_OVER_SAMPLING = 2
+"""Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
+DEFERRAL_LIMIT = 8
+"""Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
+
+
+@dataclass(frozen=True, slots=True)
+class TailConfig:
+    """What becomes of a batch's longest responses, see docs/design/0006."""
+
+    policy: str = "partial"
+    gen_batch_size: int | None = None
+    max_deferred_per_round: int | None = None
+    max_deferrals: int | None = None
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown policy, a count below 1, or a count that the policy does not use."""
+        _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
+        for name in ("gen_batch_size", "max_deferred_per_round", "max_deferrals"):
+            value = getattr(self, name)
+            unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"
+            _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
+            _require(value is None or value >= 1, f"tail.{name}", value, "null or at least 1")
+        allowed = "null or at least 0"
+        _require(
+            self.max_staleness is None or self.max_staleness >= 0, "tail.max_staleness", self.max_staleness, allowed
+        )
+
+    @property
+    def deferral_limit(self) -> int:
+        """Deferrals after which a group must be trained."""
+        return self.max_deferrals or DEFERRAL_LIMIT
+
+    def groups_per_round(self, train_batch_size: int) -> int:
+        """Prompt groups in generation at the same time, by default."""
+        if self.policy != "reorder":
+            return train_batch_size
+        return self.gen_batch_size or math.ceil(OVER_SAMPLING * train_batch_size)
+
+    def check_batch(self, train_batch_size: int) -> None:
+        """Raise ConfigError for sizes that do not fit a batch of `train_batch_size` prompts."""
+        size, most = self.groups_per_round(train_batch_size), MAX_OVER_SAMPLING * train_batch_size
+        allowed = f"above data.train_batch_size={train_batch_size} and at most {most}"
+        _require(
+            self.policy != "reorder" or train_batch_size < size <= most,
+            "tail.gen_batch_size",
+            size,
+            f"{allowed}; to train all that is started use {BLOCK}.tail.policy=sync",
+        )
+        few = self.max_deferred_per_round
+        allowed = f"at most data.train_batch_size={train_batch_size}: one round cannot train more"
+        _require(few is None or few <= train_batch_size, "tail.max_deferred_per_round", few, allowed)
+
+
 WEIGHT_BACKENDS = ("auto", "channel", "verl")
 
 
@@ -99,11 +158,14 @@ class WeightsConfig:
         return None if self.bucket_mb is None else self.bucket_mb << 20
 
 
+PREFETCH_FACTOR = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class PartialRolloutConfig:
     """All settings of this package; a test compares the defaults with configs/partial_rollout/default.yaml."""
 
-    prefetch_factor: float = 2.0
+    prefetch_factor: float = PREFETCH_FACTOR
     num_slots: int | None = None
     max_attempts: int = 2
     stream_interval: int = 32
@@ -112,10 +174,14 @@ class PartialRolloutConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    tail: TailConfig = field(default_factory=TailConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         _require(self.prefetch_factor >= 1, "prefetch_factor", self.prefetch_factor, "a number of at least 1")
+        unused = f"left out with {BLOCK}.tail.policy={self.tail.policy}, which decides how many prompts are in flight"
+        in_use = self.tail.policy == "partial" or self.prefetch_factor == PREFETCH_FACTOR
+        _require(in_use, "prefetch_factor", self.prefetch_factor, unused)
         _require(self.num_slots is None or self.num_slots >= 1, "num_slots", self.num_slots, "null or at least 1")
         _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "at least 1")
         _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")

@@ -81,7 +81,8 @@ def read_settings(config: DictConfig) -> PartialRolloutConfig:
 def num_slots(config: DictConfig) -> int:
     """Trajectories generated at the same time over all workers."""
     settings = read_settings(config)
-    return settings.num_slots or config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    groups = settings.tail.groups_per_round(config.data.train_batch_size)
+    return settings.num_slots or groups * config.actor_rollout_ref.rollout.n
 
 
 def slots_per_worker(config: DictConfig) -> int:
@@ -137,7 +138,7 @@ def check_config(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     n = rollout.n
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
-    read_settings(config)
+    _check_tail(config)
     _check_lengths(config)
     _check_packing(config)
     _require(
@@ -163,6 +164,18 @@ def _check_lengths(config: DictConfig) -> None:
         limit is None or limit > prompt,
         f"actor_rollout_ref.rollout.max_model_len={limit}",
         f"null or above data.max_prompt_length={prompt}",
+    )
+
+
+def _check_tail(config: DictConfig) -> None:
+    """Sizes of rounds; verl's own `data.gen_batch_size` is what the dataloader fetches, and 1 in this mode."""
+    batch, fetched = config.data.train_batch_size, OmegaConf.select(config, "data.gen_batch_size")
+    read_settings(config).tail.check_batch(batch)
+    _require(
+        fetched is None or fetched <= batch,
+        f"data.gen_batch_size={fetched}",
+        f"null, since prompts are fetched one by one. To generate more prompts than the {batch} of "
+        f"data.train_batch_size, set {BLOCK}.tail.policy=reorder and {BLOCK}.tail.gen_batch_size={fetched}",
     )
 
 

@@ -71,6 +71,8 @@ class FinishedGroup:
     global_step: int
     source_index: str
     trajectories: tuple[TrajectorySummary, ...]
+    num_deferrals: int = 0
+    """Round boundaries at which the group was left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,13 @@ class TakeResult:
 
     groups: tuple[FinishedGroup, ...] = ()
     num_missing: int = 0
+    deferred: tuple[Claim, ...] = ()
+    """Claims whose prompts this take has deferred: their trajectories must be held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Counts at one moment. Invariant: admitted == pending + ongoing + done + taken + dropped."""
+    """Counts at one moment. Invariant: admitted == pending + ongoing + deferred + done + taken + dropped."""
 
     admitted: int
     pending: int
@@ -92,6 +96,8 @@ class QueueStatistics:
     taken: int
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped prompts by reason."""
+    deferred: int = 0
+    """Prompts held back, with their tokens, until a later round."""
     failed_attempts: int = 0
     """Attempts that failed and were given back to the queue."""
     claimed_trajectories: int = 0
@@ -104,7 +110,7 @@ class QueueStatistics:
     @property
     def in_flight(self) -> int:
         """Prompts admitted and neither trained nor dropped: what the prefetch cap counts."""
-        return self.pending + self.ongoing + self.done
+        return self.pending + self.ongoing + self.deferred + self.done
 
     @property
     def num_dropped(self) -> int:
@@ -125,6 +131,8 @@ class QueueSnapshot:
     """In the order in which they would be claimed."""
     ongoing: tuple[PromptMeta, ...] = ()
     """In the order in which they were claimed."""
+    deferred: tuple[PromptMeta, ...] = ()
+    """Most often deferred first."""
     done: tuple[FinishedGroup, ...] = ()
     """Oldest finished first."""
     admitted: int = 0
@@ -133,24 +141,39 @@ class QueueSnapshot:
     dropped: dict[str, int] = field(default_factory=dict)
     failed_attempts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed attempts so far, by uid of a pending or ongoing prompt that has any."""
+    """Failed attempts so far, by uid of an unfinished prompt that has any."""
+    deferrals: dict[str, int] = field(default_factory=dict)
+    """Deferrals so far, by uid of an unfinished prompt that has any."""
     next_claim_id: int = 1
     """Carried so that a claim from before the restart can never look current."""
 
+    @property
+    def unfinished(self) -> tuple[PromptMeta, ...]:
+        """Prompts that are to be generated or generated on."""
+        return self.deferred + self.ongoing + self.pending
+
     def without(self, uids: AbstractSet[str], reason: str) -> QueueSnapshot:
-        """The snapshot as if those pending and ongoing prompts among `uids` had been dropped for `reason`."""
-        pending = tuple(prompt for prompt in self.pending if prompt.uid not in uids)
-        ongoing = tuple(prompt for prompt in self.ongoing if prompt.uid not in uids)
-        num_dropped = len(self.pending + self.ongoing) - len(pending + ongoing)
+        """The snapshot as if those unfinished prompts among `uids` had been dropped for `reason`."""
+        num_dropped = sum(prompt.uid in uids for prompt in self.unfinished)
         if not num_dropped:
             return self
-        dropped = self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped}
-        failures = {uid: count for uid, count in self.failures.items() if uid not in uids}
-        return replace(self, pending=pending, ongoing=ongoing, dropped=dropped, failures=failures)
+
+        def kept(prompts: tuple[PromptMeta, ...]) -> tuple[PromptMeta, ...]:
+            return tuple(prompt for prompt in prompts if prompt.uid not in uids)
+
+        return replace(
+            self,
+            pending=kept(self.pending),
+            ongoing=kept(self.ongoing),
+            deferred=kept(self.deferred),
+            dropped=self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped},
+            failures={uid: count for uid, count in self.failures.items() if uid not in uids},
+            deferrals={uid: count for uid, count in self.deferrals.items() if uid not in uids},
+        )
 
     def owned_keys(self) -> set[str]:
         """TransferQueue keys the queue still needs: rows of all prompts in flight, trajectories of done groups."""
-        rows = {prompt.uid for prompt in self.pending + self.ongoing} | {group.uid for group in self.done}
+        rows = {prompt.uid for prompt in self.unfinished} | {group.uid for group in self.done}
         return rows | {trajectory.key for group in self.done for trajectory in group.trajectories}
 
 
@@ -161,7 +184,9 @@ class WorkerStatus:
     inflight_trajectories: int
     slot_budget: int
     requests_in_flight: int = 0
-    """Generate calls that have not returned; all of them wait while the gate is closed."""
+    """Generate calls at the engines; all of them wait while the gate is closed."""
+    held_trajectories: int = 0
+    """Trajectories of deferred prompts, kept with their tokens and without a slot."""
 
 
 @dataclass(frozen=True, slots=True)

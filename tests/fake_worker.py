@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
 WORKER = "worker-0"
 
 
+CLAIM_IDS = itertools.count(1)
+
+
 def make_claim(uid: str = "a", num_trajectories: int = 2, attempt: int = 1) -> Claim:
-    return Claim(uid, attempt, WORKER, num_trajectories, 1, attempt)
+    return Claim(uid, next(CLAIM_IDS), WORKER, num_trajectories, 1, attempt)
 
 
 def make_summary(key: str) -> TrajectorySummary:
@@ -39,6 +43,10 @@ class Gates:
         self[key].set_exception(error)
 
 
+async def _pass() -> None:
+    """Nothing holds a trajectory back."""
+
+
 class FakeWorker:
     """Manager, row store and trajectories in one, so that the order of calls between them is seen."""
 
@@ -50,6 +58,8 @@ class FakeWorker:
         self.on_prepare: Callable[[], None] = lambda: None
         self.free_slots: list[int] = []
         self.running = 0
+        self.forgotten: list[str] = []
+        self.before_trajectory: Callable[[], Awaitable[None]] = _pass
         self._max_attempts = max_attempts
         self.loop = ClaimLoop(WORKER, self, self, trajectories=self, num_slots=num_slots)
 
@@ -96,6 +106,9 @@ class FakeWorker:
     def requests_in_flight(self) -> int:
         return self.running
 
+    def forget(self, claim: Claim) -> None:
+        self.forgotten.append(claim.uid)
+
     def prepare(self, claim: Claim, row: dict[str, Any]) -> dict[str, Any]:
         self.on_prepare()
         return row
@@ -104,6 +117,7 @@ class FakeWorker:
         key = f"{claim.uid}_{session}"
         self.running += 1
         try:
+            await self.before_trajectory()
             await self.gates[key]
         finally:
             self.running -= 1

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
+from partial_rollout.agent_loop.holds import CURRENT_CLAIM, Holds
 from partial_rollout.agent_loop.reporter import Manager, Reporter
 from partial_rollout.agent_loop.slots import SlotBudget
 from partial_rollout.errors import (
@@ -55,7 +56,7 @@ class ClaimManager(Manager, Protocol):
     """The prompt manager as a worker sees it."""
 
     async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
-        """Claims that fit in `free_slots`; waits up to `timeout_s` for one."""
+        """Claims that fit in `free_slots`, and own ones that go on; waits up to `timeout_s` for one."""
         ...
 
     async def fail(self, claim: Claim, reason: str) -> bool:
@@ -91,6 +92,10 @@ class Trajectories(Protocol):
         """One trajectory, stored; one summary per row that was written."""
         ...
 
+    def forget(self, claim: Claim) -> None:
+        """All trajectories of the claim have ended."""
+        ...
+
 
 class ClaimLoop:
     """Claims, runs and reports prompts.
@@ -100,6 +105,7 @@ class ClaimLoop:
                                                                                        +-- run over: give back
                                                                                        +-- fatal: `run` raises
                                                                                        +-- else: fail (retried)
+    A claim that is held back keeps its trajectories without slots; it goes on when the manager hands it out again.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class ClaimLoop:
         self._store = store
         self._trajectories = trajectories
         self._reporter = Reporter(manager, worker_id, self._status)
+        self.holds = Holds(self.slots, self._reporter.changed)
         self._claiming: asyncio.Task[None] | None = None
         self._supervisor: Supervisor | None = None
         self._stopping = False
@@ -146,20 +153,26 @@ class ClaimLoop:
             await self._supervisor.cancel()
         return await self._manager.release_worker(self._worker_id)
 
+    def hold(self, claims: Sequence[Claim]) -> None:
+        """Hold back the trajectories of those `claims` that are this worker's, from their next request on."""
+        self.holds.hold(claim.claim_id for claim in claims if claim.worker_id == self._worker_id)
+
     async def _claim_for_ever(self, supervisor: Supervisor, num_per_prompt: int) -> None:
         while True:
             await self.slots.wait_free(num_per_prompt)
             claims = await self._manager.claim(self._worker_id, self.slots.free, CLAIM_POLL_S)
             for claim in claims:
-                self.slots.reserve(claim.num_trajectories)
-                supervisor.spawn(self._run_group(claim), name=f"group-{claim.uid}")
+                if self.holds.begin(claim.claim_id):
+                    self.slots.reserve(claim.num_trajectories)
+                    supervisor.spawn(self._run_group(claim), name=f"group-{claim.uid}")
             self._reporter.changed()
 
     def _status(self) -> WorkerStatus:
         return WorkerStatus(
             inflight_trajectories=self.slots.in_use,
             slot_budget=self.slots.budget,
-            requests_in_flight=self._trajectories.requests_in_flight,
+            requests_in_flight=self._trajectories.requests_in_flight - self.holds.num_waiting,
+            held_trajectories=self.holds.num_waiting,
         )
 
     async def _run_group(self, claim: Claim) -> None:
@@ -179,6 +192,7 @@ class ClaimLoop:
         return self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
 
     async def _run_trajectory(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
+        CURRENT_CLAIM.set(claim.claim_id)
         try:
             return await self._trajectories.generate(claim, row, session)
         finally:
@@ -186,6 +200,8 @@ class ClaimLoop:
             self._reporter.changed()
 
     async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
+        self.holds.end(claim.claim_id)
+        self._trajectories.forget(claim)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         fatal = next((error for error in errors if isinstance(error, FATAL_ERRORS)), None)
         if fatal is not None:

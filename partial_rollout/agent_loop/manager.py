@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from tensordict import TensorDict
 
+    from partial_rollout.agent_loop.journal import Saved
+    from partial_rollout.types import Claim
+
+HOLD_TIMEOUT_S = 60.0
+"""A worker only notes what it has to hold back."""
+JOURNAL_TIMEOUT_S = 300.0
+"""Tokens of all trajectories in flight travel through Ray's object store."""
 STOP_TIMEOUT_S = 60.0
 """A worker that stops only cancels its tasks."""
 WORKER_START_TIMEOUT_S = 300.0
@@ -90,6 +97,23 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Wait until every dispatched validation prompt is in TransferQueue."""
         validations, self._validations = self._validations, []
         self._wait_all(validations, "finish validation", timeout_s)
+
+    def hold(self, claims: Sequence[Claim]) -> None:
+        """Hold back the trajectories of deferred prompts; returns when every worker knows."""
+        if claims:
+            self._wait_all([worker.hold.remote(claims) for worker in self.agent_loop_workers], "hold", HOLD_TIMEOUT_S)
+
+    def journals(self) -> Saved:
+        """Tokens of all trajectories in flight, by `{uid}_{session}`."""
+        calls = [worker.journals.remote() for worker in self.agent_loop_workers]
+        self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)
+        return {key: calls for states in cast("list[Saved]", ray.get(calls)) for key, calls in states.items()}
+
+    def restore_journals(self, saved: Saved) -> None:
+        """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
+        ref = ray.put(saved)
+        calls = [worker.restore_journals.remote(ref) for worker in self.agent_loop_workers]
+        self._wait_all(calls, "take over tokens", JOURNAL_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

@@ -7,11 +7,12 @@ the rows handed to `validate`, produces rows in TransferQueue's partition "val",
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop, RemoteManager
+from partial_rollout.agent_loop.journal import Journals, Saved
 from partial_rollout.agent_loop.rows import active_tool_schemas, rollout_sampling_params
 from partial_rollout.agent_loop.store import TransferQueueStore
 from partial_rollout.agent_loop.trace import RecordingClient, TrajectoryTrace, start_trace
@@ -21,9 +22,12 @@ from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensordict import TensorDict
 
     from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.rollout.client import ResumingLLMServerClient
 
 
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
@@ -31,13 +35,16 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
-        self.llm_client = RecordingClient(self.llm_client)
         self._worker_id = worker_id
         manager = RemoteManager(
             find_manager(settings.manager.name, settings.manager.namespace), settings.timeouts.call_s
         )
         store = TransferQueueStore(tq, worker_id, settings.timeouts.call_s)
         self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
+        client = cast("ResumingLLMServerClient", self.llm_client)
+        self._journals = Journals()
+        client.before_segment, client.on_generation = self._claim_loop.holds.pass_by, self._journals.record
+        self.llm_client = RecordingClient(client)
 
     async def ping(self) -> str:
         """Answer once the constructor has succeeded."""
@@ -50,6 +57,19 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def stop(self) -> list[str]:
         """End `run`, cancel what is in flight and give its prompts back; returns their uids."""
         return await self._claim_loop.stop()
+
+    async def hold(self, claims: Sequence[Claim]) -> None:
+        """Hold back the trajectories of those `claims` that are this worker's."""
+        self._claim_loop.hold(claims)
+
+    async def journals(self) -> Saved:
+        """Tokens of all trajectories whose groups have not ended."""
+        return self._journals.states()
+
+    async def restore_journals(self, saved: Saved) -> None:
+        """Let trajectories go on from the tokens of a checkpoint, except where routed experts would be missing."""
+        if not self.rollout_config.enable_rollout_routing_replay:
+            self._journals.restore(saved)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
@@ -99,6 +119,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         """One trajectory by verl's agent loop, scored and stored."""
         trace = start_trace()
+        self._journals.start(claim.uid, session)
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -109,6 +130,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if not outputs:
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
         return summaries(f"{claim.uid}_{session}", outputs, trace)
+
+    def forget(self, claim: Claim) -> None:
+        """The claim's group has ended."""
+        self._journals.forget(claim.uid)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""

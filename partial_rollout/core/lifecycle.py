@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from partial_rollout.errors import IllegalTransition, InternalError
+from partial_rollout.errors import ConfigError, DuplicateUid, IllegalTransition, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,7 @@ class State(Enum):
     NEW = "new"
     PENDING = "pending"
     ONGOING = "ongoing"
+    DEFERRED = "deferred"
     DONE = "done"
     TAKEN = "taken"
     DROPPED = "dropped"
@@ -34,6 +35,9 @@ class Event(Enum):
     FINISH = "finish"
     GIVE_BACK = "give_back"
     DROP = "drop"
+    DEFER = "defer"
+    RESUME = "resume"
+    RESTART = "restart"
     TAKE = "take"
 
 
@@ -43,6 +47,15 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ONGOING, Event.FINISH): State.DONE,
     (State.ONGOING, Event.GIVE_BACK): State.PENDING,
     (State.ONGOING, Event.DROP): State.DROPPED,
+    # A deferred prompt keeps its claim and its tokens; without a claim (worker lost, run restarted) it starts again.
+    (State.PENDING, Event.DEFER): State.DEFERRED,
+    (State.ONGOING, Event.DEFER): State.DEFERRED,
+    (State.DEFERRED, Event.RESUME): State.ONGOING,
+    (State.DEFERRED, Event.RESTART): State.PENDING,
+    # Reports that were under way while it was deferred.
+    (State.DEFERRED, Event.FINISH): State.DONE,
+    (State.DEFERRED, Event.GIVE_BACK): State.DEFERRED,
+    (State.DEFERRED, Event.DROP): State.DROPPED,
     (State.DONE, Event.TAKE): State.TAKEN,
 }
 
@@ -57,14 +70,16 @@ def next_state(uid: str, state: State, event: Event) -> State:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A prompt that is pending or ongoing."""
+    """A prompt that is pending, ongoing or deferred."""
 
     meta: PromptMeta
     order: int  # Admission number. Claims follow it, so a prompt given back is ahead of all fresher ones.
     state: State = State.NEW
     failures: int = 0
     losses: int = 0
+    deferrals: int = 0
     claimed_at: float = 0.0
+    claim: Claim | None = None
 
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""
@@ -86,6 +101,16 @@ class UidRegister:
 
     def __contains__(self, uid: str) -> bool:
         return uid in self.live or uid in self._retired
+
+    def require_new(self, prompts: Sequence[PromptMeta]) -> None:
+        """Raise ConfigError or DuplicateUid unless all `prompts` may be admitted together."""
+        uids: set[str] = set()
+        for meta in prompts:
+            if meta.num_trajectories < 1:
+                raise ConfigError(f"prompt {meta.uid!r}: num_trajectories={meta.num_trajectories} must be at least 1")
+            if meta.uid in self or meta.uid in uids:
+                raise DuplicateUid(f"prompt {meta.uid!r} was admitted before")
+            uids.add(meta.uid)
 
     def retire(self, uid: str) -> None:
         """A prompt in flight was taken or dropped."""

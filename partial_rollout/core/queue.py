@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from heapq import heappop, heappush
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.claims import ClaimBook
 from partial_rollout.core.lifecycle import Entry, Event, State, UidRegister, check_group, next_state
-from partial_rollout.errors import CapacityExceeded, ConfigError, DuplicateUid, InternalError, StaleClaim
-from partial_rollout.types import Claim, FinishedGroup, PromptMeta, QueueSnapshot, QueueStatistics, TakeResult
+from partial_rollout.core.rounds import Rounds
+from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
+from partial_rollout.types import FinishedGroup, QueueSnapshot, QueueStatistics, TakeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from partial_rollout.types import TrajectorySummary
+    from partial_rollout.core.tail import RoundPlan, TailPolicy
+    from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
 
 AGENT_LOOP_FAILED = "agent_loop_failed"
 """Drop reason of a prompt whose attempts are used up; one fixed word, because it becomes a metric label."""
@@ -25,74 +27,85 @@ class PromptQueue:
     ```
               admit            claim              finish           take
         NEW ---------> PENDING ------> ONGOING ----------> DONE ---------> TAKEN
-                 in flight +1 ^          |  |                        in flight -1
-                              +----------+  +--------> DROPPED(reason)
-                   give_back, fail, release_worker     drop, or fail with no attempt left; in flight -1
+                 in flight +1 ^         | ^ |  ^                     in flight -1
+                    give_back | +-------+ | |  +-- DEFERRED   take defers what is unfinished, with its tokens;
+                         fail +-+         | +----------^      begin_round lets it go on
+                                          +--> DROPPED(reason)   drop, or fail with no attempt left; in flight -1
     ```
-    Two capacities are charged. Prompts in flight (pending + ongoing + done) are charged by `admit` up to `capacity`
-    and freed by `take` and by dropping. Slots (trajectories in generation) are charged to the worker by `claim`, up to
-    its `free_slots`; the *worker* frees each slot when its trajectory ends, not when the group does.
+    Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit` up to the policy's
+    `capacity` and freed by `take` and by dropping. Slots (trajectories in generation) are charged to the worker by
+    `claim`, up to its `free_slots`; the *worker* frees each slot when its trajectory ends, not when the group does.
 
-    A claim is current until its prompt leaves ONGOING; a report on any other claim raises StaleClaim and changes
-    nothing. Every event costs O(log pending) per prompt it touches; `snapshot` and `restore` alone look at all.
-    Not thread-safe: one owner calls it.
+    Every event costs O(log pending) per prompt it touches; `begin_round` and `take` look at the deferred prompts too,
+    `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
     """
 
-    def __init__(self, capacity: int, max_attempts: int, clock: Callable[[], float]) -> None:
-        """Raise ConfigError for a capacity or number of attempts below 1; `clock` returns seconds."""
-        if capacity < 1 or max_attempts < 1:
-            raise ConfigError(f"capacity={capacity} and max_attempts={max_attempts} must both be at least 1")
-        self.capacity = capacity
+    def __init__(self, policy: TailPolicy, max_attempts: int, clock: Callable[[], float]) -> None:
+        """Raise ConfigError for a number of attempts below 1; `clock` returns seconds."""
+        if max_attempts < 1:
+            raise ConfigError(f"max_attempts={max_attempts} must be at least 1")
         self._max_attempts = max_attempts
-        self._clock = clock
-        self._pending: list[tuple[int, Entry]] = []
-        # An OrderedDict finds its oldest item in O(1); a dict would scan the holes that earlier claims left.
-        self._ongoing: OrderedDict[int, tuple[Claim, Entry]] = OrderedDict()
-        self._by_worker: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
-        self._done: deque[FinishedGroup] = deque()
-        self._uids = UidRegister(num_remembered=capacity)
+        self._claims = ClaimBook(clock)
+        self._rounds = Rounds(policy)
+        self.policy = policy
+        self._done: OrderedDict[str, FinishedGroup] = OrderedDict()
+        self._uids = UidRegister(num_remembered=policy.capacity)
         self._dropped: Counter[str] = Counter()
-        self._num_admitted = self._num_taken = self._num_failed_attempts = self._num_claimed_trajectories = 0
-        self._next_order, self._next_claim_id = 0, 1
+        self._num_admitted = self._num_taken = self._num_failed_attempts = self._next_order = 0
 
     @property
     def num_in_flight(self) -> int:
-        """Prompts pending, ongoing or done."""
-        return len(self._pending) + len(self._ongoing) + len(self._done)
+        """Prompts pending, ongoing, deferred or done."""
+        return len(self._uids.live)
 
     @property
     def next_group_size(self) -> int:
-        """Slots that the next pending prompt needs; 0 when none is pending."""
-        return self._pending[0][1].meta.num_trajectories if self._pending else 0
+        """Slots that the next pending prompt needs; 0 when none may be claimed."""
+        return self._rounds.next_group_size
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether a worker with enough slots could claim."""
+        return bool(self.next_group_size or self._claims.num_resumed)
 
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
         self._check_admission(prompts)
         for meta in prompts:
-            self._enter(meta)
+            self._rounds.push(self._enter(meta, QueueSnapshot()))
 
-    def can_claim(self, free_slots: int) -> bool:
-        """Whether `claim` with `free_slots` would return at least one claim."""
-        return 0 < self.next_group_size <= free_slots
+    def begin_round(self) -> RoundPlan:
+        """Let the policy decide the next round and carry it out; the caller admits `num_fresh` prompts."""
+        plan, held = self._rounds.begin(len(self._claims.ongoing), len(self._done))
+        for claim in held:
+            self._claims.resume(claim)
+        return plan
+
+    def can_claim(self, worker_id: str, free_slots: int) -> bool:
+        """Whether `claim` would return at least one claim."""
+        return self._claims.has_resumed(worker_id) or 0 < self.next_group_size <= free_slots
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """Claims for `worker_id` in queue order, up to the first prompt whose group does not fit in `free_slots`."""
-        claims: list[Claim] = []
-        while self.can_claim(free_slots):
-            claims.append(self._start(heappop(self._pending)[1], worker_id))
+        """Its resumed claims, whether their slots are free or not, then pending prompts in order while they fit."""
+        claims = self._claims.take_resumed(worker_id)
+        free_slots -= sum(claim.num_trajectories for claim in claims)
+        while 0 < self.next_group_size <= free_slots:
+            claims.append(self._claims.start(self._rounds.pop_next(), worker_id))
             free_slots -= claims[-1].num_trajectories
         return claims
 
     def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
         """Make the claimed prompt done; raises StaleClaim, or InternalError for a group that is not whole."""
-        self._current(claim)
+        self._claims.entry(claim)
         check_group(claim, trajectories)
-        meta = self._end(claim, Event.FINISH).meta
-        self._done.append(FinishedGroup(meta.uid, meta.global_step, meta.source_index, tuple(trajectories)))
+        entry = self._claims.end(claim, Event.FINISH)
+        uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
+        self._rounds.finished(uid)
+        self._done[uid] = FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals)
 
     def fail(self, claim: Claim) -> bool:
         """Charge a failed attempt. True: given back for another one; False: dropped, attempts are used up."""
-        entry = self._current(claim)
+        entry = self._claims.entry(claim)
         entry.failures += 1
         if entry.failures >= self._max_attempts:
             self.drop(claim, AGENT_LOOP_FAILED)
@@ -103,139 +116,133 @@ class PromptQueue:
 
     def drop(self, claim: Claim, reason: str) -> None:
         """Let the claimed prompt go for good; `reason` is a short fixed word, since it becomes a metric label."""
-        self._uids.retire(self._end(claim, Event.DROP).meta.uid)
+        uid = self._claims.end(claim, Event.DROP).meta.uid
+        self._rounds.dropped(uid)
+        self._uids.retire(uid)
         self._dropped[reason] += 1
 
     def give_back(self, claim: Claim) -> None:
-        """Make the claimed prompt pending again, ahead of fresher ones, without charging an attempt."""
-        entry = self._end(claim, Event.GIVE_BACK)
-        heappush(self._pending, (entry.order, entry))
+        """Make the claimed prompt pending again, ahead of fresher ones, without charging an attempt.
+
+        A deferred one stays deferred, and starts again when its turn comes.
+        """
+        entry = self._claims.end(claim, Event.GIVE_BACK)
+        if entry.state is State.PENDING:
+            self._rounds.restart(entry)
 
     def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a lost worker; returns their uids in claim order."""
-        claims = list(self._by_worker[worker_id].values())
+        claims = self._claims.of_worker(worker_id)
         for claim in claims:
-            self._current(claim).losses += 1
+            self._claims.entry(claim).losses += 1
             self.give_back(claim)
-        del self._by_worker[worker_id]
         return [claim.uid for claim in claims]
 
+    def can_take(self, num_groups: int) -> bool:
+        """Whether `take` would return groups or a number of missing prompts."""
+        return self._rounds.can_choose(num_groups, len(self._done)) or self._num_missing(num_groups) > 0
+
     def take(self, num_groups: int) -> TakeResult:
-        """Exactly `num_groups` groups, oldest finished first, or none and how many prompts are missing in flight."""
+        """Exactly `num_groups` groups, required ones and then the oldest finished, and what is deferred thereby.
+
+        Without them nothing is taken, and the result says how many prompts must be admitted first.
+        """
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
-        if len(self._done) < num_groups:
-            return TakeResult(num_missing=max(0, num_groups - self.num_in_flight))
-        return TakeResult(groups=tuple(self._take_one() for _ in range(num_groups)))
+        if not self._rounds.can_choose(num_groups, len(self._done)):
+            return TakeResult(num_missing=self._num_missing(num_groups))
+        groups = tuple(self._take_one(uid) for uid in self._rounds.choose(num_groups, self._done))
+        if not self.policy.in_rounds:
+            return TakeResult(groups)
+        left_behind = self._claims.defer_all()
+        self._rounds.end(left_behind)
+        return TakeResult(groups, deferred=tuple(entry.claim for entry in left_behind if entry.claim is not None))
 
     def statistics(self) -> QueueStatistics:
         """Counts at this moment."""
-        claim, entry = next(iter(self._ongoing.values()), (None, None))
         return QueueStatistics(
             admitted=self._num_admitted,
-            pending=len(self._pending),
-            ongoing=len(self._ongoing),
+            pending=self._rounds.num_pending,
+            ongoing=len(self._claims.ongoing),
+            deferred=len(self._rounds.deferred),
             done=len(self._done),
             taken=self._num_taken,
             dropped=dict(self._dropped),
             failed_attempts=self._num_failed_attempts,
-            claimed_trajectories=self._num_claimed_trajectories,
-            oldest_ongoing_s=self._clock() - entry.claimed_at if entry else 0.0,
-            oldest_ongoing_uid=claim.uid if claim else "",
-            oldest_ongoing_worker=claim.worker_id if claim else "",
+            claimed_trajectories=self._claims.num_trajectories,
+            **self._claims.oldest(),
         )
 
     def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs; O(prompts in flight)."""
-        pending = [entry for _, entry in sorted(self._pending)]
-        ongoing = [entry for _, entry in self._ongoing.values()]
+        pending, deferred = self._rounds.pending(), list(self._rounds.deferred.values())
+        ongoing = list(self._claims.ongoing.values())
+        unfinished = deferred + ongoing + pending
         return QueueSnapshot(
             pending=tuple(entry.meta for entry in pending),
             ongoing=tuple(entry.meta for entry in ongoing),
-            done=tuple(self._done),
+            deferred=tuple(entry.meta for entry in deferred),
+            done=tuple(self._done.values()),
             admitted=self._num_admitted,
             taken=self._num_taken,
             dropped=dict(self._dropped),
             failed_attempts=self._num_failed_attempts,
-            failures={entry.meta.uid: entry.failures for entry in pending + ongoing if entry.failures},
-            next_claim_id=self._next_claim_id,
+            failures={entry.meta.uid: entry.failures for entry in unfinished if entry.failures},
+            deferrals={entry.meta.uid: entry.deferrals for entry in unfinished if entry.deferrals},
+            next_claim_id=self._claims.next_id,
         )
 
     @classmethod
     def restore(
-        cls, snapshot: QueueSnapshot, capacity: int, max_attempts: int, clock: Callable[[], float]
+        cls, snapshot: QueueSnapshot, policy: TailPolicy, max_attempts: int, clock: Callable[[], float]
     ) -> PromptQueue:
         """A queue that continues from `snapshot`; what was ongoing is pending again, ahead of what was pending.
 
-        More prompts may be in flight than a smaller `capacity` allows; `admit` then refuses until enough are taken.
+        More prompts may be in flight than a smaller capacity allows; `admit` then refuses until enough are taken.
         Raises InternalError for a snapshot that lost a prompt or holds one twice.
         """
-        queue = cls(capacity, max_attempts, clock)
-        for meta in snapshot.ongoing + snapshot.pending:
-            queue._enter(meta, num_failures=snapshot.failures.get(meta.uid, 0))
-        queue._done.extend(snapshot.done)
-        queue._uids.live.update(group.uid for group in snapshot.done)
+        queue = cls(policy, max_attempts, clock)
+        entries = [queue._enter(meta, snapshot) for meta in snapshot.unfinished]
+        queue._rounds.restore(entries, num_deferred=len(snapshot.deferred))
+        queue._done.update((group.uid, group) for group in snapshot.done)
+        queue._uids.live.update(queue._done)
         queue._dropped.update(snapshot.dropped)
         queue._num_taken = snapshot.taken
         queue._num_failed_attempts = snapshot.failed_attempts
-        queue._next_claim_id = snapshot.next_claim_id
+        queue._claims.next_id = snapshot.next_claim_id
         queue._num_admitted = snapshot.admitted
         queue._check_conservation()
         return queue
 
     def _check_admission(self, prompts: Sequence[PromptMeta]) -> None:
-        if self.num_in_flight + len(prompts) > self.capacity:
+        capacity = self.policy.capacity
+        if self.num_in_flight + len(prompts) > capacity:
             raise CapacityExceeded(
-                f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {self.capacity}"
+                f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {capacity}"
             )
-        uids: set[str] = set()
-        for meta in prompts:
-            if meta.num_trajectories < 1:
-                raise ConfigError(f"prompt {meta.uid!r}: num_trajectories={meta.num_trajectories} must be at least 1")
-            if meta.uid in self._uids or meta.uid in uids:
-                raise DuplicateUid(f"prompt {meta.uid!r} was admitted before")
-            uids.add(meta.uid)
+        self._uids.require_new(prompts)
 
     def _check_conservation(self) -> None:
         now = self.statistics()
         if not now.conserved or len(self._uids.live) != now.in_flight:
             raise InternalError(f"a snapshot with {len(self._uids.live)} uids in flight does not add up: {now}")
 
-    def _enter(self, meta: PromptMeta, num_failures: int = 0) -> None:
-        entry = Entry(meta, order=self._next_order, failures=num_failures)
+    def _enter(self, meta: PromptMeta, known: QueueSnapshot) -> Entry:
+        """A pending entry, with what `known` says of its past."""
+        failures, deferrals = known.failures.get(meta.uid, 0), known.deferrals.get(meta.uid, 0)
+        entry = Entry(meta, order=self._next_order, failures=failures, deferrals=deferrals)
         entry.move(Event.ADMIT)
-        heappush(self._pending, (entry.order, entry))
         self._uids.live.add(meta.uid)
         self._next_order += 1
         self._num_admitted += 1
-
-    def _start(self, entry: Entry, worker_id: str) -> Claim:
-        entry.move(Event.CLAIM)
-        entry.claimed_at = self._clock()
-        meta, attempt = entry.meta, 1 + entry.failures + entry.losses
-        claim = Claim(meta.uid, self._next_claim_id, worker_id, meta.num_trajectories, meta.global_step, attempt)
-        self._next_claim_id += 1
-        self._ongoing[claim.claim_id] = (claim, entry)
-        self._by_worker[worker_id][claim.claim_id] = claim
-        self._num_claimed_trajectories += claim.num_trajectories
-        return claim
-
-    def _current(self, claim: Claim) -> Entry:
-        current, entry = self._ongoing.get(claim.claim_id, (None, None))
-        if entry is None or current != claim:
-            raise StaleClaim(f"claim {claim.claim_id} of worker {claim.worker_id!r} on prompt {claim.uid!r} has ended")
         return entry
 
-    def _end(self, claim: Claim, event: Event) -> Entry:
-        entry = self._current(claim)
-        entry.move(event)
-        del self._ongoing[claim.claim_id]
-        del self._by_worker[claim.worker_id][claim.claim_id]
-        self._num_claimed_trajectories -= claim.num_trajectories
-        return entry
+    def _num_missing(self, num_groups: int) -> int:
+        """Prompts without which the round cannot fill its batch."""
+        return max(0, num_groups - len(self._done) - len(self._claims.ongoing) - self._rounds.num_startable)
 
-    def _take_one(self) -> FinishedGroup:
-        group = self._done.popleft()
+    def _take_one(self, uid: str) -> FinishedGroup:
+        group = self._done.pop(uid)
         next_state(group.uid, State.DONE, Event.TAKE)
         self._uids.retire(group.uid)
         self._num_taken += 1

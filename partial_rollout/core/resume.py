@@ -40,6 +40,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationState:
+    """All of a generation that has to be written down to go on with it in another process."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float] | None
+    spans: list[VersionSpan]
+    stop_reason: str | None
+    num_interruptions: int
+    num_reprefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentRequest:
     """What to ask the engine for next."""
 
@@ -96,6 +109,31 @@ class ResumableGeneration:
     def max_version(self) -> int:
         """Newest weight version in the response; the last one seen if it is empty."""
         return max((span.version for span in self.spans), default=self._last_version)
+
+    def state(self) -> GenerationState:
+        """A copy of what `adopt` takes."""
+        return GenerationState(
+            prompt_ids=self.prompt_ids,
+            token_ids=list(self.token_ids),
+            log_probs=None if self.log_probs is None else list(self.log_probs),
+            spans=list(self.spans),
+            stop_reason=self.stop_reason,
+            num_interruptions=self.num_interruptions,
+            num_reprefilled_tokens=self.num_reprefilled_tokens,
+        )
+
+    def adopt(self, state: GenerationState) -> bool:
+        """Go on from `state` before the first request; False if it answers another prompt or exceeds the budget."""
+        if state.prompt_ids != self.prompt_ids or len(state.token_ids) > self.max_new_tokens:
+            return False
+        self.token_ids, self.log_probs = list(state.token_ids), state.log_probs
+        self.spans, self.stop_reason = list(state.spans), state.stop_reason
+        self.num_interruptions, self.num_reprefilled_tokens = state.num_interruptions, state.num_reprefilled_tokens
+        self._num_segments = 1 if state.token_ids else 0
+        self._last_version = state.spans[-1].version if state.spans else 0
+        if not self.finished and self.remaining == 0:
+            self.stop_reason = LENGTH
+        return True
 
     def next_request(self) -> SegmentRequest:
         """Ask for the rest, continuing after the tokens so far.

@@ -19,6 +19,7 @@ def append_batch(path: str, step: int, groups: Sequence[FinishedGroup]) -> None:
         "step": step,
         "uids": [group.uid for group in groups],
         "source_index": [group.source_index for group in groups],
+        "deferrals": [group.num_deferrals for group in groups],
         "interruptions": [sum(t.num_interruptions for t in group.trajectories) for group in groups],
     }
     target = Path(path)

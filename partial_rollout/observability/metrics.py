@@ -28,7 +28,7 @@ class ManagerMetrics:
     def update(self, status: ManagerStatus) -> None:
         """Set every gauge and advance the counters to `status`."""
         queue = status.queue
-        for state in ("pending", "ongoing", "done", "taken"):
+        for state in ("pending", "ongoing", "deferred", "done", "taken"):
             self._prompts.set(getattr(queue, state), {"state": state})
         for reason, count in queue.dropped.items():
             self._dropped.set(count, {"reason": reason})

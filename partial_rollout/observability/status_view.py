@@ -50,7 +50,8 @@ def _headline(status: ManagerStatus, name: str) -> str:
 
 
 def _prompts(queue: QueueStatistics) -> str:
-    text = f"{queue.pending} pending, {queue.ongoing} ongoing, {queue.done} done, {queue.taken} taken"
+    held = f"{queue.deferred} deferred, " if queue.deferred else ""
+    text = f"{queue.pending} pending, {queue.ongoing} ongoing, {held}{queue.done} done, {queue.taken} taken"
     total = f"{queue.admitted} admitted"
     return f"{text}, {queue.num_dropped} dropped = {total}" if queue.conserved else f"{text}, NOT CONSERVED: {total}"
 
@@ -68,7 +69,9 @@ def _oldest(queue: QueueStatistics) -> str:
 def _slots(status: ManagerStatus) -> str:
     if not status.workers:
         return f"no worker has reported; {status.queue.claimed_trajectories} trajectories claimed"
-    return f"{_of(status.slots_in_use, status.slots_total)} in use, {status.parked_requests} requests parked"
+    held = sum(worker.held_trajectories for worker in status.workers.values())
+    text = f"{_of(status.slots_in_use, status.slots_total)} in use, {status.parked_requests} requests parked"
+    return f"{text}, {held} trajectories held back with their tokens" if held else text
 
 
 def _dropped(queue: QueueStatistics) -> str:

@@ -44,7 +44,9 @@ def _resumption(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _queue(metrics: Mapping[str, float]) -> list[str]:
-    names = ("pending", "ongoing", "done")
+    names = ("pending", "ongoing", "deferred", "done")
     if f"{PREFIX}/queue/pending" not in metrics:
         return []
-    return ["queue " + " ".join(f"{name} {metrics[f'{PREFIX}/queue/{name}']:.0f}" for name in names)]
+    counts = {name: metrics.get(f"{PREFIX}/queue/{name}", 0.0) for name in names}
+    shown = [f"{name} {count:.0f}" for name, count in counts.items() if count or name != "deferred"]
+    return ["queue " + " ".join(shown)]

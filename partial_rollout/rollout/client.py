@@ -15,6 +15,8 @@ from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ConfigError, EngineDead, RunEnded
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import ray.actor
 
 UNRESUMABLE = (
@@ -35,6 +37,11 @@ class ResumingLLMServerClient(LLMServerClient):
 
     Holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
     """
+
+    before_segment: Callable[[], Awaitable[None]] | None = None
+    """Awaited before every request to a server; set by a worker that may hold generations back."""
+    on_generation: Callable[[ResumableGeneration], None] | None = None
+    """Called with every new generation, which it may give tokens to go on from; set by a worker."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -59,8 +66,12 @@ class ResumingLLMServerClient(LLMServerClient):
             min_tokens=sampling_params.get("min_tokens", 0),
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
         )
+        if self.on_generation is not None:
+            self.on_generation(generation)
         merged = MergedFields()
         while not generation.finished:
+            if self.before_segment is not None:
+                await self.before_segment()
             output = await self._generate_segment(request_id, generation, sampling_params, inputs)
             merged.add(output)
             generation.add(_segment(output))

@@ -2,9 +2,10 @@
 
 | caller  | calls                         | waits for                         | woken by                               |
 |---------|-------------------------------|-----------------------------------|----------------------------------------|
-| trainer | admit, report_step, snapshot  | nothing                           |                                        |
+| trainer | begin_round, admit, snapshot  | nothing                           |                                        |
 | trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
-| worker  | claim (long poll)             | a pending group that fits         | admit, give_back, fail, release, close |
+| worker  | claim (long poll)             | a pending group that fits,        | admit, give_back, fail, release, close |
+|         |                               | or one of its own that goes on    | begin_round                            |
 | worker  | finish, fail, drop, give_back | nothing                           |                                        |
 | anybody | status, statistics            | nothing                           |                                        |
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import ray
 
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.types import ManagerStatus
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.core.tail import RoundPlan, TailPolicy
     from partial_rollout.types import (
         Claim,
         PromptMeta,
@@ -76,7 +79,7 @@ class RolloutPromptManager:
 
     def __init__(
         self,
-        capacity: int,
+        policy: TailPolicy,
         max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
         metrics: Callable[[], MetricsSink] | None = None,
@@ -84,7 +87,7 @@ class RolloutPromptManager:
         """`metrics` is called here, in the manager's own process, to make what shows its status."""
         self._clock = clock
         self._max_attempts = max_attempts
-        self._queue = PromptQueue(capacity, max_attempts, clock)
+        self._queue = PromptQueue(policy, max_attempts, clock)
         self._metrics = metrics() if metrics else None
         self._export_timer: asyncio.TimerHandle | None = None
         # Two conditions on one lock: a finished group must not wake every worker that waits for a pending prompt.
@@ -99,6 +102,19 @@ class RolloutPromptManager:
         self._closed = ""
 
     # ---- trainer ----
+
+    async def begin_round(self) -> RoundPlan:
+        """Start the next round as the tail policy decides; the caller admits `num_fresh` prompts.
+
+        Raises:
+            ActorLost: the manager was closed.
+        """
+        return await self._apply(self.begin_round_nowait)
+
+    def begin_round_nowait(self) -> RoundPlan:
+        """See `begin_round`."""
+        self._require_open()
+        return self._queue.begin_round()
 
     async def admit(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
         """Make prompts pending, all or none.
@@ -116,16 +132,16 @@ class RolloutPromptManager:
         return self._queue.statistics()
 
     async def take_batch(self, num_groups: int, timeout_s: float) -> TakeResult:
-        """Wait for `num_groups` done groups and take them, the oldest finished first.
+        """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
 
-        Returns at once with `num_missing > 0` and no groups when fewer than `num_groups` prompts are in flight.
+        Returns at once with `num_missing > 0` and no groups when fewer than `num_groups` prompts are on their way.
 
         Raises:
             WaitTimeout: the groups were not done after `timeout_s`.
             ActorLost: the manager was closed.
         """
         async with self._takeable:
-            if not await _wait(self._takeable, lambda: bool(self._closed) or self._can_take(num_groups), timeout_s):
+            if not await _wait(self._takeable, lambda: self._ends_wait(num_groups), timeout_s):
                 raise WaitTimeout(self._describe_wait(num_groups, timeout_s))
             result = self.take_nowait(num_groups)
             self._wake()
@@ -154,7 +170,7 @@ class RolloutPromptManager:
         self._require_open()
         if self._queue.statistics().admitted:
             raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
-        self._queue = PromptQueue.restore(snapshot, self._queue.capacity, self._max_attempts, self._clock)
+        self._queue = PromptQueue.restore(snapshot, self._queue.policy, self._max_attempts, self._clock)
         return self._queue.statistics()
 
     # ---- workers ----
@@ -171,11 +187,11 @@ class RolloutPromptManager:
             return bool(self._closed) or self._num_releases[worker_id] != num_releases
 
         async with self._claimable:
-            await _wait(self._claimable, lambda: ended() or self._queue.can_claim(free_slots), timeout_s)
+            await _wait(self._claimable, lambda: ended() or self._queue.can_claim(worker_id, free_slots), timeout_s)
             return [] if ended() else self.claim_nowait(worker_id, free_slots)
 
     def claim_nowait(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """Claims that fit now, possibly none."""
+        """Claims that fit now, possibly none; what goes on is among them and may not fit."""
         claims = self._queue.claim(worker_id, free_slots)
         if claims:
             self._schedule_export()
@@ -248,7 +264,7 @@ class RolloutPromptManager:
         """See `status`."""
         return ManagerStatus(
             queue=self._queue.statistics(),
-            capacity=self._queue.capacity,
+            capacity=self._queue.policy.capacity,
             workers=dict(self._workers),
             step=self._step,
             weight_version=self._weight_version,
@@ -275,14 +291,13 @@ class RolloutPromptManager:
 
     def _wake(self, *, wake_claims: bool = False) -> None:
         """Whoever could go on now re-checks its predicate; the lock is held."""
-        if wake_claims or self._queue.next_group_size:
+        if wake_claims or self._queue.is_claimable:
             self._claimable.notify_all()
         self._takeable.notify_all()
         self._schedule_export()
 
-    def _can_take(self, num_groups: int) -> bool:
-        statistics = self._queue.statistics()
-        return statistics.done >= num_groups or statistics.in_flight < num_groups
+    def _ends_wait(self, num_groups: int) -> bool:
+        return bool(self._closed) or self._queue.can_take(num_groups)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -298,7 +313,8 @@ class RolloutPromptManager:
         )
         return (
             f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
-            f"ongoing {now.ongoing}, done {now.done}; {oldest}; {len(self._workers)} workers known, gate {self._gate!r}"
+            f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}; "
+            f"{len(self._workers)} workers known, gate {self._gate!r}"
         )
 
     def _schedule_export(self) -> None:
@@ -333,8 +349,10 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     """
     name, namespace = config.manager.name, config.manager.namespace
     actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
+    policy = make_policy(config, train_batch_size)
+    logger.info("%s: a prompt is trained or dropped within %s steps", policy, policy.max_steps or "any number of")
     try:
-        return actor_class.remote(config.capacity(train_batch_size), config.max_attempts, metrics=ManagerMetrics)
+        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics)
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from partial_rollout.types import FinishedGroup, TrajectorySummary
 
 PREFIX = "partial_rollout"
+OLDEST_CLASS = 5
+"""Tokens of this age and above share the last class of the histogram; five are enough to see a shift."""
 
 
 def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> dict[str, float]:
@@ -21,8 +23,11 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     stale_steps = [trained_version - trajectory.min_version for trajectory in trajectories]
     stale_tokens, num_tokens = _stale_tokens(trajectories, trained_version)
+    histogram = _staleness_histogram(trajectories, trained_version)
     resumed = sum(trajectory.num_interruptions > 0 for trajectory in trajectories)
     return {
+        f"{PREFIX}/deferrals/mean": sum(group.num_deferrals for group in groups) / len(groups),
+        f"{PREFIX}/deferrals/max": max(group.num_deferrals for group in groups),
         f"{PREFIX}/trajectories": len(trajectories),
         f"{PREFIX}/resumed_trajectories": resumed,
         f"{PREFIX}/resumed_share": resumed / len(trajectories),
@@ -33,7 +38,17 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
         f"{PREFIX}/stale_tokens": stale_tokens,
         f"{PREFIX}/stale_token_share": stale_tokens / max(num_tokens, 1),
         f"{PREFIX}/response_tokens": num_tokens,
+        **{f"{PREFIX}/staleness_tokens/{label}": count for label, count in histogram.items()},
     }
+
+
+def _staleness_histogram(trajectories: Sequence[TrajectorySummary], trained_version: int) -> dict[str, int]:
+    """Tokens by age in weight versions; the last class is open."""
+    labels = [*map(str, range(OLDEST_CLASS)), f"{OLDEST_CLASS}+"]
+    counts = dict.fromkeys(labels, 0)
+    for span in (span for trajectory in trajectories for span in trajectory.version_spans):
+        counts[labels[min(trained_version - span.version, OLDEST_CLASS)]] += span.num_tokens
+    return counts
 
 
 def _stale_tokens(trajectories: Sequence[TrajectorySummary], trained_version: int) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""The prompt queue in a checkpoint: `global_step_N/partial_rollout/queue.json`, beside verl's `transfer_queue`."""
+"""The prompt queue in a checkpoint, beside verl's `transfer_queue`.
+
+`global_step_N/partial_rollout/queue.json` has the prompts, `tokens.msgpack` what was generated for unfinished ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import transfer_queue as tq
 
+from partial_rollout.core.resume import GenerationState
 from partial_rollout.errors import ConfigError, DataError
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.types import PromptMeta, QueueSnapshot
@@ -22,9 +26,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from ray.actor import ActorHandle
 
+    from partial_rollout.agent_loop.journal import Saved
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+TOKENS = "tokens.msgpack"
 PARTITION = "train"
 """verl's TransferQueue partition of training prompts."""
 RESTORE_TIMEOUT_S = 300.0
@@ -33,21 +40,38 @@ DROPPED_AFTER_SNAPSHOT = "dropped_after_snapshot"
 """Drop reason of a prompt whose row was cleared between the queue's save and TransferQueue's."""
 
 
-def queue_path(config: DictConfig, step: int) -> Path:
-    """Where the queue of training step `step` is saved; a resumed run reads from the folder it resumes from."""
+def queue_path(config: DictConfig, step: int, name: str = "queue.json") -> Path:
+    """Where `name` of training step `step` is saved; a resumed run reads from the folder it resumes from."""
     folder = Path(config.trainer.default_local_dir)
     if config.trainer.resume_mode == "resume_path" and f"global_step_{step}" in str(config.trainer.resume_from_path):
         folder = Path(config.trainer.resume_from_path).parent
-    return folder / f"global_step_{step}" / "partial_rollout" / "queue.json"
+    return folder / f"global_step_{step}" / "partial_rollout" / name
 
 
 def save_queue(snapshot: QueueSnapshot, config: DictConfig, step: int) -> None:
     """Write the snapshot atomically."""
-    path = Path(config.trainer.default_local_dir) / f"global_step_{step}" / "partial_rollout" / "queue.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(snapshot))
-    os.replace(partial, path)
+    _write(msgspec.json.encode(snapshot), config, step, "queue.json")
+
+
+def save_tokens(saved: Saved, config: DictConfig, step: int) -> None:
+    """Write the tokens of unfinished trajectories atomically."""
+    _write(msgspec.msgpack.encode(saved), config, step, TOKENS)
+
+
+def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved:
+    """Tokens saved with step `step`, of prompts that are still unfinished; none if the checkpoint has none.
+
+    Raises:
+        DataError: the file is there but cannot be read.
+    """
+    path, unfinished = queue_path(config, step, TOKENS), {prompt.uid for prompt in snapshot.unfinished}
+    if not path.exists():
+        return {}
+    try:
+        saved = msgspec.msgpack.decode(path.read_bytes(), type=dict[str, list[GenerationState]])
+    except (msgspec.DecodeError, OSError) as error:
+        raise DataError(f"token checkpoint {path} is unreadable ({error}); resume from an earlier step") from error
+    return {key: calls for key, calls in saved.items() if key.rsplit("_", 1)[0] in unfinished}
 
 
 def load_queue(config: DictConfig, step: int) -> QueueSnapshot | None:
@@ -102,6 +126,14 @@ def restore_queue(
     return statistics.in_flight
 
 
+def _write(content: bytes, config: DictConfig, step: int, name: str) -> None:
+    path = Path(config.trainer.default_local_dir) / f"global_step_{step}" / "partial_rollout" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
 def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
     """All restored prompts as pending ones; what was generated for them is not known to be whole."""
     prompts = tuple(
@@ -116,7 +148,7 @@ def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
 
 
 def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> QueueSnapshot:
-    lost = {prompt.uid for prompt in snapshot.pending + snapshot.ongoing} - stored
+    lost = {prompt.uid for prompt in snapshot.unfinished} - stored
     if lost:
         logger.warning("%d prompts were dropped while the checkpoint was written: %s", len(lost), sorted(lost))
     return snapshot.without(lost, DROPPED_AFTER_SNAPSHOT)
@@ -124,7 +156,7 @@ def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> Queu
 
 def _check_group_size(snapshot: QueueSnapshot, group_size: int, path: Path) -> None:
     """Groups of another size would be trained as they are, or fit in no worker's slots and never be claimed."""
-    sizes = {prompt.num_trajectories for prompt in snapshot.pending + snapshot.ongoing}
+    sizes = {prompt.num_trajectories for prompt in snapshot.unfinished}
     sizes |= {len({t.key.rsplit("_", 1)[0] for t in group.trajectories}) for group in snapshot.done}
     other = sorted(sizes - {group_size})
     if other:

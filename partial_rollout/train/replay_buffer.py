@@ -16,6 +16,7 @@ from partial_rollout.observability.event_log import append_batch
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.metrics import group_metrics
+from partial_rollout.train.stale_mask import mask_stale_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _manager: ActorHandle
     _agent_loops: PartialRolloutAgentLoopManager
     _settings: PartialRolloutConfig
+    num_deferred: int = 0
+    """Prompts that the last batch left behind until a later round."""
     refill_fn: Callable[[int], Any]
     """verl's own attribute, without the None that only a sampler outside a trainer has."""
 
@@ -78,7 +81,19 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             keys=[trajectory.key for _, trajectory in trajectories],
             tags=[_tag(group, trajectory) for group, trajectory in trajectories],
         )
-        return batch, group_metrics(groups, trained_version=global_steps - 1)
+        metrics = group_metrics(groups, trained_version=global_steps - 1)
+        if self._settings.tail.max_staleness is not None:
+            members = [trajectory for _, trajectory in trajectories]
+            metrics["partial_rollout/masked_tokens"] = self._mask_stale(members, global_steps - 1, partition_id)
+        return batch, metrics
+
+    def _mask_stale(self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str) -> int:
+        oldest = trained_version - (self._settings.tail.max_staleness or 0)
+        return call_bounded(
+            lambda: mask_stale_tokens(trajectories, oldest_version=oldest, partition_id=partition_id),
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits="trainer waits for TransferQueue to mask stale tokens",
+        )
 
     def _require_validated(self, global_steps: int, num_prompts: int) -> None:
         """verl's own `sample` would wait for a missing prompt for ever; nobody generates it any more."""
@@ -101,6 +116,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         while True:
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
             if result.groups:
+                self._agent_loops.hold(result.deferred)
+                self.num_deferred = len(result.deferred)
                 return result.groups
             if num_refilled >= MAX_REFILL_BATCHES * num_groups:
                 self._raise_broken(num_refilled)

@@ -2,7 +2,7 @@
 
 One step, on the trainer's thread; generation runs meanwhile in workers and engines:
 
-    prepare_step    top the queue up to the prefetch cap            gate open
+    prepare_step    begin_round: the tail policy plans, admit       gate open
     sample          take_batch: wait for enough whole groups        gate open, slots kept full
     on_sample_end   close the gate, drain, release engine memory    gate closed
     (verl)          log-probs, advantages, update, checkpoint       gate closed
@@ -25,7 +25,7 @@ from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.packing import make_batch_packer
-from partial_rollout.train.queue_checkpoint import load_queue, restore_queue, save_queue
+from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.weight_update import update_engines
 from partial_rollout.train.workers import use_workers
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.core.tail import RoundPlan
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 
@@ -63,6 +64,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self.packer = make_batch_packer(config, self.settings)
         self.manager = create_manager(self.settings, config.data.train_batch_size)
         self._pending_sync_metrics: dict[str, float] = {}
+        self._round_kind = ""
         self.is_shut_down = False
         super().__init__(config)
 
@@ -97,12 +99,12 @@ class PartialRolloutTrainer(PPOTrainer):
         self.agent_loop_manager.start()
 
     def prepare_step(self) -> dict[str, float]:
-        """Fill the queue up to the prefetch cap."""
-        statistics = self._ask(self.manager.statistics.remote())
-        room = self.settings.capacity(self.config.data.train_batch_size) - statistics.in_flight
-        if room > 0:
-            self._add_prompts_to_generate(room)
-        return {}
+        """Begin a round: some deferred prompts go on, and so many fresh ones are admitted as the tail policy asks."""
+        plan = cast("RoundPlan", self._ask(self.manager.begin_round.remote()))
+        self._round_kind = plan.kind
+        if plan.num_fresh > 0:
+            self._add_prompts_to_generate(plan.num_fresh)
+        return {"partial_rollout/resumed_groups": float(plan.num_resumed)}
 
     def on_sample_end(self) -> None:
         """Interrupt what is unfinished and release the engines' memory."""
@@ -110,6 +112,7 @@ class PartialRolloutTrainer(PPOTrainer):
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
+        self._pending_sync_metrics["partial_rollout/deferred_groups"] = self.replay_buffer.num_deferred
         self._report_step("closed")
         self.checkpoint_manager.sleep_replicas()
         if self.curr_step_profile:
@@ -163,14 +166,21 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""
-        snapshot = load_queue(self.config, self.global_steps - 1)
-        return restore_queue(snapshot, self._ask, self.manager, partition_id) if snapshot else 0
+        step = self.global_steps - 1
+        snapshot = load_queue(self.config, step)
+        if snapshot is None:
+            return 0
+        tokens = load_tokens(snapshot, self.config, step)
+        self.agent_loop_manager.restore_journals(tokens)
+        logger.info("%d unfinished trajectories go on from the checkpoint's tokens", len(tokens))
+        return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
     def _save_checkpoint(self) -> None:
-        """Missing hook: before save. The queue must be written before TransferQueue and before the tracker file.
+        """Missing hook: before save. Tokens and queue must be written before TransferQueue and the tracker file.
 
         In this order a prompt that finishes in between is at worst generated again; it is never lost.
         """
+        save_tokens(self.agent_loop_manager.journals(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
 
@@ -180,8 +190,10 @@ class PartialRolloutTrainer(PPOTrainer):
         """Missing hook: metrics of the whole step. Adds the queue's state to verl's."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         statistics = self._ask(self.manager.statistics.remote())
-        for name in ("pending", "ongoing", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
+        for name in ("pending", "ongoing", "deferred", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
             metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
+        for name in ("critic/score/mean", "response_length/mean"):
+            metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
 

@@ -50,7 +50,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def is_conserved(step: dict[str, Any]) -> bool:
     """Whether every admitted prompt of a step's metrics is somewhere."""
     queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}
-    in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "done"))
+    in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "deferred", "done"))
     return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.config import PartialRolloutConfig, TailConfig
 from partial_rollout.errors import ConfigError, UserError
 
 
@@ -51,6 +51,13 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"weights": {"bucket_mb": 0}}, "weights.bucket_mb=0 .*null or at least 1"),
         ({"weights": {"relaunches": -1}}, "weights.relaunches=-1 .*at least 0"),
         ({"manager": {"namespace": ""}}, "manager.namespace='' "),
+        ({"tail": {"policy": "long"}}, "tail.policy='long' .*partial, sync, reorder"),
+        ({"tail": {"gen_batch_size": 10}}, "gen_batch_size=10 .*null with .*tail.policy=partial.*policy=reorder uses"),
+        ({"tail": {"policy": "sync", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=sync"),
+        ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
+        ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
+        ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
+        ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
     ],
 )
 def test_a_value_out_of_range_is_refused(block: dict, message: str):
@@ -82,3 +89,27 @@ def test_a_config_error_is_the_users_and_a_value_error():
 @pytest.mark.parametrize(("factor", "batch", "capacity"), [(2.0, 8, 16), (1.0, 8, 8), (1.5, 3, 4), (1.1, 1, 1)])
 def test_capacity_is_never_below_one_batch(factor: float, batch: int, capacity: int):
     assert PartialRolloutConfig(prefetch_factor=factor).capacity(batch) == capacity
+
+
+REORDER = TailConfig(policy="reorder")
+
+
+@pytest.mark.parametrize(
+    ("tail", "batch", "groups"),
+    [(TailConfig(), 8, 8), (REORDER, 8, 10), (REORDER, 1, 2), (TailConfig(policy="reorder", gen_batch_size=16), 8, 16)],
+)
+def test_a_round_has_a_quarter_more_groups_than_are_trained_unless_told(tail: TailConfig, batch: int, groups: int):
+    tail.check_batch(batch)
+    assert tail.groups_per_round(batch) == groups
+
+
+@pytest.mark.parametrize("size", [6, 8, 17])
+def test_a_round_that_is_no_over_sampling_is_refused(size: int):
+    message = f"gen_batch_size={size} .* above data.train_batch_size=8 and at most 16; .*tail.policy=sync"
+    with pytest.raises(ConfigError, match=message):
+        TailConfig(policy="reorder", gen_batch_size=size).check_batch(8)
+
+
+def test_more_joining_groups_than_a_batch_are_refused():
+    with pytest.raises(ConfigError, match="max_deferred_per_round=9 .* at most data.train_batch_size=8"):
+        TailConfig(policy="reorder", max_deferred_per_round=9).check_batch(8)

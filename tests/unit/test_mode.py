@@ -124,6 +124,18 @@ def test_the_quickstart_passes(composed: Composed):
         ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
         ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .*enable_resource_pool=True"),
         ("actor_rollout_ref.rollout.full_determinism", True, ConfigError, "full_determinism=True is not allowed"),
+        (
+            "data.gen_batch_size",
+            20,
+            ConfigError,
+            "gen_batch_size=20 .*tail.policy=reorder and .*tail.gen_batch_size=20",
+        ),
+        (
+            "partial_rollout.tail.gen_batch_size",
+            20,
+            ConfigError,
+            "tail.gen_batch_size=20 .* null with .*policy=partial",
+        ),
         ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
     ],
 )
@@ -243,6 +255,19 @@ def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each
 
 def test_slots_left_open_are_one_batch(composed: Composed):
     assert num_slots(composed({"data.train_batch_size": 6, "actor_rollout_ref.rollout.n": 3})) == 18
+
+
+def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
+    config = composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 20}})
+    check(config)
+    assert num_slots(config) == 20 * 4
+    with pytest.raises(ConfigError, match=r"tail.gen_batch_size=16 .* above data.train_batch_size=16 and at most 32"):
+        check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
+
+
+@pytest.mark.parametrize("size", [1, 8, 16])
+def test_a_fetch_size_that_cannot_be_meant_for_us_is_left_to_verl(composed: Composed, size: int):
+    check(composed({"data.gen_batch_size": size}))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "hdfs://cluster/model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 
 import pytest
@@ -194,3 +195,33 @@ async def test_a_claim_call_cancelled_by_somebody_else_is_not_a_stop():
     task = asyncio.create_task(worker.loop.run(num_per_prompt=2))
     await settle()
     assert task.cancelled()
+
+
+async def test_a_deferred_group_waits_without_slots_and_goes_on_when_it_is_handed_out_again():
+    worker = FakeWorker(num_slots=2)
+    claim, other = make_claim("a"), make_claim("b")
+    worker.before_trajectory = worker.loop.holds.pass_by
+    worker.loop.hold([claim, dataclasses.replace(other, worker_id="somebody else")])
+    async with running(worker, claim):
+        assert (worker.running, worker.loop.slots.free, worker.last_status.held_trajectories) == (2, 2, 2)
+        assert worker.last_status.requests_in_flight == 0
+        worker.claims.put_nowait(claim)
+        await settle()
+        assert (worker.loop.slots.free, worker.last_status.held_trajectories) == (0, 0)
+        worker.gates.open("a_0", "a_1")
+        await settle()
+        assert worker.calls == ["finish a: a_0_0 a_1_0"]
+        assert worker.forgotten == ["a"]
+        worker.claims.put_nowait(other)
+        await settle()
+        assert worker.last_status.held_trajectories == 0
+
+
+async def test_a_stopped_worker_leaves_no_held_trajectory():
+    worker = FakeWorker(num_slots=2)
+    claim = make_claim("a")
+    worker.before_trajectory = worker.loop.holds.pass_by
+    worker.loop.hold([claim])
+    async with running(worker, claim):
+        assert worker.last_status.held_trajectories == 2
+    assert (worker.loop.slots.in_use, worker.loop.holds.num_waiting) == (0, 0)

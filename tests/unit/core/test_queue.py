@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from partial_rollout.core.lifecycle import TRANSITIONS, Event, State, next_state
 from partial_rollout.core.queue import AGENT_LOOP_FAILED, PromptQueue
+from partial_rollout.core.tail import Partial
 from partial_rollout.errors import (
     CapacityExceeded,
     ConfigError,
@@ -47,7 +48,7 @@ def trajectories(uid: str, n: int = GROUP) -> list[TrajectorySummary]:
 
 
 def make_queue(*uids: str, capacity: int = 16, max_attempts: int = 2) -> PromptQueue:
-    queue = PromptQueue(capacity, max_attempts, ManualClock())
+    queue = PromptQueue(Partial(capacity), max_attempts, ManualClock())
     queue.admit(prompts(*uids))
     return queue
 
@@ -120,7 +121,7 @@ def test_values_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_groups=0"):
         queue.take(0)
     with pytest.raises(ConfigError, match="capacity=0"):
-        PromptQueue(0, 1, ManualClock())
+        PromptQueue(Partial(0), 1, ManualClock())
 
 
 # ---- claim order and slots ----
@@ -221,7 +222,7 @@ def test_take_gives_whole_batches_oldest_finished_first() -> None:
 
 def test_oldest_ongoing_names_prompt_worker_and_age() -> None:
     clock = ManualClock()
-    queue = PromptQueue(8, 2, clock)
+    queue = PromptQueue(Partial(8), 2, clock)
     queue.admit(prompts("a", "b"))
     (first,) = queue.claim("w0", GROUP)
     clock.now_s = 7.0
@@ -241,7 +242,7 @@ def test_restore_puts_ongoing_first_and_keeps_history() -> None:
     queue.finish(b, trajectories("b"))
     queue.drop(c, "prompt_too_long")
     assert queue.take(1).groups[0].uid == "a"
-    restored = PromptQueue.restore(queue.snapshot(), 16, 2, ManualClock())
+    restored = PromptQueue.restore(queue.snapshot(), Partial(16), 2, ManualClock())
     now = restored.statistics()
     assert (now.admitted, now.pending, now.ongoing, now.done, now.taken) == (6, 3, 0, 1, 1)
     assert now.dropped == {"prompt_too_long": 1}
@@ -274,7 +275,7 @@ def test_restore_refuses_a_snapshot_that_does_not_add_up(damage: dict[str, Any])
     queue.drop(c, "prompt_too_long")
     queue.take(1)
     with pytest.raises(InternalError, match="does not add up"):
-        PromptQueue.restore(dataclasses.replace(queue.snapshot(), **damage), 16, 2, ManualClock())
+        PromptQueue.restore(dataclasses.replace(queue.snapshot(), **damage), Partial(16), 2, ManualClock())
 
 
 def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
@@ -284,7 +285,7 @@ def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
     queue.fail(b)
     (b,) = queue.claim("w0", GROUP)
     snapshot = queue.snapshot().without({"a", "b", "d", "unknown"}, "lost")
-    restored = PromptQueue.restore(snapshot, 16, 2, ManualClock())
+    restored = PromptQueue.restore(snapshot, Partial(16), 2, ManualClock())
     now = restored.statistics()
     assert (now.admitted, now.pending, now.done, now.dropped) == (4, 1, 1, {"lost": 2})
     assert uids(claim_all(restored)) == ["c"]
@@ -294,7 +295,7 @@ def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
 def test_restore_keeps_used_attempts() -> None:
     queue = make_queue("a", max_attempts=2)
     queue.fail(claim_all(queue)[0])
-    restored = PromptQueue.restore(queue.snapshot(), 16, 2, ManualClock())
+    restored = PromptQueue.restore(queue.snapshot(), Partial(16), 2, ManualClock())
     assert restored.fail(claim_all(restored)[0]) is False
 
 
@@ -324,7 +325,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = PromptQueue(capacity=12, max_attempts=2, clock=ManualClock())
+        self.queue = PromptQueue(Partial(12), max_attempts=2, clock=ManualClock())
         self.model: dict[str, str] = {}
         self.order: list[str] = []
         self.claims: list[Claim] = []
@@ -339,7 +340,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(1, 3), max_size=5))
     def admit(self, sizes: list[int]) -> None:
         new = [PromptMeta(f"p{len(self.model) + i}", n, global_step=0) for i, n in enumerate(sizes)]
-        if len(new) > self.queue.capacity - self.queue.num_in_flight:
+        if len(new) > self.queue.policy.capacity - self.queue.num_in_flight:
             with pytest.raises(CapacityExceeded):
                 self.queue.admit(new)
             return
@@ -408,7 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
         for claim in list(self.claims):
             self.end(claim, "pending")
         snapshot = self.queue.snapshot()
-        self.queue = PromptQueue.restore(snapshot, 12, 2, ManualClock())
+        self.queue = PromptQueue.restore(snapshot, Partial(12), 2, ManualClock())
         after = self.queue.statistics()
         assert (after.admitted, after.in_flight, after.taken) == (before.admitted, before.in_flight, before.taken)
         self.order = [meta.uid for meta in snapshot.ongoing + snapshot.pending]

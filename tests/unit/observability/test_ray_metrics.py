@@ -34,7 +34,15 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Values:
 
 
 def status(**queue: Any) -> ManagerStatus:
-    numbers = {"admitted": 9, "pending": 1, "ongoing": 2, "done": 3, "taken": 2, "dropped": {"prompt_too_long": 1}}
+    numbers = {
+        "admitted": 9,
+        "pending": 1,
+        "ongoing": 2,
+        "deferred": 4,
+        "done": 3,
+        "taken": 2,
+        "dropped": {"prompt_too_long": 1},
+    }
     workers = {"w0": WorkerStatus(inflight_trajectories=5, slot_budget=8, requests_in_flight=7)}
     return ManagerStatus(queue=QueueStatistics(**{**numbers, **queue}), capacity=16, workers=workers)
 
@@ -42,7 +50,7 @@ def status(**queue: Any) -> ManagerStatus:
 def test_every_queue_is_exported(exported: Values):
     metrics.ManagerMetrics().update(status())
     queues = {tags[0]: value for (name, *tags), value in exported.items() if name == "partial_rollout_prompts"}
-    assert queues == {"pending": 1, "ongoing": 2, "done": 3, "taken": 2}
+    assert queues == {"pending": 1, "ongoing": 2, "deferred": 4, "done": 3, "taken": 2}
     assert exported["partial_rollout_dropped_prompts", "prompt_too_long"] == 1
     assert exported["partial_rollout_slots", "in_use"] == 5
     assert exported["partial_rollout_slots", "total"] == 8

@@ -58,6 +58,14 @@ def test_idle_manager_as_text() -> None:
     ]
 
 
+def test_deferred_prompts_are_shown() -> None:
+    queue = QueueStatistics(admitted=5, pending=1, ongoing=1, done=0, taken=1, deferred=2)
+    status = ManagerStatus(queue=queue, capacity=16, workers={"w0": WorkerStatus(2, 8, held_trajectories=3)})
+    text = format_status(status, "manager").splitlines()
+    assert text[1] == "  prompts    1 pending, 1 ongoing, 2 deferred, 0 done, 1 taken, 0 dropped = 5 admitted"
+    assert text[4] == "  slots      2 of 8 in use, 0 requests parked, 3 trajectories held back with their tokens"
+
+
 def test_a_lost_prompt_cannot_be_overlooked() -> None:
     lost = ManagerStatus(queue=QueueStatistics(5, 1, 1, 1, 1), capacity=16, closed="run ended")
     text = format_status(lost, "manager")
@@ -69,7 +77,12 @@ def test_a_lost_prompt_cannot_be_overlooked() -> None:
 def test_json_has_every_field_and_the_sums() -> None:
     values = json.loads(status_json(BUSY, "manager"))
     assert values["queue"]["in_flight"] == 8
-    assert values["workers"]["w1"] == {"inflight_trajectories": 5, "slot_budget": 8, "requests_in_flight": 2}
+    assert values["workers"]["w1"] == {
+        "inflight_trajectories": 5,
+        "slot_budget": 8,
+        "requests_in_flight": 2,
+        "held_trajectories": 0,
+    }
     assert (values["name"], values["slots_total"], values["gate"]) == ("manager", 16, "closed")
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.replica import TokenOutput
 
+from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ConfigError, EngineDead, EngineError, ResumeStalled, RunEnded
 from partial_rollout.rollout.client import ResumingLLMServerClient
 
@@ -155,3 +156,34 @@ async def test_many_generations_share_a_client():
         *(generate(make_client(Script(answer([i], "aborted"), answer([i], "completed", epoch=1)))) for i in range(20))
     )
     assert [output.token_ids for output in outputs] == [[i, i] for i in range(20)]
+
+
+async def test_every_request_waits_for_leave_and_keeps_its_tokens_meanwhile():
+    script = Script(answer([5], "aborted"), answer([6], "completed", epoch=1))
+    client, leave, asked = make_client(script), asyncio.Event(), []
+
+    async def before_segment():
+        asked.append(len(script.requests))
+        if script.requests:
+            await leave.wait()
+
+    client.before_segment = before_segment
+    task = asyncio.create_task(generate(client))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (asked, len(script.requests)) == ([0, 1], 1)
+    leave.set()
+    assert (await task).token_ids == [5, 6]
+
+
+async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
+    saved = ResumableGeneration([1, 2, 3], 8)
+    saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, epoch=0))
+    script = Script(answer([7], "completed", version=4))
+    client = make_client(script)
+    client.on_generation = lambda generation: generation.adopt(saved.state())
+    output = await generate(client)
+    assert (output.token_ids, output.log_probs) == ([5, 6, 7], [-1.0] * 3)
+    assert output.extra_fields["version_spans"] == [[1, 2], [4, 1]]
+    assert script.requests[0]["prompt_ids"] == [1, 2, 3, 5, 6]
+    assert script.requests[0]["is_resumption"] is True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from virtual_time import run_virtual, settle, woken
 
+from partial_rollout.core.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
@@ -37,7 +38,7 @@ class RecordingSink:
 
 async def make_manager(*uids: str, sink: RecordingSink | None = None) -> RolloutPromptManager:
     clock = asyncio.get_running_loop().time
-    manager = RolloutPromptManager(16, 2, clock, metrics=(lambda: sink) if sink else None)
+    manager = RolloutPromptManager(Partial(16), 2, clock, metrics=(lambda: sink) if sink else None)
     if uids:
         await manager.admit(prompts(*uids))
     return manager
@@ -203,7 +204,7 @@ def test_take_batch_names_who_is_waited_for_at_the_deadline() -> None:
         await asyncio.sleep(5.0)
         await manager.claim("w7", GROUP, 0)
         await manager.report_step(3, 2, "open")
-        message = r"waited 40\.0 s for 2 groups: pending 2, ongoing 1, done 0; .*'a' at worker 'w7' for 40\.0 s.*'open'"
+        message = r"waited 40\.0 s for 2 groups: pending 2, ongoing 1, done 0, .*'a' at worker 'w7' for 40\.0 s.*'open'"
         with pytest.raises(WaitTimeout, match=message):
             await manager.take_batch(2, 40.0)
 
@@ -241,6 +242,42 @@ def test_report_of_a_released_worker_is_refused() -> None:
         await manager.release_worker("w0")
         with pytest.raises(StaleClaim, match="'w0'.*'a'"):
             await manager.finish(claim, trajectories("a"))
+
+    run_virtual(main())
+
+
+# ---- rounds ----
+
+
+def test_claims_wait_for_the_round_and_deferred_ones_for_a_later_one() -> None:
+    async def main() -> None:
+        manager = RolloutPromptManager(Reorder(1, 2, max_deferrals=1), 2, asyncio.get_running_loop().time)
+        await manager.admit(prompts("a", "b"))
+        waiting = asyncio.create_task(manager.claim("w0", 2 * GROUP, HOUR_S))
+        await settle()
+        assert not waiting.done()
+        assert (await manager.begin_round()).num_fresh == 0
+        a, b = await woken(waiting)
+        await manager.finish(b, trajectories("b"))
+        result = await manager.take_batch(1, 0)
+        assert ([group.uid for group in result.groups], result.deferred) == (["b"], (a,))
+        waiting = asyncio.create_task(manager.claim("w0", GROUP, HOUR_S))
+        await settle()
+        assert not waiting.done()
+        assert (await manager.begin_round()).kind == "long"
+        assert await woken(waiting) == [a]
+        await manager.finish(a, trajectories("a"))
+        assert [group.num_deferrals for group in (await manager.take_batch(1, 0)).groups] == [1]
+
+    run_virtual(main())
+
+
+def test_a_closed_manager_begins_no_round() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        await manager.close("run ended")
+        with pytest.raises(ActorLost, match="run ended"):
+            await manager.begin_round()
 
     run_virtual(main())
 

@@ -1,5 +1,7 @@
 """Staleness is counted from the weights that sampled a token, not from when the prompt was queued."""
 
+import dataclasses
+
 from partial_rollout.train.metrics import group_metrics
 from partial_rollout.types import FinishedGroup, TrajectorySummary, VersionSpan
 
@@ -23,6 +25,12 @@ def test_counts_stale_tokens_and_resumed_trajectories() -> None:
     resumed = _trajectory("a_1_0", VersionSpan(5, 20), VersionSpan(7, 10), interruptions=2, reprefilled=55)
     group = FinishedGroup(uid="a", global_step=1, source_index="0", trajectories=(fresh, resumed))
     metrics = group_metrics([group], trained_version=7)
+    histogram = {key[-2:]: value for key, value in metrics.items() if "staleness_tokens" in key}
+    assert histogram == {"/0": 20, "/1": 0, "/2": 20, "/3": 0, "/4": 0, "5+": 0}
+    assert group_metrics([group], trained_version=70)["partial_rollout/staleness_tokens/5+"] == 40
+    deferred = dataclasses.replace(group, num_deferrals=3)
+    assert group_metrics([group, deferred], trained_version=7)["partial_rollout/deferrals/mean"] == 1.5
+    assert metrics["partial_rollout/deferrals/max"] == 0
     assert metrics["partial_rollout/resumed_share"] == 0.5
     assert metrics["partial_rollout/interruptions"] == 2
     assert metrics["partial_rollout/reprefilled_tokens"] == 55

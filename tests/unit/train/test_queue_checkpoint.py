@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, cast
@@ -11,10 +12,19 @@ from fake_transfer_queue import FakeTransferQueue
 from omegaconf import DictConfig, OmegaConf
 
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.resume import GenerationState
+from partial_rollout.core.tail import Partial
 from partial_rollout.errors import ConfigError, DataError, WaitTimeout
 from partial_rollout.train import queue_checkpoint
-from partial_rollout.train.queue_checkpoint import DROPPED_AFTER_SNAPSHOT, load_queue, restore_queue, save_queue
-from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
+from partial_rollout.train.queue_checkpoint import (
+    DROPPED_AFTER_SNAPSHOT,
+    load_queue,
+    load_tokens,
+    restore_queue,
+    save_queue,
+    save_tokens,
+)
+from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary, VersionSpan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +42,7 @@ class Manager:
         self.queue: PromptQueue | None = None
 
     def remote(self, snapshot: QueueSnapshot) -> QueueStatistics:
-        self.queue = PromptQueue.restore(snapshot, 16, 2, lambda: 0.0)
+        self.queue = PromptQueue.restore(snapshot, Partial(16), 2, lambda: 0.0)
         return self.queue.statistics()
 
     def statistics(self) -> QueueStatistics:
@@ -55,7 +65,7 @@ def trajectories(uid: str, n: int = GROUP) -> dict[str, dict[str, Any]]:
 
 def saved_queue(n: int = GROUP) -> QueueSnapshot:
     """`done` is done, `ongoing` is ongoing, `pending` is pending, `trained` was taken."""
-    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue = PromptQueue(Partial(16), 2, lambda: 0.0)
     queue.admit([PromptMeta(uid, n, global_step=4) for uid in ("trained", "done", "ongoing", "pending")])
     for claim in queue.claim("w0", 3 * n)[:2]:
         queue.finish(claim, [TrajectorySummary(key, 3, 5, 0, 0) for key in trajectories(claim.uid, n)])
@@ -100,14 +110,16 @@ def test_orphaned_trajectories_are_cleared(tq: FakeTransferQueue) -> None:
     assert set(tq.partitions["train"]) == saved_queue().owned_keys()
 
 
-@pytest.mark.parametrize("uid", ["pending", "ongoing"])
+@pytest.mark.parametrize(("uid", "state"), [("pending", "pending"), ("ongoing", "ongoing"), ("ongoing", "deferred")])
 def test_a_prompt_whose_row_is_gone_is_dropped_and_counted(
-    uid: str, tq: FakeTransferQueue, caplog: pytest.LogCaptureFixture
+    uid: str, state: str, tq: FakeTransferQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     del tq.partitions["train"][uid]
-    manager = Manager()
+    manager, saved = Manager(), saved_queue()
+    if state == "deferred":
+        saved = dataclasses.replace(saved, ongoing=(), deferred=saved.ongoing, deferrals={uid: 1})
     with caplog.at_level(logging.WARNING):
-        assert restore(saved_queue(), manager) == 2
+        assert restore(saved, manager) == 2
     now = manager.statistics()
     assert (now.admitted, now.dropped, now.pending, now.done) == (4, {DROPPED_AFTER_SNAPSHOT: 1}, 1, 1)
     assert f"['{uid}']" in caplog.text
@@ -162,12 +174,30 @@ def test_groups_of_another_size_are_refused(tmp_path: Path, tq: FakeTransferQueu
 
 def test_a_prompt_with_more_outputs_than_samples_has_its_own_size(tmp_path: Path, tq: FakeTransferQueue) -> None:
     """An agent loop may return several trajectories for one sample: `{uid}_{session}_{index}`."""
-    queue = PromptQueue(16, 2, lambda: 0.0)
+    queue = PromptQueue(Partial(16), 2, lambda: 0.0)
     queue.admit([PromptMeta("a", GROUP, global_step=4)])
     keys = ("a_0_0", "a_0_1", "a_1_0")
     queue.finish(queue.claim("w0", GROUP)[0], [TrajectorySummary(key, 3, 5, 0, 0) for key in keys])
     save_queue(queue.snapshot(), config(tmp_path), STEP)
     assert load_queue(config(tmp_path), STEP) == queue.snapshot()
+
+
+STATE = GenerationState([1], [5, 6], [-0.5, -1.0], [VersionSpan(3, 2)], None, 1, 3)
+
+
+def test_tokens_of_unfinished_prompts_are_loaded_as_they_were(tmp_path: Path) -> None:
+    """A group that was done a moment later is in the queue with its trajectories; its tokens are not needed."""
+    assert load_tokens(saved_queue(), config(tmp_path), STEP) == {}
+    save_tokens({"ongoing_0": [STATE], "ongoing_1": [], "done_0": [STATE]}, config(tmp_path), STEP)
+    assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [STATE], "ongoing_1": []}
+
+
+def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
+    save_tokens({"ongoing_0": [STATE]}, config(tmp_path), STEP)
+    path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=f"{path} is unreadable"):
+        load_tokens(saved_queue(), config(tmp_path), STEP)
 
 
 def test_an_unreadable_queue_is_told_with_its_path(tmp_path: Path, tq: FakeTransferQueue) -> None:

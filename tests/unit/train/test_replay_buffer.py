@@ -17,7 +17,7 @@ from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitT
 from partial_rollout.runtime import remote_call
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
-from partial_rollout.types import FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
+from partial_rollout.types import Claim, FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
 
 STEP = 7
 
@@ -77,12 +77,18 @@ class World:
     ray: FakeRay
     tq: FakeTransferQueue
     refills: list[int] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+
+    def hold(self, claims: list[Claim]) -> Ref:
+        self.held += [claim.uid for claim in claims]
+        return Ref()
 
     def buffer(self, *answers: Ref, loops: dict[Ref, str] | None = None, **timeouts: float):
         buffer = PartialRolloutReplayBuffer("partial_rollout", cast("Any", {}), None, "drop", cast("Any", {}))
         buffer.refill_fn = self.refills.append
         workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
+        workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
         settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts))
         buffer.bind(cast("Any", Manager(list(answers))), workers, settings)
         return buffer
@@ -135,6 +141,14 @@ def test_dropped_prompts_are_replaced_and_the_same_batch_is_asked_for_again(worl
     assert world.refills == [2]
     assert cast("Any", buffer)._manager.calls == [(2, 100.0), (2, 100.0)]
     assert len(batch.keys) == 2
+
+
+def test_every_worker_is_told_what_it_has_to_hold_back(world: World) -> None:
+    deferred = (Claim("u8", 3, "w0", 2, 1, 1),)
+    buffer = world.buffer(Ref(TakeResult(groups=(group("a", 1),), deferred=deferred)))
+    buffer.sample(STEP, "train", 1)
+    assert world.held == ["u8", "u8"]
+    assert buffer.num_deferred == 1
 
 
 def test_endless_drops_end_the_run_with_their_reason(world: World) -> None:

@@ -1,0 +1,69 @@
+"""Generate calls of trajectories that have not been trained, so that a checkpoint can hold their tokens.
+
+A restarted trajectory runs its agent loop again; each generate call that asks what the saved one asked is answered from
+it, and the last one goes on. From the first call that differs (a tool that answers differently), all is generated anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from partial_rollout.core.resume import GenerationState, ResumableGeneration
+
+Saved = dict[str, list["GenerationState"]]
+"""Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made."""
+
+_current: ContextVar[_Trajectory | None] = ContextVar("partial_rollout_journal", default=None)
+
+
+class _Trajectory:
+    def __init__(self, saved: Sequence[GenerationState]) -> None:
+        self._saved = deque(saved)
+        self.generations: list[ResumableGeneration] = []
+
+    def record(self, generation: ResumableGeneration) -> None:
+        if self._saved and not generation.adopt(self._saved.popleft()):
+            self._saved.clear()
+        self.generations.append(generation)
+
+
+class Journals:
+    """Journals of one worker's trajectories: `start` in the trajectory's task, `forget` when its group has ended."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, dict[str, _Trajectory]] = {}
+        self._saved: Mapping[str, list[GenerationState]] = {}
+
+    def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
+        """Let trajectories that start from now on go on from `saved`."""
+        self._saved = saved
+
+    def start(self, uid: str, session: int) -> None:
+        """The current task, and what it starts, runs this trajectory."""
+        key = f"{uid}_{session}"
+        trajectory = _Trajectory(self._saved.get(key, ()))
+        self._running.setdefault(uid, {})[key] = trajectory
+        _current.set(trajectory)
+
+    def forget(self, uid: str) -> None:
+        """The prompt's group has ended."""
+        self._running.pop(uid, None)
+
+    def record(self, generation: ResumableGeneration) -> None:
+        """A generate call begins; it may be given saved tokens."""
+        trajectory = _current.get()
+        if trajectory is not None:
+            trajectory.record(generation)
+
+    def states(self) -> Saved:
+        """All generate calls of trajectories whose groups have not ended."""
+        return {
+            key: [generation.state() for generation in trajectory.generations]
+            for group in self._running.values()
+            for key, trajectory in group.items()
+        }

@@ -1,0 +1,69 @@
+"""Tokens past `partial_rollout.tail.max_staleness` stay in the context and are left out of the loss."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.types import TrajectorySummary, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+MASKS = ("response_mask", "loss_mask")
+"""verl stores the same mask under both names."""
+
+
+def mask_stale_tokens(trajectories: Sequence[TrajectorySummary], *, oldest_version: int, partition_id: str) -> int:
+    """Zero the loss masks of tokens that weights before `oldest_version` sampled; returns how many there were.
+
+    A trajectory of several outputs is masked as a whole if one of its tokens is too old: its spans do not say which
+    output a token is in. A batch of which nothing would be left is not masked, because its loss would be undefined.
+    """
+    outputs = Counter(_session(trajectory) for trajectory in trajectories)
+    stale = [trajectory for trajectory in trajectories if trajectory.min_version < oldest_version]
+    if not stale:
+        return 0
+    keys = [trajectory.key for trajectory in stale]
+    rows = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["response_mask"])["response_mask"]
+    before = list(rows.unbind())
+    after = [
+        masked(row, trajectory.version_spans if outputs[_session(trajectory)] == 1 else (), oldest_version)
+        for row, trajectory in zip(before, stale, strict=True)
+    ]
+    num_masked = sum(int(row.sum()) for row in before) - sum(int(row.sum()) for row in after)
+    if len(stale) == len(trajectories) and not any(bool(row.any()) for row in after):
+        logger.warning("all %d tokens of a batch are older than max_staleness allows: trained as they are", num_masked)
+        return 0
+    mask = torch.nested.as_nested_tensor(after, layout=torch.jagged)
+    tq.kv_batch_put(
+        keys=keys,
+        partition_id=partition_id,
+        fields=TensorDict(dict.fromkeys(MASKS, mask), batch_size=[len(keys)]),
+    )
+    return num_masked
+
+
+def masked(row: torch.Tensor, spans: Sequence[VersionSpan], oldest_version: int) -> torch.Tensor:
+    """A copy of the mask `row`, shape (response_len,), zero where an old version sampled; all zero without spans.
+
+    The n-th one of the mask is the n-th sampled token; what lies between them are prompts and tool answers.
+    """
+    if not spans:
+        return torch.zeros_like(row)
+    stale = torch.tensor([span.version < oldest_version for span in spans for _ in range(span.num_tokens)])
+    sampled = row.nonzero().squeeze(1)[: len(stale)]
+    copy = row.clone()
+    copy[sampled[stale[: len(sampled)]]] = 0
+    return copy
+
+
+def _session(trajectory: TrajectorySummary) -> str:
+    return trajectory.key.rsplit("_", 1)[0]

@@ -1,0 +1,78 @@
+"""Reorder rollout on real verl, vLLM and Ray: short rounds, a restart, and a long round of what they left behind."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pytest
+
+from tests.e2e.conftest import FLAG, ROOT, Job, is_conserved, run_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_ROWS = 80
+EVERY = 5
+"""Every so manieth row has long responses: two of the ten groups that a short round starts."""
+SHORT, LONG = 6, 300
+LONG_ROWS = list(range(EVERY - 1, 40, EVERY))
+"""Of the first four rounds: as many as a batch."""
+LEARNING_RATE = 8.0e-5
+pytestmark = pytest.mark.e2e
+
+
+def _traced(task: Path, folder: Path) -> Path:
+    """The task's first rows with response lengths that decide who is deferred."""
+    frame = pd.read_parquet(task / "train.parquet").head(NUM_ROWS)
+    lengths = [LONG if row % EVERY == EVERY - 1 else SHORT for row in range(NUM_ROWS)]
+    info = zip(frame["extra_info"], lengths, strict=True)
+    frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
+    frame["agent_name"] = "length_trace_agent"
+    frame.to_parquet(folder / "traced.parquet")
+    return folder / "traced.parquet"
+
+
+def _kinds(steps: list[dict[str, Any]]) -> list[str]:
+    return [next(key.split("/")[2] for key in step if key.startswith("partial_rollout/round/")) for step in steps]
+
+
+def _check(job: Job, steps: range) -> None:
+    assert job.code == 0, job.output[-4000:]
+    assert job.survivors == []
+    assert [step["training/global_step"] for step in job.steps] == list(steps)
+    assert all(is_conserved(step) for step in job.steps)
+    # The schedule rises by one part of eight a step, whatever the kind of round.
+    rates = [LEARNING_RATE * step / 8 for step in steps]
+    assert [step["actor/lr"] for step in job.steps] == pytest.approx(rates)
+
+
+def test_deferred_groups_are_trained_together_with_the_tokens_they_had(task: Path, tmp_path: Path) -> None:
+    options = [
+        FLAG, "partial_rollout.tail.policy=reorder", "data.shuffle=False",
+        f"data.train_files={_traced(task, tmp_path)}", "trainer.save_freq=4", "trainer.test_freq=3",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks/trace_agent.yaml'}",
+        f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", "actor_rollout_ref.actor.optim.lr_warmup_steps=8",
+    ]  # fmt: skip
+    first = run_job(task, tmp_path, *options, "trainer.total_training_steps=4")
+    _check(first, range(1, 5))
+    assert _kinds(first.steps) == ["short"] * 4
+    assert [step["partial_rollout/queue/deferred"] for step in first.steps] == [2, 4, 6, 8]
+    queue = json.loads((tmp_path / "checkpoints/global_step_4/partial_rollout/queue.json").read_text())
+    assert sorted(int(prompt["source_index"]) for prompt in queue["deferred"]) == LONG_ROWS
+
+    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=8")
+    _check(second, range(5, 9))
+    assert _kinds(second.steps) == ["long", "short", "short", "short"]
+    assert any(key.startswith("val-core/") for key in second.steps[1])
+    assert "32 unfinished trajectories go on from the checkpoint's tokens" in second.output
+    # The oldest tokens are of the first weights, those of the first round: nothing was generated again.
+    assert second.steps[0]["partial_rollout/staleness_steps/max"] == 4
+    long_round = second.events[4]
+    assert sorted(map(int, long_round["source_index"])) == LONG_ROWS
+    assert [prompt["uid"] for prompt in queue["deferred"]] == long_round["uids"]
+    assert long_round["deferrals"] == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert [event["step"] for event in second.events] == list(range(1, 9))
+    uids = [uid for event in second.events for uid in event["uids"]]
+    assert len(uids) == len(set(uids)) == 64

@@ -1,0 +1,82 @@
+"""A restarted trajectory is answered from its saved generate calls, as long as it asks what it asked before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from partial_rollout.agent_loop.journal import Journals
+from partial_rollout.core.resume import ResumableGeneration, Segment
+
+
+def generation(*prompt_ids: int, budget: int = 8) -> ResumableGeneration:
+    return ResumableGeneration(list(prompt_ids), budget)
+
+
+def segment(*token_ids: int, end: str = "completed") -> Segment:
+    return Segment(list(token_ids), [-0.5] * len(token_ids), end, version=3, epoch=0)
+
+
+async def in_trajectory(journals: Journals, *generations: ResumableGeneration, session: int = 0) -> None:
+    """A task of its own, as each trajectory is."""
+
+    async def run() -> None:
+        journals.start("a", session)
+        for each in generations:
+            journals.record(each)
+
+    await asyncio.create_task(run())
+
+
+async def two_turns() -> Journals:
+    """The first answer is complete, the second was interrupted after one token."""
+    journals, first, second = Journals(), generation(1, 2), generation(1, 2, 5, 9)
+    await in_trajectory(journals, first, second)
+    first.add(segment(5))
+    second.add(segment(6, end="aborted"))
+    return journals
+
+
+async def test_saved_calls_are_answered_and_the_last_one_goes_on() -> None:
+    saved = (await two_turns()).states()
+    journals, first, second, third = Journals(), generation(1, 2), generation(1, 2, 5, 9), generation(7)
+    journals.restore(saved)
+    await in_trajectory(journals, first, second, third)
+    assert (first.token_ids, first.stop_reason) == ([5], "completed")
+    request = second.next_request()
+    assert (request.prompt_ids, request.max_tokens, request.is_resumption) == ([1, 2, 5, 9, 6], 7, True)
+    assert (second.num_interruptions, second.num_reprefilled_tokens, second.min_version) == (1, 5, 3)
+    assert third.token_ids == []
+    assert {key: states[:2] for key, states in journals.states().items()} == saved
+
+
+async def test_from_the_first_other_question_on_all_is_generated_anew() -> None:
+    journals, other, second = Journals(), generation(1, 3), generation(1, 2, 5, 9)
+    journals.restore((await two_turns()).states())
+    await in_trajectory(journals, other, second)
+    assert (other.token_ids, second.token_ids) == ([], [])
+
+
+async def test_another_trajectory_is_not_answered() -> None:
+    journals, first = Journals(), generation(1, 2)
+    journals.restore((await two_turns()).states())
+    await in_trajectory(journals, first, session=1)
+    journals.record(generation(1, 2))  # no trajectory at all: validation
+    assert first.token_ids == []
+    assert list(journals.states()) == ["a_1"]
+
+
+async def test_an_ended_group_is_forgotten() -> None:
+    journals = await two_turns()
+    journals.forget("a")
+    journals.forget("unknown")
+    assert journals.states() == {}
+
+
+@pytest.mark.parametrize(("budget", "tokens", "reason"), [(1, [6], "length"), (2, [6], None), (0, [], None)])
+def test_tokens_are_taken_over_within_the_budget_of_now(budget: int, tokens: list[int], reason: str | None) -> None:
+    saved, later = generation(1), generation(1, budget=max(1, budget))
+    saved.add(segment(6, *([7] if budget == 0 else []), end="aborted"))
+    assert later.adopt(saved.state()) is bool(tokens)
+    assert (later.token_ids, later.stop_reason) == (tokens, reason)
