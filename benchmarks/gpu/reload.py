@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -80,6 +81,7 @@ class Engine:
         self._directory.address.export()
         self._round = 0
         limits = {"gpu_memory_utilization": 0.3} if HAS_GPU else {}
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the module asks for the GPU when it is imported
         self._llm = LLM(
             str(path), quantization=case.quantization, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
             max_num_seqs=8, worker_extension_cls=WORKER_EXTENSION, weight_transfer_config={"backend": BACKEND},
