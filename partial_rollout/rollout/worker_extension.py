@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
 from partial_rollout.integrations.vllm_plugin import register_backend
-from partial_rollout.weights.loading import Reload
+from partial_rollout.weights.loading import Reload, require_complete
 from partial_rollout.weights.lora import require_known_modules
 from partial_rollout.weights.transfer_engine import ChannelUpdate, make_receiver
 
@@ -98,7 +98,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         model, reload = self.model_runner.model, Reload(self.model_runner.model)
         with set_current_vllm_config(self.model_runner.vllm_config):
             reload.start()
-            reload.require_complete(BucketLoader(model, receiver).load_all())
+            require_complete(reload.expected(), BucketLoader(model, receiver).load_all())
             reload.finish(self.model_runner.model_config)
 
 

@@ -25,7 +25,7 @@ HEAD = "lm_head"
 
 
 class Reload:
-    """Reloads a model in place, again and again: `start`, load tensors, `require_complete`, `finish`.
+    """Reloads a model in place, again and again: `start`, `expected`, load tensors, `finish`.
 
     vLLM packs some layers after loading (linears on a CPU, quantised ones anywhere) and drops the plain weight, so
     loading in place fails there; layerwise reload restores each layer first and packs it again when it is complete.
@@ -40,19 +40,12 @@ class Reload:
         """Restore every layer to what can be loaded."""
         initialize_layerwise_reload(self._model)
 
-    def require_complete(self, loaded: set[str]) -> None:
-        """Check, between `start` and `finish`, that the names of the parameters that were filled are all there are.
+    def expected(self) -> set[str]:
+        """Names of the parameters to be filled, to ask for between `start` and loading.
 
-        Raises:
-            WeightMismatch: parameters were not sent; the model is undefined and must not be used.
+        A layer that is complete is processed at once, and a quantised one then has its scales as parameters.
         """
-        expected = {name for name, _ in self._model.named_parameters() if self._is_sent(name)}
-        missing = sorted(expected - loaded)
-        if missing:
-            raise WeightMismatch(
-                f"weight update: {len(missing)} of {len(expected)} parameters were not sent, "
-                f"first: {missing[:NUM_NAMED_PARAMETERS]}"
-            )
+        return {name for name, _ in self._model.named_parameters() if self._is_sent(name)}
 
     def _is_sent(self, name: str) -> bool:
         is_tied = self._tied is not None and name.startswith(f"{HEAD}.")
@@ -65,6 +58,20 @@ class Reload:
             # A tied head keeps its own packed copy of the embedding, which a reload does not refresh: without this
             # line every later token is silently sampled from old logits.
             self._tied.quant_method.process_weights_after_loading(self._tied)
+
+
+def require_complete(expected: set[str], loaded: set[str]) -> None:
+    """Check that all parameters were filled.
+
+    Raises:
+        WeightMismatch: some were not sent; the model is undefined and must not be used.
+    """
+    missing = sorted(expected - loaded)
+    if missing:
+        raise WeightMismatch(
+            f"weight update: {len(missing)} of {len(expected)} parameters were not sent, "
+            f"first: {missing[:NUM_NAMED_PARAMETERS]}"
+        )
 
 
 def load_from_channel(load_weights: Callable[[Iterable[Any]], set[str]], receiver: WeightReceiver) -> set[str]:

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from partial_rollout.errors import ConfigError, VersionError
 from partial_rollout.integrations.vllm_plugin import BACKEND
 from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import Reload, load_from_channel, require_own_memory
+from partial_rollout.weights.loading import Reload, load_from_channel, require_complete, require_own_memory
 from partial_rollout.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class ChannelReceiving:
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
         """
+        expected = self._reload.expected()
         with make_receiver(update_info, self._device) as receiver:
             loaded = load_from_channel(load_weights or self.model.load_weights, receiver)
             require_own_memory(self.model, receiver)
-        self._reload.require_complete(loaded)
+        require_complete(expected, loaded)
 
     def finish_weight_update(self) -> None:
         """Finalise the layers; not called by vLLM 0.24, whose worker does it and whose heads are not packed."""
