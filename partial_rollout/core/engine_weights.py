@@ -26,6 +26,7 @@ class EngineWeights:
         self.state = Weights.WHOLE
         self.failure: str | None = None
         """Why the last update failed; None once one has succeeded."""
+        self._begun: str | None = None
 
     def require_whole(self, engine: str) -> None:
         """Raise EngineDead unless the engine may generate."""
@@ -40,14 +41,31 @@ class EngineWeights:
         if self.state is Weights.BROKEN:
             raise EngineDead(f"{engine} must be relaunched before new weights: {self.failure}")
 
+    def require_settled(self, engine: str) -> None:
+        """Raise EngineDead unless the engine holds whole weights and no update is under way."""
+        self.require_whole(engine)
+        if self._begun is not None:
+            raise EngineDead(f"{engine} must not be used, {self._begun} has not ended")
+
+    def begun(self, update: str) -> None:
+        """An update is under way; requests may wait for its end."""
+        self._begun = update
+
     def failed(self, reason: str) -> None:
-        """An update did not arrive whole."""
-        self.state, self.failure = Weights.BROKEN, reason
+        """An update did not arrive whole; once the engine was relaunched for it, a late report changes nothing."""
+        if self.state is not Weights.INITIAL or self._begun is not None:
+            self.state, self.failure, self._begun = Weights.BROKEN, reason, None
+
+    def given_up(self) -> str | None:
+        """Why the last update failed; one that is still under way has, because whoever asks does not wait for it."""
+        if self._begun is not None:
+            self.failed(f"{self._begun} has not ended")
+        return self.failure
 
     def succeeded(self) -> None:
         """An update arrived whole."""
-        self.state, self.failure = Weights.WHOLE, None
+        self.state, self.failure, self._begun = Weights.WHOLE, None, None
 
     def relaunched(self) -> None:
         """The engine was started again; the weights it started with are old, or none at all."""
-        self.state = Weights.INITIAL
+        self.state, self._begun = Weights.INITIAL, None

@@ -213,9 +213,9 @@ class PartialRolloutServer(vLLMHttpServer):
 
         Raises:
             IllegalTransition: a drain has not finished.
-            EngineDead: the last weight update failed.
+            EngineDead: the last weight update failed or has not ended.
         """
-        self._weights.require_whole(self._name)
+        self._weights.require_settled(self._name)
         async with self._control_lock:
             self._admission.open_nowait()
 
@@ -306,12 +306,15 @@ class PartialRolloutServer(vLLMHttpServer):
         self._weights.require_receivable(self._name)
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
+        update = f"weight update {round} (version {version})"
+        self._weights.begun(update)
         try:
             await self._call_workers("receive_weights", options | {"peft_config": peft_config})
             await vLLMHttpServer.clear_kv_cache(self)
         except Exception as error:
-            self._weights.failed(f"weight update {round} (version {version}) failed: {error}")
-            raise WeightUpdateError(f"{self._name}: {self._weights.failure}") from error
+            reason = f"{update} failed: {error}"
+            self._weights.failed(reason)
+            raise WeightUpdateError(f"{self._name}: {reason}") from error
         self._weights.succeeded()
         if version is not None:
             self.global_steps = version
@@ -328,8 +331,8 @@ class PartialRolloutServer(vLLMHttpServer):
 
     @control
     async def weights_failure(self) -> str | None:
-        """Why the last weight update failed; None if it did not."""
-        return self._weights.failure
+        """Why the last weight update failed, or that it has not ended, which fails it; None if it arrived whole."""
+        return self._weights.given_up()
 
     @control
     async def relaunch(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
@@ -61,13 +62,18 @@ class Line:
         Raises:
             WeightPeerLost: the other end is gone or takes nothing.
         """
-        self._wait(zmq.POLLOUT, "it to take a message")
-        self._socket.send(encode(message))
+        data = encode(message)
+        while True:
+            self._wait(zmq.POLLOUT, "it to take a message")
+            with contextlib.suppress(zmq.Again):  # it went in between: wait again, which says so
+                self._socket.send(data, zmq.NOBLOCK)
+                return
 
     def tell(self, error: Error) -> None:
         """Send the reason of a failure if the other end is there to take it; never raises for one that is not."""
-        if not self._is_gone and self._socket.poll(0, zmq.POLLOUT):
-            self._socket.send(encode(error))
+        with contextlib.suppress(zmq.Again):
+            if not self._is_gone:
+                self._socket.send(encode(error), zmq.NOBLOCK)
 
     def receive(self, waiting_for: str) -> Message:
         """The next message.

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.config import ModelConfig
 
@@ -72,6 +72,34 @@ def require_complete(expected: set[str], loaded: set[str]) -> None:
             f"weight update: {len(missing)} of {len(expected)} parameters were not sent, "
             f"first: {missing[:NUM_NAMED_PARAMETERS]}"
         )
+
+
+def require_parts(packed: Mapping[str, Sequence[str]], received: Iterable[str]) -> None:
+    """Check that of every fused module (`qkv_proj`) all parts (`q_proj`, `k_proj`, `v_proj`) came, or itself.
+
+    vLLM reports a fused parameter as filled when any of its parts was. Names are compared from their first number on,
+    because models may rename what comes before.
+
+    Raises:
+        WeightMismatch: a part was not sent; the model is undefined and must not be used.
+    """
+    names = {_from_first_number(name) for name in received}
+    for fused, parts in packed.items():
+        for name in names:
+            missing = [other for part in parts for other in _siblings(name, part, parts) if other not in names]
+            if missing:
+                raise WeightMismatch(f"weight update: {missing[0]} was not sent, a part of {fused} beside {name}")
+
+
+def _siblings(name: str, part: str, parts: Sequence[str]) -> list[str]:
+    words = name.split(".")
+    return [".".join([*words[:-2], other, words[-1]]) for other in parts] if words[-2:-1] == [part] else []
+
+
+def _from_first_number(name: str) -> str:
+    words = name.split(".")
+    first = next((index for index, word in enumerate(words) if word.isdigit()), 0)
+    return ".".join(words[first:])
 
 
 def load_from_channel(load_weights: Callable[[Iterable[Any]], set[str]], receiver: WeightReceiver) -> set[str]:

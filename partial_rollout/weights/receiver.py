@@ -59,6 +59,8 @@ class WeightReceiver:
         self._leases = Leases()
         self._unpacked: list[Bucket] = []
         self._open: torch.Tensor | None = None
+        self.names: list[str] = []
+        """Of the tensors that were handed on."""
         self.current: TensorSpec | None = None
         """The tensor that was handed on last: what a loader that raised was busy with."""
 
@@ -153,7 +155,8 @@ class WeightReceiver:
 
     def _checked(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         self.current = spec
-        if self._validate and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        self.names.append(spec.name)
+        if self._validate and tensor.is_floating_point() and not _is_finite(tensor):
             raise WeightMismatch(f"tensor {spec.name!r} holds NaN or Inf")
         return spec.name, tensor
 
@@ -174,3 +177,8 @@ class WeightReceiver:
 
 def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # Not every float8 type has isfinite; float32 holds all their values.
+    return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())

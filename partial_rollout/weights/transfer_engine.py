@@ -27,7 +27,13 @@ from vllm.distributed.weight_transfer.base import (
 from partial_rollout.errors import ConfigError, VersionError
 from partial_rollout.integrations.vllm_plugin import BACKEND
 from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import Reload, load_from_channel, require_complete, require_own_memory
+from partial_rollout.weights.loading import (
+    Reload,
+    load_from_channel,
+    require_complete,
+    require_own_memory,
+    require_parts,
+)
 from partial_rollout.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -149,6 +155,7 @@ class ChannelReceiving:
             loaded = load_from_channel(load_weights or self.model.load_weights, receiver)
             require_own_memory(self.model, receiver)
         require_complete(expected, loaded)
+        require_parts(getattr(self.model, "packed_modules_mapping", {}), receiver.names)
 
     def finish_weight_update(self) -> None:
         """Finalise the layers; not called by vLLM 0.24, whose worker does it and whose heads are not packed."""

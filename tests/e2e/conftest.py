@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ import pytest
 from partial_rollout.run.quickstart import make_task
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,13 @@ def _start(task: Path, folder: Path, overrides: tuple[str, ...], mark: str) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=_heed_ctrl_c,  # noqa: PLW1509 - a signal's disposition cannot be set otherwise
     )
+
+
+def _heed_ctrl_c() -> None:
+    """A worker process of pytest-xdist ignores Ctrl-C, which its children would inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _bounded_lines(job: subprocess.Popen[str]) -> Iterator[str]:

@@ -1,52 +1,32 @@
+"""What of an update the model's own loader does not notice."""
+
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-import torch
+
+pytest.importorskip("vllm")
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.loading import require_own_memory
-from tests.unit.weights.support import SLOT_BYTES, make_receiver, send_all
+from partial_rollout.weights.loading import require_parts
 
-NUMEL = SLOT_BYTES // 4
-
-
-def copy(model, name, tensor):
-    model.register_parameter(name, torch.nn.Parameter(tensor.clone()))
-
-
-def keep_as_parameter(model, name, tensor):
-    model.register_parameter(name, torch.nn.Parameter(tensor))
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+NAMES = [
+    f"model.layers.{layer}.{block}.weight"
+    for layer in (0, 1)
+    for block in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+]
 
 
-def keep_a_part_as_buffer(model, name, tensor):
-    model.register_buffer(name, tensor.view(2, -1)[1])
+def test_all_parts_are_enough() -> None:
+    require_parts(PACKED, [*NAMES, "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"][:-1])
 
 
-def update(address, load):
-    """A model that `load` filled from a channel, and the receiver afterwards."""
-    model, weights = torch.nn.Module(), [(name, torch.ones(NUMEL)) for name in "abc"]
-    with ThreadPoolExecutor(1) as pool, make_receiver(address) as receiver:
-        sent = pool.submit(send_all, address, weights)
-        for name, tensor in receiver.tensors():
-            load(model, name, tensor)
-        del tensor
-        sent.result()
-    return model, receiver
+def test_a_checkpoint_may_hold_fused_weights() -> None:
+    require_parts(PACKED, ["model.layers.0.self_attn.qkv_proj.weight"])
 
 
-@pytest.mark.parametrize("keep", [keep_as_parameter, keep_a_part_as_buffer])
-def test_a_loader_that_makes_what_it_was_lent_part_of_the_model_is_named(channels, keep):
-    model, receiver = update(channels.address, lambda *item: (keep if item[1] == "b" else copy)(*item))
-    with pytest.raises(WeightMismatch, match=r"parameter 'b' instead of copying it.*weights\.backend=verl"):
-        require_own_memory(model, receiver)
-
-
-def test_copies_are_the_models_own_even_while_somebody_else_keeps_a_tensor(channels):
-    kept = []
-    model, receiver = update(channels.address, lambda *item: (copy(*item), kept.append(item[2])))
-    assert receiver.has_lent
-    require_own_memory(model, receiver)
-    kept.clear()
-    assert not receiver.has_lent
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.v_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_a_missing_part_is_named(missing: str) -> None:
+    name = missing.removeprefix("model.layers.").replace(".", r"\.")
+    with pytest.raises(WeightMismatch, match=f"{name} was not sent"):
+        require_parts(PACKED, [each for each in NAMES if each != missing])
