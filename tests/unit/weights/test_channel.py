@@ -119,6 +119,16 @@ def test_integers_are_finite(channels):
     assert len(received) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_float8_tensor_is_looked_at_too(channels, dtype):
+    weights = [("whole", torch.ones(4).to(dtype)), ("broken", torch.tensor([1.0, float("nan")]).to(dtype))]
+    _, received = exchange(channels.address, weights[:1], receiver={"validate": True})
+    assert len(received) == 1
+    _, received = exchange(channels.address, weights, receiver={"validate": True})
+    assert isinstance(received, WeightMismatch)
+    assert "'broken' holds NaN" in str(received)
+
+
 def test_a_dtype_that_does_not_travel_is_named_on_both_ends(channels):
     sent, received = exchange(channels.address, [*make_weights(1), ("odd", torch.zeros(2, dtype=torch.complex64))])
     assert isinstance(sent, WeightMismatch)

@@ -7,6 +7,7 @@ import torch
 
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
+from partial_rollout.weights.ownership import UNLOCKED_SUFFIX, owned_prefix
 from partial_rollout.weights.shared_slots import SharedSlotWriter, remove_abandoned_segments
 from tests.unit.weights.support import Peer, make_receiver, make_weights, segments, send_all
 
@@ -79,3 +80,10 @@ def test_a_folder_of_a_killed_server_goes_with_the_next_start_and_one_in_use_sta
     assert killed not in map(str, tmp_path.iterdir())
     in_use.remove()
     following.remove()
+
+
+def test_a_segment_that_is_about_to_be_locked_is_not_taken_for_abandoned(tmp_path):
+    new = tmp_path / f"{owned_prefix()}1-ab{UNLOCKED_SUFFIX}"
+    new.touch()
+    assert remove_abandoned_segments(tmp_path) == []
+    assert new.exists()
