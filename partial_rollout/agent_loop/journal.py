@@ -6,6 +6,7 @@ it, and the last one goes on. From the first call that differs (a tool that answ
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
+
+logger = logging.getLogger(__name__)
 
 Saved = dict[str, list["GenerationState"]]
 """Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made."""
@@ -26,10 +29,16 @@ class _Trajectory:
         self._saved = deque(saved)
         self.generations: list[ResumableGeneration] = []
 
-    def record(self, generation: ResumableGeneration) -> None:
-        if self._saved and not generation.adopt(self._saved.popleft()):
-            self._saved.clear()
+    def record(self, generation: ResumableGeneration) -> GenerationState | None:
+        """Returns the saved call that `generation` does not go on from, if there is one."""
         self.generations.append(generation)
+        if not self._saved:
+            return None
+        saved = self._saved.popleft()
+        if generation.adopt(saved):
+            return None
+        self._saved.clear()
+        return saved
 
 
 class Journals:
@@ -38,6 +47,7 @@ class Journals:
     def __init__(self) -> None:
         self._running: dict[str, dict[str, _Trajectory]] = {}
         self._saved: Mapping[str, list[GenerationState]] = {}
+        self._warned = False
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
         """Let trajectories that start from now on go on from `saved`."""
@@ -57,8 +67,14 @@ class Journals:
     def record(self, generation: ResumableGeneration) -> None:
         """A generate call begins; it may be given saved tokens."""
         trajectory = _current.get()
-        if trajectory is not None:
-            trajectory.record(generation)
+        refused = trajectory.record(generation) if trajectory is not None else None
+        if refused is not None and refused.settings != generation.settings and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the checkpoint's tokens were sampled with (%s), now it is (%s): they are generated anew",
+                refused.settings,
+                generation.settings,
+            )
 
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""

@@ -50,6 +50,8 @@ class GenerationState:
     stop_reason: str | None
     num_interruptions: int
     num_reprefilled_tokens: int
+    settings: str = ""
+    """How the tokens were sampled; a checkpoint without them answers no call that says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,17 @@ class ResumableGeneration:
         *,
         min_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
+        settings: str = "",
     ) -> None:
-        """Start with an empty response; `max_new_tokens` is the budget of all segments together, at least 1."""
+        """Start with an empty response; `max_new_tokens` is the budget of all segments together, at least 1.
+
+        `settings` says how tokens are sampled: only tokens with the same are adopted.
+        """
         if max_new_tokens < 1:
             raise InternalError(f"max_new_tokens={max_new_tokens}: a generation needs a budget of at least 1 token")
         self.prompt_ids = prompt_ids
         self.max_new_tokens = max_new_tokens
+        self.settings = settings
         self.token_ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.spans: list[VersionSpan] = []
@@ -120,11 +127,14 @@ class ResumableGeneration:
             stop_reason=self.stop_reason,
             num_interruptions=self.num_interruptions,
             num_reprefilled_tokens=self.num_reprefilled_tokens,
+            settings=self.settings,
         )
 
     def adopt(self, state: GenerationState) -> bool:
-        """Go on from `state` before the first request; False if it answers another prompt or exceeds the budget."""
-        if state.prompt_ids != self.prompt_ids or len(state.token_ids) > self.max_new_tokens:
+        """Go on from `state` before the first request; False if it answers another question or exceeds the budget."""
+        if (state.prompt_ids, state.settings) != (self.prompt_ids, self.settings):
+            return False
+        if len(state.token_ids) > self.max_new_tokens:
             return False
         self.token_ids, self.log_probs = list(state.token_ids), state.log_probs
         self.spans, self.stop_reason = list(state.spans), state.stop_reason

@@ -80,3 +80,15 @@ def test_tokens_are_taken_over_within_the_budget_of_now(budget: int, tokens: lis
     saved.add(segment(6, *([7] if budget == 0 else []), end="aborted"))
     assert later.adopt(saved.state()) is bool(tokens)
     assert (later.token_ids, later.stop_reason) == (tokens, reason)
+
+
+async def test_tokens_sampled_otherwise_are_generated_anew_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    saved = (await two_turns()).states()
+    journals = Journals()
+    journals.restore(saved | {"a_1": saved["a_0"]})
+    calls = [ResumableGeneration([1, 2], 8, settings="logprobs=False") for _ in range(2)]
+    for session, call in enumerate(calls):
+        await in_trajectory(journals, call, session=session)
+    assert [call.token_ids for call in calls] == [[], []]
+    (record,) = caplog.records
+    assert "now it is (logprobs=False)" in record.getMessage()
