@@ -82,7 +82,7 @@ class ResumableGeneration:
         """
         if max_new_tokens < 1:
             raise InternalError(f"max_new_tokens={max_new_tokens}: a generation needs a budget of at least 1 token")
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = list(prompt_ids)  # the caller may go on writing to its own
         self.max_new_tokens = max_new_tokens
         self.settings = settings
         self.token_ids: list[int] = []
@@ -120,7 +120,7 @@ class ResumableGeneration:
     def state(self) -> GenerationState:
         """A copy of what `adopt` takes."""
         return GenerationState(
-            prompt_ids=self.prompt_ids,
+            prompt_ids=list(self.prompt_ids),
             token_ids=list(self.token_ids),
             log_probs=None if self.log_probs is None else list(self.log_probs),
             spans=list(self.spans),
