@@ -40,23 +40,27 @@ class _Trajectory:
         self._saved.clear()
         return saved
 
+    def states(self) -> list[GenerationState]:
+        """Calls made, then saved ones that are still ahead."""
+        return [*(generation.state() for generation in self.generations), *self._saved]
+
 
 class Journals:
     """Journals of one worker's trajectories: `start` in the trajectory's task, `forget` when its group has ended."""
 
     def __init__(self) -> None:
         self._running: dict[str, dict[str, _Trajectory]] = {}
-        self._saved: Mapping[str, list[GenerationState]] = {}
+        self._saved: Saved = {}
         self._warned = False
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
-        """Let trajectories that start from now on go on from `saved`."""
-        self._saved = saved
+        """Let trajectories that start from now on go on from `saved`, each once: a further attempt begins afresh."""
+        self._saved = dict(saved)
 
     def start(self, uid: str, session: int) -> None:
         """The current task, and what it starts, runs this trajectory."""
         key = f"{uid}_{session}"
-        trajectory = _Trajectory(self._saved.get(key, ()))
+        trajectory = _Trajectory(self._saved.pop(key, ()))
         self._running.setdefault(uid, {})[key] = trajectory
         _current.set(trajectory)
 
@@ -78,8 +82,23 @@ class Journals:
 
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""
-        return {
-            key: [generation.state() for generation in trajectory.generations]
-            for group in self._running.values()
-            for key, trajectory in group.items()
-        }
+        return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
+
+    def unclaimed(self) -> Saved:
+        """Saved generate calls of trajectories that have not started again here."""
+        return dict(self._saved)
+
+
+def merge(workers: Sequence[tuple[Saved, Saved]]) -> Saved:
+    """What a checkpoint holds of every worker's `states` and `unclaimed`.
+
+    All workers were given the same saved calls: those that one of them has started with are no longer unclaimed.
+    """
+    merged = {
+        key: calls
+        for key, calls in (workers[0][1] if workers else {}).items()
+        if all(key in unclaimed for _, unclaimed in workers)
+    }
+    for states, _ in workers:
+        merged |= states
+    return merged
