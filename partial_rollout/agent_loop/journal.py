@@ -6,6 +6,7 @@ it, and the last one goes on. From the first call that differs (a tool that answ
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
+
+logger = logging.getLogger(__name__)
 
 Saved = dict[str, list["GenerationState"]]
 """Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made."""
@@ -26,10 +29,20 @@ class _Trajectory:
         self._saved = deque(saved)
         self.generations: list[ResumableGeneration] = []
 
-    def record(self, generation: ResumableGeneration) -> None:
-        if self._saved and not generation.adopt(self._saved.popleft()):
-            self._saved.clear()
+    def record(self, generation: ResumableGeneration) -> GenerationState | None:
+        """Returns the saved call that `generation` does not go on from, if there is one."""
         self.generations.append(generation)
+        if not self._saved:
+            return None
+        saved = self._saved.popleft()
+        if generation.adopt(saved):
+            return None
+        self._saved.clear()
+        return saved
+
+    def states(self) -> list[GenerationState]:
+        """Calls made, then saved ones that are still ahead."""
+        return [*(generation.state() for generation in self.generations), *self._saved]
 
 
 class Journals:
@@ -37,16 +50,17 @@ class Journals:
 
     def __init__(self) -> None:
         self._running: dict[str, dict[str, _Trajectory]] = {}
-        self._saved: Mapping[str, list[GenerationState]] = {}
+        self._saved: Saved = {}
+        self._warned = False
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
-        """Let trajectories that start from now on go on from `saved`."""
-        self._saved = saved
+        """Let trajectories that start from now on go on from `saved`, each once: a further attempt begins afresh."""
+        self._saved = dict(saved)
 
     def start(self, uid: str, session: int) -> None:
         """The current task, and what it starts, runs this trajectory."""
         key = f"{uid}_{session}"
-        trajectory = _Trajectory(self._saved.get(key, ()))
+        trajectory = _Trajectory(self._saved.pop(key, ()))
         self._running.setdefault(uid, {})[key] = trajectory
         _current.set(trajectory)
 
@@ -57,13 +71,34 @@ class Journals:
     def record(self, generation: ResumableGeneration) -> None:
         """A generate call begins; it may be given saved tokens."""
         trajectory = _current.get()
-        if trajectory is not None:
-            trajectory.record(generation)
+        refused = trajectory.record(generation) if trajectory is not None else None
+        if refused is not None and refused.settings != generation.settings and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the checkpoint's tokens were sampled with (%s), now it is (%s): they are generated anew",
+                refused.settings,
+                generation.settings,
+            )
 
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""
-        return {
-            key: [generation.state() for generation in trajectory.generations]
-            for group in self._running.values()
-            for key, trajectory in group.items()
-        }
+        return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
+
+    def unclaimed(self) -> Saved:
+        """Saved generate calls of trajectories that have not started again here."""
+        return dict(self._saved)
+
+
+def merge(workers: Sequence[tuple[Saved, Saved]]) -> Saved:
+    """What a checkpoint holds of every worker's `states` and `unclaimed`.
+
+    All workers were given the same saved calls: those that one of them has started with are no longer unclaimed.
+    """
+    merged = {
+        key: calls
+        for key, calls in (workers[0][1] if workers else {}).items()
+        if all(key in unclaimed for _, unclaimed in workers)
+    }
+    for states, _ in workers:
+        merged |= states
+    return merged

@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
+from partial_rollout.agent_loop.journal import merge
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.errors import ActorLost
 from partial_rollout.mode import read_settings, slots_per_worker
@@ -104,10 +105,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             self._wait_all([worker.hold.remote(claims) for worker in self.agent_loop_workers], "hold", HOLD_TIMEOUT_S)
 
     def journals(self) -> Saved:
-        """Tokens of all trajectories in flight, by `{uid}_{session}`."""
+        """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`."""
         calls = [worker.journals.remote() for worker in self.agent_loop_workers]
         self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)
-        return {key: calls for states in cast("list[Saved]", ray.get(calls)) for key, calls in states.items()}
+        return merge(cast("list[tuple[Saved, Saved]]", ray.get(calls)))
 
     def restore_journals(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""

@@ -62,9 +62,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Hold back the trajectories of those `claims` that are this worker's."""
         self._claim_loop.hold(claims)
 
-    async def journals(self) -> Saved:
-        """Tokens of all trajectories whose groups have not ended."""
-        return self._journals.states()
+    async def journals(self) -> tuple[Saved, Saved]:
+        """Tokens of all trajectories whose groups have not ended, and restored ones that have not started here."""
+        return self._journals.states(), self._journals.unclaimed()
 
     async def restore_journals(self, saved: Saved) -> None:
         """Let trajectories go on from the tokens of a checkpoint, except where routed experts would be missing."""

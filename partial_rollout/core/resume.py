@@ -50,6 +50,8 @@ class GenerationState:
     stop_reason: str | None
     num_interruptions: int
     num_reprefilled_tokens: int
+    settings: str = ""
+    """How the tokens were sampled; a checkpoint without them answers no call that says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,17 @@ class ResumableGeneration:
         *,
         min_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
+        settings: str = "",
     ) -> None:
-        """Start with an empty response; `max_new_tokens` is the budget of all segments together, at least 1."""
+        """Start with an empty response; `max_new_tokens` is the budget of all segments together, at least 1.
+
+        `settings` says how tokens are sampled: only tokens with the same are adopted.
+        """
         if max_new_tokens < 1:
             raise InternalError(f"max_new_tokens={max_new_tokens}: a generation needs a budget of at least 1 token")
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = list(prompt_ids)  # the caller may go on writing to its own
         self.max_new_tokens = max_new_tokens
+        self.settings = settings
         self.token_ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.spans: list[VersionSpan] = []
@@ -113,18 +120,21 @@ class ResumableGeneration:
     def state(self) -> GenerationState:
         """A copy of what `adopt` takes."""
         return GenerationState(
-            prompt_ids=self.prompt_ids,
+            prompt_ids=list(self.prompt_ids),
             token_ids=list(self.token_ids),
             log_probs=None if self.log_probs is None else list(self.log_probs),
             spans=list(self.spans),
             stop_reason=self.stop_reason,
             num_interruptions=self.num_interruptions,
             num_reprefilled_tokens=self.num_reprefilled_tokens,
+            settings=self.settings,
         )
 
     def adopt(self, state: GenerationState) -> bool:
-        """Go on from `state` before the first request; False if it answers another prompt or exceeds the budget."""
-        if state.prompt_ids != self.prompt_ids or len(state.token_ids) > self.max_new_tokens:
+        """Go on from `state` before the first request; False if it answers another question or exceeds the budget."""
+        if (state.prompt_ids, state.settings) != (self.prompt_ids, self.settings):
+            return False
+        if len(state.token_ids) > self.max_new_tokens:
             return False
         self.token_ids, self.log_probs = list(state.token_ids), state.log_probs
         self.spans, self.stop_reason = list(state.spans), state.stop_reason

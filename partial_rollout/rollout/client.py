@@ -29,6 +29,18 @@ UNRESUMABLE = (
     "thinking_token_budget",
 )
 """Sampling parameters whose state in the engine covers the response only; a resumed request would start it afresh."""
+FINGERPRINT = (
+    "logprobs",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+"""Sampling parameters that saved tokens must have been sampled with, to be gone on from after a restart."""
 _SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
 
 
@@ -60,12 +72,7 @@ class ResumingLLMServerClient(LLMServerClient):
         """
         _refuse_unresumable(sampling_params)
         prompt_ids = normalize_token_ids(prompt_ids)
-        generation = ResumableGeneration(
-            prompt_ids,
-            self._budget(len(prompt_ids), sampling_params),
-            min_tokens=sampling_params.get("min_tokens", 0),
-            stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
-        )
+        generation = _generation(prompt_ids, self._budget(len(prompt_ids), sampling_params), sampling_params)
         if self.on_generation is not None:
             self.on_generation(generation)
         merged = MergedFields()
@@ -166,6 +173,17 @@ class MergedFields:
             num_preempted=self._num_preempted,
             extra_fields=fields,
         )
+
+
+def _generation(prompt_ids: list[int], budget: int, sampling_params: dict[str, Any]) -> ResumableGeneration:
+    said = {key: sampling_params[key] for key in FINGERPRINT if sampling_params.get(key) is not None}
+    return ResumableGeneration(
+        prompt_ids,
+        budget,
+        min_tokens=sampling_params.get("min_tokens", 0),
+        stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
+        settings=", ".join(f"{key}={value!r}" for key, value in {**said, "max_tokens": budget}.items()),
+    )
 
 
 def _refuse_unresumable(sampling_params: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from partial_rollout.agent_loop.journal import Journals
+from partial_rollout.agent_loop.journal import Journals, merge
 from partial_rollout.core.resume import ResumableGeneration, Segment
 
 
@@ -80,3 +80,49 @@ def test_tokens_are_taken_over_within_the_budget_of_now(budget: int, tokens: lis
     saved.add(segment(6, *([7] if budget == 0 else []), end="aborted"))
     assert later.adopt(saved.state()) is bool(tokens)
     assert (later.token_ids, later.stop_reason) == (tokens, reason)
+
+
+async def test_tokens_sampled_otherwise_are_generated_anew_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    saved = (await two_turns()).states()
+    journals = Journals()
+    journals.restore(saved | {"a_1": saved["a_0"]})
+    calls = [ResumableGeneration([1, 2], 8, settings="logprobs=False") for _ in range(2)]
+    for session, call in enumerate(calls):
+        await in_trajectory(journals, call, session=session)
+    assert [call.token_ids for call in calls] == [[], []]
+    (record,) = caplog.records
+    assert "now it is (logprobs=False)" in record.getMessage()
+
+
+async def test_saved_calls_that_the_replay_has_not_reached_are_in_the_next_checkpoint() -> None:
+    saved = (await two_turns()).states()
+    journals = Journals()
+    journals.restore(saved)
+    await in_trajectory(journals, generation(1, 2))
+    assert journals.states() == saved
+
+
+async def test_a_further_attempt_begins_afresh() -> None:
+    journals, again = Journals(), generation(1, 2)
+    journals.restore((await two_turns()).states())
+    await in_trajectory(journals, generation(1, 2))
+    journals.forget("a")
+    await in_trajectory(journals, again)
+    assert again.token_ids == []
+
+
+async def test_a_checkpoint_holds_what_nobody_has_started_again_and_nothing_that_was_used_up() -> None:
+    saved = (await two_turns()).states()
+    saved |= {"b_0": saved["a_0"], "c_0": saved["a_0"]}
+    workers = [Journals(), Journals()]
+    for journals in workers:
+        journals.restore(saved)
+    await in_trajectory(workers[1], generation(7))
+    assert merge([(each.states(), each.unclaimed()) for each in workers]) == {
+        "a_0": [generation(7).state()],
+        "b_0": saved["b_0"],
+        "c_0": saved["c_0"],
+    }
+    workers[1].forget("a")
+    assert list(merge([(each.states(), each.unclaimed()) for each in workers])) == ["b_0", "c_0"]
+    assert merge([]) == {}

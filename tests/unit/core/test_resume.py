@@ -170,3 +170,12 @@ def test_segments_that_cannot_be_are_refused():
 def test_a_budget_below_one_is_refused():
     with pytest.raises(InternalError, match="max_new_tokens=0"):
         ResumableGeneration(PROMPT, 0)
+
+
+def test_a_state_stays_what_it_was_when_the_caller_writes_to_its_prompt():
+    prompt = [1, 2]
+    generation = ResumableGeneration(prompt, 8)
+    state = generation.state()
+    prompt.append(9)
+    generation.prompt_ids.append(8)
+    assert (generation.prompt_ids, state.prompt_ids) == ([1, 2, 8], [1, 2])

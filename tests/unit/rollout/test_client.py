@@ -177,7 +177,7 @@ async def test_every_request_waits_for_leave_and_keeps_its_tokens_meanwhile():
 
 
 async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
-    saved = ResumableGeneration([1, 2, 3], 8)
+    saved = ResumableGeneration([1, 2, 3], 8, settings="max_tokens=8")
     saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, epoch=0))
     script = Script(answer([7], "completed", version=4))
     client = make_client(script)
@@ -187,3 +187,31 @@ async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
     assert output.extra_fields["version_spans"] == [[1, 2], [4, 1]]
     assert script.requests[0]["prompt_ids"] == [1, 2, 3, 5, 6]
     assert script.requests[0]["is_resumption"] is True
+
+
+SAMPLING = {"logprobs": True, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_tokens": 1, "stop_token_ids": [7]}
+
+
+@pytest.mark.parametrize(
+    ("change", "adopted"),
+    [({"max_tokens": 8, "seed": 3}, True), ({"max_tokens": 9}, False)]
+    + [
+        ({key: value}, False)
+        for key, value in {
+            "logprobs": False,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_tokens": 2,
+            "stop_token_ids": [8],
+        }.items()
+    ],
+)
+async def test_tokens_sampled_with_other_settings_are_not_adopted(change, adopted):
+    seen = []
+    client = make_client(Script(answer([5, 6], "completed"), answer([9], "completed")))
+    client.on_generation = seen.append
+    await generate(client, SAMPLING)
+    client.on_generation = lambda generation: seen.append(generation.adopt(seen[0].state()))
+    await generate(client, SAMPLING | change)
+    assert seen[1] is adopted
