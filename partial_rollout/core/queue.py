@@ -33,8 +33,8 @@ class PromptQueue:
                                           +--> DROPPED(reason)   drop, or fail with no attempt left; in flight -1
     ```
     Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit` up to the policy's
-    `capacity` and freed by `take` and by dropping. Slots (trajectories in generation) are charged to the worker by
-    `claim`, up to its `free_slots`; the *worker* frees each slot when its trajectory ends, not when the group does.
+    `capacity` or what `take` found missing, freed by `take` and by dropping. Slots (trajectories in generation) are
+    charged to the worker by `claim`, up to its `free_slots`; the *worker* frees each when its trajectory ends.
 
     Every event costs O(log pending) per prompt it touches; `begin_round` and `take` look at the deferred prompts too,
     `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
@@ -51,7 +51,7 @@ class PromptQueue:
         self._done: OrderedDict[str, FinishedGroup] = OrderedDict()
         self._uids = UidRegister(num_remembered=policy.capacity)
         self._dropped: Counter[str] = Counter()
-        self._num_admitted = self._num_taken = self._num_failed_attempts = self._next_order = 0
+        self._num_admitted = self._num_taken = self._num_failed_attempts = self._next_order = self._num_owed = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -71,6 +71,7 @@ class PromptQueue:
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
         self._check_admission(prompts)
+        self._num_owed = max(0, self._num_owed - len(prompts))
         for meta in prompts:
             self._rounds.push(self._enter(meta, QueueSnapshot()))
 
@@ -150,7 +151,8 @@ class PromptQueue:
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
         if not self._rounds.can_choose(num_groups, len(self._done)):
-            return TakeResult(num_missing=self._num_missing(num_groups))
+            self._num_owed = self._num_missing(num_groups)
+            return TakeResult(num_missing=self._num_owed)
         groups = tuple(self._take_one(uid) for uid in self._rounds.choose(num_groups, self._done))
         if not self.policy.in_rounds:
             return TakeResult(groups)
@@ -198,7 +200,7 @@ class PromptQueue:
     ) -> PromptQueue:
         """A queue that continues from `snapshot`; what was ongoing is pending again, ahead of what was pending.
 
-        More prompts may be in flight than a smaller capacity allows; `admit` then refuses until enough are taken.
+        More prompts may be in flight than a smaller capacity allows: `admit` refuses all but what `take` finds missing.
         Raises InternalError for a snapshot that lost a prompt or holds one twice.
         """
         queue = cls(policy, max_attempts, clock)
@@ -207,8 +209,7 @@ class PromptQueue:
         queue._done.update((group.uid, group) for group in snapshot.done)
         queue._uids.live.update(queue._done)
         queue._dropped.update(snapshot.dropped)
-        queue._num_taken = snapshot.taken
-        queue._num_failed_attempts = snapshot.failed_attempts
+        queue._num_taken, queue._num_failed_attempts = snapshot.taken, snapshot.failed_attempts
         queue._claims.next_id = snapshot.next_claim_id
         queue._num_admitted = snapshot.admitted
         queue._check_conservation()
@@ -216,7 +217,7 @@ class PromptQueue:
 
     def _check_admission(self, prompts: Sequence[PromptMeta]) -> None:
         capacity = self.policy.capacity
-        if self.num_in_flight + len(prompts) > capacity:
+        if self.num_in_flight + len(prompts) > capacity and len(prompts) > self._num_owed:
             raise CapacityExceeded(
                 f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {capacity}"
             )

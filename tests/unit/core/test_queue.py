@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from partial_rollout.core.lifecycle import TRANSITIONS, Event, State, next_state
 from partial_rollout.core.queue import AGENT_LOOP_FAILED, PromptQueue
-from partial_rollout.core.tail import Partial
+from partial_rollout.core.tail import Partial, Reorder
 from partial_rollout.errors import (
     CapacityExceeded,
     ConfigError,
@@ -290,6 +290,28 @@ def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
     assert (now.admitted, now.pending, now.done, now.dropped) == (4, 1, 1, {"lost": 2})
     assert uids(claim_all(restored)) == ["c"]
     assert snapshot.failures == {}
+
+
+def test_a_refill_is_admitted_beyond_the_capacity_and_nothing_else() -> None:
+    queue = make_queue(*"abcdefghij")
+    claim_all(queue)
+    snapshot = dataclasses.replace(queue.snapshot(), ongoing=(), deferred=queue.snapshot().ongoing)
+    queue = PromptQueue.restore(snapshot, Reorder(2, 3, 1), 1, ManualClock())
+    assert queue.begin_round().kind == "long"
+    first, second = claim_all(queue)
+    queue.finish(first, trajectories(first.uid))
+    queue.drop(second, "prompt_too_long")
+    with pytest.raises(CapacityExceeded):
+        queue.admit(prompts("x"))
+    assert queue.take(2) == TakeResult(num_missing=1)
+    with pytest.raises(CapacityExceeded):
+        queue.admit(prompts("x", "y"))
+    queue.admit(prompts("x"))
+    with pytest.raises(CapacityExceeded, match="admitting 1 prompts with 10 in flight exceeds capacity 5"):
+        queue.admit(prompts("y"))
+    (third,) = claim_all(queue)
+    queue.finish(third, trajectories(third.uid))
+    assert [group.uid for group in queue.take(2).groups] == [first.uid, "x"]
 
 
 def test_restore_keeps_used_attempts() -> None:
