@@ -109,6 +109,26 @@ def test_a_parameter_that_was_not_sent_is_named_by_either_interface(inherited, k
 
 
 @pytest.mark.parametrize("kind", ["0.24", "0.28"])
+def test_a_part_of_a_fused_parameter_that_was_not_sent_is_named_by_either_interface(inherited, kind):
+    class Fused(torch.nn.Module):
+        packed_modules_mapping = {"qkv_proj": ["q_proj", "v_proj"]}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = torch.nn.Linear(2, 2, bias=False)
+
+        def load_weights(self, weights) -> set[str]:
+            return {"qkv_proj.weight" for _ in weights}
+
+    register_backend()
+    engine = make_engine(kind, Fused())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(send_all, inherited, [("layers.0.q_proj.weight", torch.ones(2))])
+        with pytest.raises(WeightMismatch, match=r"0\.v_proj\.weight was not sent, a part of qkv_proj"):
+            receive(kind, engine)
+
+
+@pytest.mark.parametrize("kind", ["0.24", "0.28"])
 def test_a_parameter_that_is_lent_memory_is_named_by_either_interface(inherited, kind):
     def keep(weights):
         for _, tensor in weights:
