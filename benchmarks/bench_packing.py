@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import verl
@@ -104,7 +104,7 @@ def verl_partition(weigh: Callable[[list[int]], list[int]]) -> Method:
     """verl's equal-size partition over the ranks, one micro-batch."""
 
     def plan(lengths: list[int], num_ranks: int) -> Plan:
-        return as_plan([get_seqlen_balanced_partitions(weigh(lengths), num_ranks, equal_size=True)])
+        return as_plan([partition(weigh(lengths), num_ranks)])
 
     return plan
 
@@ -113,7 +113,7 @@ def verl_path(token_budget: int) -> Method:
     """What verl's trainer and engine do with `use_dynamic_bsz`: partition, then micro-batches on each rank."""
 
     def plan(lengths: list[int], num_ranks: int) -> Plan:
-        ranks = get_seqlen_balanced_partitions(workload(lengths), num_ranks, equal_size=True)
+        ranks = partition(workload(lengths), num_ranks)
         number = 1
         while True:
             cut = [rank_micro_batches([lengths[i] for i in rank], token_budget, number) for rank in ranks]
@@ -130,7 +130,14 @@ def rank_micro_batches(lengths: list[int], token_budget: int, at_least: int) -> 
     """verl's micro-batches of one rank, without the all-reduce that agrees on their number."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     batch = TensorDict({"input_ids": mask, "attention_mask": mask}, batch_size=len(lengths))
-    return rearrange_micro_batches(batch, token_budget, min_num_micro_batch=at_least)[1]
+    # verl says list[None] in its annotations.
+    return cast("list[list[int]]", rearrange_micro_batches(batch, token_budget, min_num_micro_batch=at_least)[1])
+
+
+def partition(weights: list[int], num_ranks: int) -> list[list[int]]:
+    """verl's partition into parts of equal size, by Karmarkar-Karp."""
+    parts: Any = get_seqlen_balanced_partitions(weights, num_ranks, equal_size=True)
+    return parts
 
 
 def workload(lengths: list[int]) -> list[int]:
@@ -142,7 +149,7 @@ def verl_counts(per_rank: int) -> Method:
     """What they do without: partition, then `per_rank` samples a row in the order of the partition."""
 
     def plan(lengths: list[int], num_ranks: int) -> Plan:
-        ranks = get_seqlen_balanced_partitions(workload(lengths), num_ranks, equal_size=True)
+        ranks = partition(workload(lengths), num_ranks)
         starts = range(0, len(ranks[0]), per_rank)
         return as_plan([[rank[at : at + per_rank] for rank in ranks] for at in starts])
 

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ import transformers
 from torch.multiprocessing import spawn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.bench_packing import as_plan, draw_lengths, strided, verl_path, workload
+from benchmarks.bench_packing import as_plan, draw_lengths, partition, strided, verl_path, workload
 from benchmarks.result import circumstances, store
 from partial_rollout.core.packing import CostModel, FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
@@ -102,9 +102,7 @@ def padded_methods(options: argparse.Namespace) -> dict[str, Method]:
 
 def verl_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
     """verl's equal-size partition by its workload."""
-    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-
-    return get_seqlen_balanced_partitions(workload(lengths), num_ranks, equal_size=True)
+    return partition(workload(lengths), num_ranks)
 
 
 def cut(order: Sequence[int], num_ranks: int, per_row: int) -> Plan:
@@ -126,7 +124,7 @@ def run_rank(rank: int, options: argparse.Namespace, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, max_position_embeddings=8192))
+    model = Qwen3ForCausalLM(Qwen3Config(**cast("dict[str, Any]", SIZES), max_position_embeddings=8192))
     parts: dict[str, Part] = {
         "packed": (packed_methods(options), packed_step, varlen_attention.NAME),
         "padded": (padded_methods(options), padded_step, "sdpa"),

@@ -208,7 +208,7 @@ class CpuProfile:
 
     def shares(self) -> dict[str, float]:
         """Cores by process title, largest first."""
-        cores: Counter[str] = Counter()
+        cores: Any = Counter()  # of seconds, where its annotation knows integers only
         for pid, (title, seconds) in self._last.items():
             cores[title] += (seconds - self._first.get(pid, 0.0)) / max(self._until - self._since, 1e-9)
         return {title: round(share, 3) for title, share in cores.most_common(8)}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 
 from partial_rollout.rollout.worker_extension import WorkerExtension
-from partial_rollout.weights.loading import Reload
+from partial_rollout.weights.loading import Reload, require_complete
 
 if TYPE_CHECKING:
     import torch
@@ -30,5 +30,5 @@ class MeasuredWorker(WorkerExtension):
         model, reload = self.model_runner.model, Reload(self.model_runner.model)
         with set_current_vllm_config(self.model_runner.vllm_config):
             reload.start()
-            reload.require_complete(model.load_weights(self.kept))
+            require_complete(reload.expected(), model.load_weights(self.kept))
             reload.finish(self.model_runner.model_config)

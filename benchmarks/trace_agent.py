@@ -17,4 +17,4 @@ class LengthTraceAgentLoop(SingleTurnAgentLoop):
         """Generate exactly the recorded number of tokens."""
         length = int(kwargs["extra_info"]["lengths"][kwargs["session_id"]])
         traced = {**sampling_params, "max_tokens": length, "ignore_eos": True}
-        return await super().run(traced, **kwargs)
+        return await super().run(traced, **kwargs)  # pyright: ignore[reportAbstractUsage] - a decorator hides its body

@@ -80,12 +80,14 @@ class Engine:
         self._directory = ChannelDirectory()
         self._directory.address.export()
         self._round = 0
-        limits = {"gpu_memory_utilization": 0.3} if HAS_GPU else {}
+        options: dict[str, Any] = {"quantization": case.quantization, "dtype": case.dtype}
+        if HAS_GPU:
+            options["gpu_memory_utilization"] = 0.3
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the module asks for the GPU when it is imported
         self._llm = LLM(
-            str(path), quantization=case.quantization, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
+            str(path), skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
             max_num_seqs=8, worker_extension_cls=WORKER_EXTENSION, weight_transfer_config={"backend": BACKEND},
-            dtype=case.dtype, **limits,
+            **options,
         )  # fmt: skip
 
     def generate(self) -> Outputs:
@@ -95,7 +97,7 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
         self._llm.reset_prefix_cache()
         answers = self._llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-        found = [answer.outputs[0] for answer in answers]
+        found: list[Any] = [answer.outputs[0] for answer in answers]
         return [
             (list(each.token_ids), [at[token].logprob for at, token in zip(each.logprobs, each.token_ids, strict=True)])
             for each in found

@@ -439,7 +439,7 @@ def main() -> None:
         return
     if not HAS_GPU and not options.dry_run:
         parser.error("there is no GPU here: --dry-run runs the same steps on a CPU")
-    del options.serve
+    del options.__dict__["serve"]
     result: dict[str, Any] = {**circumstances(options), **versions()}
     for name, found in run_steps(options):
         result[name] = found
