@@ -40,6 +40,8 @@ BEYOND_CHANNEL = {
 }
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 
+CHANNEL_DEVICES = ("cpu", "cuda")
+
 
 def is_enabled(config: DictConfig) -> bool:
     """Whether `+async_training.partial_rollout=True` was given.
@@ -258,6 +260,13 @@ def _check_weights(config: DictConfig) -> None:
         )
 
 
+def uses_channel(config: DictConfig) -> bool:
+    """Whether this run sends weights by our channel: unless it lacks something, or verl's was asked for."""
+    backend = read_settings(config).weights.backend
+    on_known_device = config.trainer.device in CHANNEL_DEVICES
+    return backend == "channel" or (backend == "auto" and on_known_device and not channel_lacks(config))
+
+
 def channel_lacks(config: DictConfig) -> str | None:
     """What this configuration needs of a weight update that our channel cannot do, or None."""
     for key, (what, allowed) in BEYOND_CHANNEL.items():
@@ -316,4 +325,6 @@ def apply_mode(config: DictConfig) -> None:
         rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
         config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
-        rollout.custom = {**(rollout.get("custom") or {}), BLOCK: dataclasses.asdict(read_settings(config))}
+        block = dataclasses.asdict(read_settings(config))
+        block["weights"]["backend"] = "channel" if uses_channel(config) else "verl"
+        rollout.custom = {**(rollout.get("custom") or {}), BLOCK: block}

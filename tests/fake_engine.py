@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from verl.workers.rollout.replica import RolloutMode
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -68,6 +69,8 @@ class FakeEngine:
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
         self.answers_rpc = True
+        self.answers_wake_up = True
+        self.forgets = True
         self.is_dead = False
 
     def shutdown(self, timeout: float) -> None:
@@ -116,12 +119,18 @@ class FakeEngine:
         if not self.answers_rpc:
             await asyncio.Event().wait()
 
+    async def wake_up(self, tags: list[str]) -> None:
+        self._note(f"wake up {tags}")
+        if not self.answers_wake_up:
+            await asyncio.Event().wait()
+
     async def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError
 
-    async def reset_prefix_cache(self, reset_connector: bool) -> None:
+    async def reset_prefix_cache(self, reset_connector: bool) -> bool:
         self._note("reset prefix cache")
+        return self.forgets
 
     async def reset_mm_cache(self) -> None:
         self._note("reset mm cache")
@@ -152,6 +161,7 @@ class FakeServer(PartialRolloutServer):
         self.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         self.replica_rank = self.node_rank = 0
         self.nnodes = 1
+        self.rollout_mode = RolloutMode.HYBRID
         self.global_steps = None
         self._disaggregation_role = "null"
         self._submission_paused, self._rejecting, self._admitting = False, False, 0

@@ -23,49 +23,44 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
-from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
-from partial_rollout.errors import DataError, EngineDead, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
 from partial_rollout.rollout.statistics import RolloutStatistics
-from partial_rollout.weights.directory import ChannelDirectory
-from partial_rollout.weights.shared_slots import remove_abandoned_segments
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from partial_rollout.weights.directory import ChannelAddress
 
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
-HEALTH_INTERVAL_S = 0.5
-"""vLLM tells those who wait for an answer nothing of the engine's death; this is how late it is noticed."""
+BROKEN_ENGINE_STOP_S = 2.0
+"""The same for one that is relaunched: it has nothing to end in order, and may be waiting for a stuck worker."""
 WORKER_STOP_S = 5.0
 """The engine's workers get this long after their core has ended."""
 INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
 
-class PartialRolloutServer(vLLMHttpServer):
+class PartialRolloutServer(ChannelServer):
     """Server actor of one replica; all state below is touched on the engine's loop only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what vLLMHttpServer takes; the engine starts in `launch_server`."""
         super().__init__(*args, **kwargs)
         self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
-        remove_abandoned_segments()
-        self._channels = ChannelDirectory()
-        self._channels.address.export()
+        self._open_channels()
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
-        self._weights = EngineWeights()
+        self._init_weights()
         self._admission = Admission()
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
@@ -269,70 +264,22 @@ class PartialRolloutServer(vLLMHttpServer):
         self._admission.reject()
         self._channels.remove()
         if self.node_rank == 0:
-            await self._stop_engine()
+            await self._stop_engine(ENGINE_STOP_S)
 
-    async def _stop_engine(self) -> None:
+    async def _stop_engine(self, grace_s: float) -> None:
         """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards."""
         self._server_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._server_task
         processes = engine_processes()
-        stop = asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_STOP_S)
+        stop = asyncio.to_thread(self.engine.shutdown, timeout=grace_s)
         try:
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
         await asyncio.to_thread(end_processes, processes, grace_s=WORKER_STOP_S)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------
-
-    @control
-    async def weight_channel(self) -> ChannelAddress:
-        """Where this node's training ranks meet this server's engine workers."""
-        return self._channels.address
-
-    @control
-    async def receive_weights(
-        self, *, round: int, version: int | None, peft_config: dict[str, Any] | None = None
-    ) -> None:
-        """Let every engine worker take update `round` from its channel; then forget caches and set the version.
-
-        With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
-
-        Raises:
-            WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
-            EngineDead: the update before this one failed, and the engine was not relaunched.
-        """
-        self._weights.require_receivable(self._name)
-        weights = self.settings.weights
-        options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
-        update = f"weight update {round} (version {version})"
-        self._weights.begun(update)
-        try:
-            await self._call_workers("receive_weights", options | {"peft_config": peft_config})
-            await vLLMHttpServer.clear_kv_cache(self)
-        except Exception as error:
-            reason = f"{update} failed: {error}"
-            self._weights.failed(reason)
-            raise WeightUpdateError(f"{self._name}: {reason}") from error
-        self._weights.succeeded()
-        if version is not None:
-            self.global_steps = version
-
-    async def _call_workers(self, method: str, kwargs: dict[str, Any]) -> None:
-        """As vLLM's collective_rpc, which never answers if the engine's core dies before it has taken the call."""
-        call = asyncio.ensure_future(self.engine.collective_rpc(method=method, kwargs=kwargs))
-        try:
-            while not (await asyncio.wait([call], timeout=HEALTH_INTERVAL_S))[0]:
-                await self.engine.check_health()
-            call.result()
-        finally:
-            call.cancel()
-
-    @control
-    async def weights_failure(self) -> str | None:
-        """Why the last weight update failed, or that it has not ended, which fails it; None if it arrived whole."""
-        return self._weights.given_up()
+    # ---- relaunch ----------------------------------------------------------------------------------------------------
 
     @control
     async def relaunch(self) -> None:
@@ -345,7 +292,7 @@ class PartialRolloutServer(vLLMHttpServer):
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
-        await self._stop_engine()
+        await self._stop_engine(BROKEN_ENGINE_STOP_S)
         try:
             await self.run_server(self._launch_args)
         except Exception as error:
@@ -358,7 +305,6 @@ class PartialRolloutServer(vLLMHttpServer):
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------
 
     collective_rpc = control(vLLMHttpServer.collective_rpc)
-    wake_up = control(vLLMHttpServer.wake_up)
     sleep = control(vLLMHttpServer.sleep)
     clear_kv_cache = control(vLLMHttpServer.clear_kv_cache)
     release_kv_cache = control(vLLMHttpServer.release_kv_cache)

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
 from partial_rollout.integrations.vllm_plugin import register_backend
 from partial_rollout.weights.loading import Reload, require_complete
-from partial_rollout.weights.lora import require_known_modules
+from partial_rollout.weights.lora import require_known_modules, require_whole_adapter
 from partial_rollout.weights.transfer_engine import ChannelUpdate, make_receiver
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             # vLLM keeps an adapter's tensors, and what the channel lends is not the model's to keep.
             tensors = {name: tensor.clone() for name, tensor in receiver.tensors()}
         require_known_modules(self.model_runner.model, tensors)
+        require_whole_adapter(self.model_runner.model, tensors, peft_config)
         self.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(
             lora_name=VLLM_LORA_NAME,

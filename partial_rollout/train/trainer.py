@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from partial_rollout.errors import DataError
-from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings
+from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings, uses_channel
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
@@ -29,7 +29,6 @@ from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, rest
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.weight_update import update_engines
 from partial_rollout.train.workers import use_workers
-from partial_rollout.weights.adapter import uses_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Sized

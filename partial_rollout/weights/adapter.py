@@ -11,10 +11,12 @@ Both run at the same time; the rank with the handle also waits for the server, w
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
+import zmq
 from ray.exceptions import RayError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
@@ -22,25 +24,50 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from partial_rollout.config import PartialRolloutConfig
-from partial_rollout.errors import PartialRolloutError, WaitTimeout, WeightProtocolError, WeightUpdateError
-from partial_rollout.mode import channel_lacks, read_settings
+from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
+from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
     from concurrent.futures import Future
 
-    from omegaconf import DictConfig
-
     from partial_rollout.weights.directory import ChannelAddress
 
 WIRE_FORMAT = "named_tensors"
+SENDER_SHARE = 0.5
+"""Of `weights.timeout_s`. While a rank waits for its stuck engine, others wait for it in a gathering, and their healthy
+engines for them: an engine must be more patient than a rank, or it would fail with its neighbour."""
+ENGINE_FAILURES = (PartialRolloutError, RayError, zmq.ZMQError, OSError, RuntimeError, ValueError)
+"""What an update can raise here because of the engine's end, the socket's and the GPU's errors among them."""
+
+logger = logging.getLogger(__name__)
 
 
-def uses_channel(config: DictConfig) -> bool:
-    """Whether this run sends weights by our channel; on a GPU only when asked to."""
-    backend = read_settings(config).weights.backend
-    return backend == "channel" or (backend == "auto" and get_device_name() == "cpu" and not channel_lacks(config))
+class Gathering:
+    """Tensors as the ranks gather them; what that raises is the ranks' own failure, not an engine's.
+
+    No generator, because the end of one that goes through another one ends that too, and gathering has to go on.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gather when iterated over, each time from where the time before has stopped."""
+        self._weights = iter(weights)
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Gathering:
+        """Itself."""
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        """The next tensor."""
+        try:
+            return next(self._weights)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class ChannelAdapter(ServerAdapter):
@@ -87,10 +114,15 @@ class ChannelAdapter(ServerAdapter):
                 "actor_rollout_ref.rollout.load_format=safetensors"
             )
         self._round += 1
-        await self._unless_failed(self._send(weights, version=global_steps, peft_config=peft_config))
-        with torch.no_grad():
-            for _ in weights if self.failure is not None else ():
-                pass
+        gathering = Gathering(weights)
+        await self._unless_failed(self._send(gathering, version=global_steps, peft_config=peft_config))
+        if gathering.error is not None:
+            raise gathering.error
+        if self.failure is not None:
+            await self._give_up(self.failure)
+            with torch.no_grad():
+                for _ in gathering:
+                    pass
 
     async def resume(self, tags: list[str]) -> None:
         """Give the engine its memory back; nothing after a failure, as the engine is going to be relaunched."""
@@ -102,8 +134,18 @@ class ChannelAdapter(ServerAdapter):
             return
         try:
             await action
-        except (PartialRolloutError, RayError) as error:
+        except ENGINE_FAILURES as error:
             self.failure = error
+
+    async def _give_up(self, failure: Exception) -> None:
+        """Say so to the server, whose call to the engine waits for all workers, a stuck one among them."""
+        if self._server is None:
+            return
+        told = self._server.give_up_update.remote(round=self._round, reason=str(failure))
+        try:
+            await self._bounded(told, self._timeouts.call_s, "take notice of a lost weight update")
+        except (PartialRolloutError, RayError) as error:
+            logger.warning("replica %d was not told that its weight update is lost: %s", self.replica_rank, error)
 
     async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
         address = await self._connect()
@@ -127,7 +169,7 @@ class ChannelAdapter(ServerAdapter):
             round=self._round,
             slot_bytes=self._settings.slot_bytes,
             device=torch.device(get_device_name()),
-            timeout_s=self._settings.timeout_s,
+            timeout_s=SENDER_SHARE * self._settings.timeout_s,
             check=check,
         )
 
@@ -136,15 +178,13 @@ class ChannelAdapter(ServerAdapter):
         if self._address is None:
             name = f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}"
             self._server = ray.get_actor(name)
-            answer = asyncio.wrap_future(self._server.weight_channel.remote().future())
+            answer = self._server.weight_channel.remote()
             self._address = await self._bounded(answer, self._timeouts.call_s, "tell its weight channel")
         return cast("ChannelAddress", self._address)
 
-    async def _bounded(self, answer: asyncio.Future[Any], timeout_s: float, what: str) -> Any:
-        done, _ = await asyncio.wait([answer], timeout=timeout_s)
-        if not done:
-            raise WaitTimeout(f"training worker waited {timeout_s:g} s for replica {self.replica_rank} to {what}")
-        return answer.result()
+    async def _bounded(self, answer: Any, timeout_s: float, what: str) -> Any:
+        who_waits = f"training worker waits for replica {self.replica_rank} to {what}"
+        return await answer_of(answer, timeout_s=timeout_s, who_waits=who_waits)
 
 
 class ChannelActorWorker(ActorRolloutRefWorker):

@@ -9,6 +9,8 @@ that; the sender's death takes nothing away.
                                             copies begun on its stream, wait for all   ──Bucket──→
     tensors on the slot, last one dropped,
     wait for all that reads it              ──Free──→
+                                            close                                ──Done──→
+    free, when nothing refers to it
 """
 
 from __future__ import annotations
@@ -86,6 +88,10 @@ class _Block:
         weakref.finalize(self, runtime.free, device, self.pointer).atexit = False
 
 
+ABANDONED: list[_Block] = []
+"""Slots of failed updates."""
+
+
 class CudaSlotReader:
     """The receiver's end."""
 
@@ -119,5 +125,12 @@ class CudaSlotReader:
         self._runtime.synchronize(self.device)
 
     def close(self) -> None:
-        """Let go of the memory, which stays for as long as somebody holds it."""
+        """Let go of the memory, which stays for as long as somebody holds it; the sender has closed it by now."""
         self._blocks.clear()
+
+    def abandon(self) -> None:
+        """Leave the memory to the end of this process: freeing what another one has open is undefined in CUDA.
+
+        The engine generates no more after a failed update, so there is nothing else to have it for.
+        """
+        ABANDONED.extend(self._blocks)

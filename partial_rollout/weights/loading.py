@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
+from partial_rollout.weights.shapes import from_first_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm.config import ModelConfig
 
@@ -22,6 +25,8 @@ NUM_NAMED_PARAMETERS = 8
 OPTIONAL_PARAMETERS = ("q_scale", "k_scale", "v_scale", "prob_scale")
 """Of quantised attention layers; vLLM has a value for them when a checkpoint has none."""
 HEAD = "lm_head"
+EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<tensor>.+)")
+"""A tensor of one expert, as checkpoints that keep experts apart name it."""
 
 
 class Reload:
@@ -83,7 +88,7 @@ def require_parts(packed: Mapping[str, Sequence[str]], received: Iterable[str]) 
     Raises:
         WeightMismatch: a part was not sent; the model is undefined and must not be used.
     """
-    names = {_from_first_number(name) for name in received}
+    names = {from_first_number(name) for name in received}
     for fused, parts in packed.items():
         for name in names:
             missing = [other for part in parts for other in _siblings(name, part, parts) if other not in names]
@@ -96,26 +101,54 @@ def _siblings(name: str, part: str, parts: Sequence[str]) -> list[str]:
     return [".".join([*words[:-2], other, words[-1]]) for other in parts] if words[-2:-1] == [part] else []
 
 
-def _from_first_number(name: str) -> str:
-    words = name.split(".")
-    first = next((index for index, word in enumerate(words) if word.isdigit()), 0)
-    return ".".join(words[first:])
+def require_experts(received: Iterable[str]) -> None:
+    """Check that every expert of a layer came with the same tensors, and every such layer with as many experts.
+
+    vLLM keeps all experts of a layer in one parameter, and reports it as filled when any expert was.
+
+    Raises:
+        WeightMismatch: one was not sent; the model is undefined and must not be used.
+    """
+    found: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
+    for match in filter(None, map(EXPERT.fullmatch, received)):
+        found[match["layer"]].add((int(match["expert"]), match["tensor"]))
+    number = 1 + max((expert for parts in found.values() for expert, _ in parts), default=-1)
+    for layer, parts in found.items():
+        tensors = sorted({tensor for _, tensor in parts})
+        missing = sorted({*itertools.product(range(number), tensors)} - parts)
+        if missing:
+            expert, tensor = missing[0]
+            raise WeightMismatch(f"weight update: {layer}.{expert}.{tensor} was not sent, one of {number} experts")
 
 
-def load_from_channel(load_weights: Callable[[Iterable[Any]], set[str]], receiver: WeightReceiver) -> set[str]:
+def load_from_channel(
+    load_weights: Callable[[Iterable[Any]], set[str]],
+    receiver: WeightReceiver,
+    check: Callable[[str, torch.Tensor], None],
+) -> set[str]:
     """Feed the channel's tensors to the model as they come; return the names of the parameters they filled.
+
+    `check` sees every tensor before the model does and raises WeightMismatch for one that it must not take.
 
     Raises:
         WeightMismatch: the model does not take a tensor; names it.
         WeightUpdateError: the channel failed.
     """
     try:
-        return load_weights(receiver.tensors())
+        return load_weights(_checked(receiver.tensors(), check))
     except WeightUpdateError:
         raise
     except Exception as error:
         busy_with = receiver.current or "no tensor"
         raise WeightMismatch(f"weight update failed while loading {busy_with}: {error!r}") from error
+
+
+def _checked(
+    tensors: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        check(name, tensor)
+        yield name, tensor
 
 
 def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None:

@@ -9,10 +9,43 @@ from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_nam
 from partial_rollout.errors import WeightMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 STACKED_EXPERTS_SUFFIX = ".base_layer"
 """peft's name for the first of two adapters of a layer that has the experts in one tensor; the second has none."""
+
+CHOOSES_LAYERS = ("layers_to_transform", "exclude_modules")
+"""Of peft's configuration."""
+
+
+def require_whole_adapter(model: Any, names: Iterable[str], peft_config: Mapping[str, Any]) -> None:
+    """Check that an adapter has both matrices of every module, and every layer's modules if it has one layer's.
+
+    vLLM takes what is not there for zero. Layers that peft's configuration chooses among are not looked for.
+
+    Raises:
+        WeightMismatch: names the first module with a tensor missing.
+    """
+    mapper, matrices = _module_mapper(model), {True: set[str](), False: set[str]()}
+    for name in names:
+        if not is_base_embedding_weights(name):
+            module, is_first = parse_fine_tuned_lora_name(name, mapper)
+            matrices[is_first].add(module)
+    for module in sorted(matrices[True] ^ matrices[False]):
+        absent = "lora_B" if module in matrices[True] else "lora_A"
+        raise WeightMismatch(f"LoRA adapter: {absent} of module {module!r} was not sent")
+    if any(peft_config.get(key) for key in CHOOSES_LAYERS) or isinstance(peft_config.get("target_modules"), str):
+        return
+    manager = model.lora_manager
+    patterns = {_any_layer(module) for module in matrices[True]}
+    known = set(manager.modules).union(*manager.packed_modules.values())
+    for module in sorted(known - matrices[True]):
+        if _any_layer(module) in patterns:
+            raise WeightMismatch(f"LoRA adapter: module {module!r} was not sent, and other layers' were")
+
+
+def _any_layer(module: str) -> str:
+    return ".".join("*" if word.isdigit() else word for word in module.split("."))
 
 
 def require_known_modules(model: Any, names: Iterable[str]) -> None:

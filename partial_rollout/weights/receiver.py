@@ -73,6 +73,8 @@ class WeightReceiver:
         """Tell the sender of a failure, let go of the slots, disconnect."""
         if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
+        if error is not None and self._slots is not None:
+            self._slots.abandon()
         self._release_slots()
         self._line.close()
 

@@ -107,6 +107,7 @@ class WeightSender:
             num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
             self._put(slots, name, tensor)
         self._flush(slots)
+        slots.close()  # first, since the receiver frees what it made once it has read that this is all
         self._say(self._machine.finish(num_tensors, num_bytes))
         self._receive_until(State.CLOSED)
         return SentWeights(num_tensors, num_bytes, time.monotonic() - started)

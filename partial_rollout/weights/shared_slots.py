@@ -146,6 +146,10 @@ class SharedSlotReader:
         """Let go of the mapping, which stays for as long as somebody holds a slot: closing it by hand would fail."""
         self._mapping = None
 
+    def abandon(self) -> None:
+        """Let go of the mapping; the sender has its own."""
+        self.close()
+
 
 def remove_abandoned_segments(folder: Path = FOLDER) -> list[Path]:
     """Delete segments of this user whose sender was killed before the receiver had opened them; return them."""

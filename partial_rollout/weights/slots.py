@@ -56,6 +56,9 @@ class SlotReader(Protocol):
     def close(self) -> None:
         """Let go of the memory, which stays for as long as somebody holds it."""
 
+    def abandon(self) -> None:
+        """After a failure, when the sender may still write: let go of what it could not damage."""
+
 
 class Leases:
     """Which slots something still refers to: a tensor of a slot, or any view that a model made of it."""

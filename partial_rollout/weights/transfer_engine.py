@@ -31,10 +31,12 @@ from partial_rollout.weights.loading import (
     Reload,
     load_from_channel,
     require_complete,
+    require_experts,
     require_own_memory,
     require_parts,
 )
 from partial_rollout.weights.receiver import WeightReceiver
+from partial_rollout.weights.shapes import LinearShapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +130,8 @@ class ChannelReceiving:
         require_known_interface()
         super().__init__(*args)
         self._reload = Reload(self.model)
+        self._packed: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
+        self._shapes = LinearShapes(self.model, self._packed)
         self._device = next(self.model.parameters()).device
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
@@ -152,10 +156,11 @@ class ChannelReceiving:
         """
         expected = self._reload.expected()
         with make_receiver(update_info, self._device) as receiver:
-            loaded = load_from_channel(load_weights or self.model.load_weights, receiver)
+            loaded = load_from_channel(load_weights or self.model.load_weights, receiver, self._shapes.check)
             require_own_memory(self.model, receiver)
         require_complete(expected, loaded)
-        require_parts(getattr(self.model, "packed_modules_mapping", {}), receiver.names)
+        require_parts(self._packed, receiver.names)
+        require_experts(receiver.names)
 
     def finish_weight_update(self) -> None:
         """Finalise the layers; not called by vLLM 0.24, whose worker does it and whose heads are not packed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -17,7 +19,10 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
+from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.weights.adapter import ChannelAdapter
 from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.sender import WeightSender
 from partial_rollout.weights.shared_slots import FOLDER
@@ -41,6 +46,8 @@ BLOCK_SIZE = 32
 SLOT_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
 CALL_S = 30.0
+SILENCE_S = 16.0
+"""What an engine's worker bears of its sender; a rank bears half of it."""
 PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
 """Prompts; the last fills several blocks of the prefix cache, also at vLLM's default block size of 128."""
 NUM_PROBE_TOKENS = 32
@@ -98,6 +105,7 @@ def make_config(model_path: Path, **overrides: Any) -> DictConfig:
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 1,
         f"+{rollout}.enable_sleep_mode": False,
         f"+{rollout}.engine_kwargs.vllm.block_size": BLOCK_SIZE,
+        f"+{rollout}.custom.partial_rollout.weights.timeout_s": SILENCE_S,
         "actor_rollout_ref.model.path": str(model_path),
         **overrides,
     }
@@ -213,6 +221,32 @@ class ChannelDriver:
         name = channel_name(self.replica, rank)
         options = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": CALL_S, "check": lambda: None}
         return WeightSender(self.address, name, **options)
+
+
+class Rank:
+    """Stands where a training rank would: the real adapter, on a thread of its own as ranks are processes."""
+
+    def __init__(self, replica: PartialRolloutReplica, rank: int, *, first_round: int) -> None:
+        adapter = self.adapter = object.__new__(ChannelAdapter)  # its parent's constructor looks for training workers
+        adapter.zmq_handle, adapter.replica_rank = channel_name(replica, rank), replica.replica_rank
+        adapter._has_server, adapter._server = rank == 0, replica.server_handle
+        settings = PartialRolloutConfig.from_rollout(replica.config.custom)
+        # No setting makes slots so small that a stuck worker of this model stops its sender.
+        adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, slot_bytes=SLOT_BYTES)
+        adapter._timeouts = settings.timeouts
+        adapter.failure, adapter._round = None, first_round - 1
+        adapter._address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """As ChannelActorWorker does.
+
+        Raises:
+            WeightUpdateError: the rank's engine did not take the weights, which were gathered to the end.
+        """
+        self.adapter.failure = None
+        asyncio.run(self.adapter.update_weights(weights, version))
+        if self.adapter.failure is not None:
+            raise WeightUpdateError(f"replica {self.adapter.replica_rank}: {self.adapter.failure}")
 
 
 async def engine_processes(replica: PartialRolloutReplica) -> list[psutil.Process]:

@@ -37,21 +37,9 @@ def with_adapter(model, seed):
 
 
 async def test_an_adapter_and_the_one_after_it_are_generated_with(lora):
-    from tests.engine.support import NUM_PROBE_TOKENS, PROBES, greedy_reference, probe
-
     engine, driver, model = lora
     for version, seed in ((3, 1), (4, 2)):
-        adapted, tensors, peft_config = with_adapter(model, seed)
-        await engine.replica.abort_all_requests()
-        await asyncio.to_thread(driver.update, tensors.items, version, peft_config=peft_config)
-        await engine.replica.resume_generation()
-        outputs = await probe(engine.client)
-        for (tokens, log_probs), ids in zip(outputs, PROBES, strict=True):
-            wanted_tokens, wanted_log_probs = greedy_reference(adapted, ids, NUM_PROBE_TOKENS)
-            assert tokens == wanted_tokens
-            assert log_probs == pytest.approx(wanted_log_probs, abs=1e-4)
-        assert [tokens for tokens, _ in outputs] != [tokens for tokens, _ in engine.fresh]
-        assert (await engine.replica.statistics())[0].version == version
+        await assert_generates_with(engine, driver, *with_adapter(model, seed), version=version)
 
 
 async def test_an_adapter_the_model_cannot_take_is_an_error(lora):
@@ -63,3 +51,32 @@ async def test_an_adapter_the_model_cannot_take_is_an_error(lora):
     changed = {name.replace("q_proj", "no_such_proj"): tensor for name, tensor in tensors.items()}
     with pytest.raises(WeightUpdateError, match=r"version 5.*layers.0.self_attn.no_such_proj.* belongs to no module"):
         await asyncio.to_thread(driver.update, changed.items, 5, peft_config=peft_config)
+
+
+async def test_a_relaunched_engine_loads_its_base_weights_and_takes_the_adapter_again(lora):
+    from partial_rollout.errors import WeightUpdateError
+
+    engine, driver, model = lora
+    adapted, tensors, peft_config = with_adapter(model, 4)
+    await engine.replica.relaunch()
+    await assert_generates_with(engine, driver, adapted, tensors, peft_config, version=6)
+    await engine.replica.abort_all_requests()
+    first = next(name for name in tensors if "lora_B" in name)
+    del tensors[first]
+    with pytest.raises(WeightUpdateError, match=r"lora_B of module 'model.layers.0.* was not sent"):
+        await asyncio.to_thread(driver.update, tensors.items, 7, peft_config=peft_config)
+
+
+async def assert_generates_with(engine, driver, adapted, tensors, peft_config, *, version):
+    from tests.engine.support import NUM_PROBE_TOKENS, PROBES, greedy_reference, probe
+
+    await engine.replica.abort_all_requests()
+    await asyncio.to_thread(driver.update, tensors.items, version, peft_config=peft_config)
+    await engine.replica.resume_generation()
+    outputs = await probe(engine.client)
+    for (tokens, log_probs), ids in zip(outputs, PROBES, strict=True):
+        wanted_tokens, wanted_log_probs = greedy_reference(adapted, ids, NUM_PROBE_TOKENS)
+        assert tokens == wanted_tokens
+        assert log_probs == pytest.approx(wanted_log_probs, abs=1e-4)
+    assert [tokens for tokens, _ in outputs] != [tokens for tokens, _ in engine.fresh]
+    assert (await engine.replica.statistics())[0].version == version

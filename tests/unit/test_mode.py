@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.errors import ConfigError, DataError, UserError
 from partial_rollout.mode import (
     apply_mode,
@@ -23,6 +23,7 @@ from partial_rollout.mode import (
     provide_attention,
     sequence_parallel_size,
     slots_per_worker,
+    uses_channel,
 )
 
 if TYPE_CHECKING:
@@ -245,6 +246,24 @@ def test_merged_adapters_are_whole_weights_and_others_travel_if_engines_load_wha
     check_config(composed(CHANNEL | LORA))
 
 
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "channel"),
+        ({"trainer.device": "cuda"}, "channel"),
+        ({"trainer.device": "npu"}, "verl"),
+        (LORA, "channel"),
+        (LORA | DUMMY, "verl"),
+        ({"partial_rollout.weights.backend": "verl"}, "verl"),
+    ],
+)
+def test_servers_and_training_workers_are_told_the_same_weight_backend(composed: Composed, changes, wanted):
+    config = composed(changes)
+    apply_mode(config)
+    handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
+    assert (handed_on.weights.backend, uses_channel(config)) == (wanted, wanted == "channel")
+
+
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)
@@ -313,7 +332,9 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
     apply_mode(config)
     custom = "actor_rollout_ref.rollout.custom"
     handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
-    assert handed_on == PartialRolloutConfig(stream_interval=7, timeouts=TimeoutConfig(drain_s=5.0))
+    assert handed_on == PartialRolloutConfig(
+        stream_interval=7, timeouts=TimeoutConfig(drain_s=5.0), weights=WeightsConfig(backend="channel")
+    )
     before, after = leaves(composed(changes)), leaves(config)
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     assert {key: value for key, value in changed.items() if not key.startswith(custom)} == {

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
+from partial_rollout.config import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.errors import DataError, DrainTimeout, EngineDead, WeightUpdateError
+from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
 from tests.fake_engine import FakeServer, completion
 
@@ -168,12 +169,55 @@ FAILURE = RuntimeError("tensor 'a' does not fit")
 
 
 async def test_an_engine_that_dies_before_it_answers_an_update_is_noticed(monkeypatch):
-    monkeypatch.setattr("partial_rollout.rollout.server.HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
     server = await launched()
     server.fake.answers_rpc, server.fake.is_dead = False, True
     with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
         await server.receive_weights(round=1, version=5)
     assert await server.weights_failure() is not None
+
+
+async def test_a_prefix_cache_that_is_not_cleared_fails_the_update():
+    server = await launched()
+    server.fake.forgets = False
+    with pytest.raises(WeightUpdateError, match=r"update 1 .*prefix cache of the old weights was not cleared"):
+        await server.receive_weights(round=1, version=5)
+    assert (await server.rollout_statistics()).version == 0
+
+
+async def test_an_update_that_a_training_rank_gives_up_ends_at_once_however_stuck_the_engine_is():
+    server = await launched()
+    server.fake.answers_rpc = False
+    update = asyncio.create_task(server.receive_weights(round=2, version=5))
+    await let_run()
+    await server.give_up_update(round=1, reason="the one before")
+    await let_run()
+    assert not update.done()
+    await server.give_up_update(round=2, reason="rank 1: silent for 30 s")
+    with pytest.raises(WeightUpdateError, match=r"update 2 \(version 5\) failed: rank 1: silent for 30 s"):
+        await update
+    assert "silent for 30 s" in await server.weights_failure()
+
+
+async def test_an_update_that_was_given_up_before_its_call_came_fails_too():
+    server = await launched()
+    server.fake.answers_rpc = False
+    await server.give_up_update(round=1, reason="no hello")
+    with pytest.raises(WeightUpdateError, match="no hello"):
+        await server.receive_weights(round=1, version=5)
+
+
+@pytest.mark.parametrize("fault", ["dead", "stuck"])
+async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched(monkeypatch, fault):
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched(PartialRolloutConfig(weights=WeightsConfig(timeout_s=20.0 if fault == "dead" else 0.05)))
+    server.fake.answers_wake_up, server.fake.is_dead = False, fault == "dead"
+    with pytest.raises(WeightUpdateError, match=r"did not wake up \(\['weights'\]\)"):
+        await server.wake_up(["weights"])
+    assert "did not wake up" in await server.weights_failure()
+    await server.relaunch()
+    await server.wake_up(["weights"])
+    assert server.fake.calls == ["pause abort True", "wake up ['weights']", "reset prefix cache"][1:]
 
 
 async def after_a_failed_update() -> FakeServer:

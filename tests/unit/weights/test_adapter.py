@@ -7,13 +7,26 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
+import zmq
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from partial_rollout.config import TimeoutConfig, WeightsConfig
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
-from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter, uses_channel
+from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter
 from tests.unit.weights.support import SHORT_S, make_weights, receive_all
+
+
+class Answer:
+    """Ray's reference, awaited or as a future."""
+
+    def __init__(self, answer: Future) -> None:
+        self._answer = answer
+
+    def future(self) -> Future:
+        return self._answer
+
+    def __await__(self):
+        return asyncio.wrap_future(self._answer).__await__()
 
 
 class Method:
@@ -25,7 +38,7 @@ class Method:
 
     def remote(self, **kwargs):
         self.calls.append(kwargs)
-        return SimpleNamespace(future=lambda: self.answer)
+        return Answer(self.answer)
 
 
 def make_adapter(channels, *, leads: bool = True, resume_s: float = 20.0) -> ChannelAdapter:
@@ -33,7 +46,8 @@ def make_adapter(channels, *, leads: bool = True, resume_s: float = 20.0) -> Cha
     adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
     adapter._settings, adapter._timeouts = WeightsConfig(bucket_mb=1, timeout_s=20.0), TimeoutConfig(resume_s=resume_s)
     adapter.failure, adapter._round, adapter._address = None, 0, channels.address
-    adapter._server = SimpleNamespace(receive_weights=Method())
+    adapter._server = SimpleNamespace(receive_weights=Method(), give_up_update=Method())
+    adapter._server.give_up_update.answer.set_result(None)
     return adapter
 
 
@@ -69,10 +83,56 @@ async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker_and_all_is
     """Other ranks meet this one in the gathering, and would wait for ever."""
     adapter = make_adapter(channels)
     adapter._server.receive_weights.answer.set_exception(EngineDead("must be relaunched"))
-    weights = iter(make_weights(3))
-    await adapter.update_weights(weights, global_steps=3)
+    gathered: list[str] = []
+
+    def weights():
+        for name, tensor in make_weights(3):
+            yield name, tensor
+            gathered.append(name)
+
+    await adapter.update_weights(weights(), global_steps=3)
     assert str(adapter.failure) == "must be relaunched"
+    assert len(gathered) == 3
+    assert adapter._server.give_up_update.calls == [{"round": 1, "reason": "must be relaunched"}]
+
+
+class Broken:
+    """Stands where the socket or the GPU would fail."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def remote(self, **_):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [zmq.ZMQError(zmq.ETERM), OSError("no such folder"), RuntimeError("CUDA error"), ValueError("closed")]
+)
+async def test_whatever_the_engines_end_raises_the_rank_goes_on_gathering(channels, error):
+    adapter, weights = make_adapter(channels), iter(make_weights(3))
+    adapter._server.receive_weights = Broken(error)
+    await adapter.update_weights(weights, global_steps=3)
+    assert adapter.failure is error
     assert list(weights) == []
+
+
+async def test_a_rank_that_loses_its_worker_tells_the_server_which_waits_for_all_of_them(channels):
+    adapter = make_adapter(channels, leads=False)
+    adapter._settings = WeightsConfig(bucket_mb=1, timeout_s=2 * SHORT_S)
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    (call,) = adapter._server.give_up_update.calls
+    assert call["round"] == 1
+    assert "was silent for 0.2 s" in call["reason"]
+
+
+async def test_a_server_that_cannot_be_told_does_not_stop_the_gathering(channels):
+    adapter, weights = make_adapter(channels), iter(make_weights(3))
+    adapter._server.receive_weights.answer.set_exception(EngineDead("gone"))
+    adapter._server.give_up_update.answer = Future()
+    adapter._server.give_up_update.answer.set_exception(EngineDead("gone for good"))
+    await adapter.update_weights(weights, global_steps=3)
+    assert (str(adapter.failure), list(weights)) == ("gone", [])
 
 
 async def test_after_a_failure_the_engine_is_left_alone_until_the_next_update(channels):
@@ -84,17 +144,19 @@ async def test_after_a_failure_the_engine_is_left_alone_until_the_next_update(ch
     assert adapter._round == 1
 
 
-async def test_a_failure_in_gathering_the_weights_is_raised(channels):
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("NCCL error")])
+async def test_a_failure_in_gathering_the_weights_is_raised(channels, error):
     def weights():
         yield from make_weights(1)
-        raise ZeroDivisionError
+        raise error
 
     adapter = make_adapter(channels)
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         await adapter.update_weights(weights(), global_steps=3)
-    with pytest.raises(WeightUpdateError, match="ZeroDivisionError"):
+    with pytest.raises(WeightUpdateError, match=type(error).__name__):
         await received
+    assert adapter.failure is None or adapter.failure is error
 
 
 async def test_a_server_that_does_not_answer_is_named(channels):
@@ -102,7 +164,7 @@ async def test_a_server_that_does_not_answer_is_named(channels):
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     await adapter.update_weights(iter(make_weights(1)), global_steps=3)
     assert isinstance(adapter.failure, WaitTimeout)
-    assert "0.2 s for replica 0 to load new weights" in str(adapter.failure)
+    assert "waits for replica 0 to load new weights: no answer within 0.2 s" in str(adapter.failure)
     await received
 
 
@@ -128,27 +190,6 @@ async def test_what_the_channel_does_not_carry_is_refused_before_anything_is_sen
     with pytest.raises(WeightProtocolError, match="backend=verl"):
         await adapter.update_weights(iter(make_weights(1)), **options)
     assert adapter._server.receive_weights.calls == []
-
-
-def config(backend, *, load_format="dummy", **model):
-    models = {"model": model, "rollout": {"load_format": load_format}}
-    return OmegaConf.create({"partial_rollout": {"weights": {"backend": backend}}, "actor_rollout_ref": models})
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "model", "wanted"),
-    [
-        ("auto", "cpu", {}, True),
-        ("auto", "cuda", {}, False),
-        ("auto", "cpu", {"lora_rank": 8}, False),
-        ("auto", "cpu", {"lora_rank": 8, "load_format": "safetensors"}, True),
-        ("channel", "cuda", {}, True),
-        ("verl", "cpu", {}, False),
-    ],
-)
-def test_the_backend_decides_and_auto_asks_the_device(monkeypatch, backend, device, model, wanted):
-    monkeypatch.setattr("partial_rollout.weights.adapter.get_device_name", lambda: device)
-    assert uses_channel(config(backend, **model)) is wanted
 
 
 def test_verl_dispatches_our_worker_as_its_own():

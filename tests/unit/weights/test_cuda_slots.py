@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from partial_rollout.core.wire import CudaSlots, SharedSlots
-from partial_rollout.errors import DeviceMemoryFull, WeightProtocolError
+from partial_rollout.errors import DeviceMemoryFull, WeightMismatch, WeightProtocolError
 from partial_rollout.weights.cuda_slots import CudaSlotReader, CudaSlotWriter
 from partial_rollout.weights.line import Line
 from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, SHARED_SLOT_BYTES, Transports
@@ -53,6 +53,26 @@ def test_a_bucket_is_told_of_when_its_copies_are_done_and_freed_when_its_reads_a
         own = [call for who, call in gpu.log if who == role]
         assert message in own
         assert all(before == "synchronize" for before, call in zip(own, own[1:], strict=False) if call == message)
+
+
+def test_no_memory_is_freed_that_the_sender_has_open(channels, gpu):
+    exchange(channels.address, make_weights(6), **ends(gpu))
+    calls = [entry for entry in gpu.log if entry[1] in ("close", "free")]
+    assert calls[:NUM_SLOTS] == [("sender", "close")] * NUM_SLOTS
+    assert calls[NUM_SLOTS:] == [("receiver", "free")] * NUM_SLOTS
+
+
+def test_after_a_failure_memory_that_the_sender_may_have_open_stays(channels, gpu):
+    options = ends(gpu)
+    _, received = exchange(
+        channels.address,
+        [("bad", torch.full((8,), float("nan")))],
+        sender=options["sender"],
+        receiver=options["receiver"] | {"validate": True},
+    )
+    assert isinstance(received, WeightMismatch)
+    assert gpu.of("allocate") == ["receiver"] * NUM_SLOTS
+    assert gpu.of("free") == []
 
 
 def test_two_gpus_are_refused_on_both_ends_by_name(channels, gpu):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.utils import WeightsMapper
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.lora import require_known_modules
+from partial_rollout.weights.lora import require_known_modules, require_whole_adapter
 
 STACKED = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".up_proj": (".gate_up_proj", 1)}
 MAPPERS = {
@@ -65,3 +65,43 @@ def test_a_tensor_of_no_adapter_is_refused(model):
 def test_an_engine_without_lora_is_told():
     with pytest.raises(WeightMismatch, match="set actor_rollout_ref.model.lora_rank"):
         require_known_modules(SimpleNamespace(), [peft_name("0.q_proj")])
+
+
+TARGETS = {"target_modules": ["q_proj", "o_proj"]}
+
+
+def layers_of(*numbers: int) -> SimpleNamespace:
+    """A model of layers with an attention each."""
+    modules = {f"model.{i}.{name}": None for i in numbers for name in ("qkv_proj", "o_proj")}
+    packed = {f"model.{i}.qkv_proj": [f"model.{i}.q_proj", f"model.{i}.k_proj"] for i in numbers}
+    return SimpleNamespace(lora_manager=SimpleNamespace(modules=modules, packed_modules=packed))
+
+
+def adapter_of(*modules: str) -> list[str]:
+    return [f"base_model.model.model.{name}.lora_{matrix}.weight" for name in modules for matrix in "AB"]
+
+
+WHOLE = adapter_of("0.q_proj", "0.o_proj", "1.q_proj", "1.o_proj")
+
+
+def test_an_adapter_of_some_projections_in_every_layer_is_whole():
+    require_whole_adapter(layers_of(0, 1), WHOLE, TARGETS)
+
+
+@pytest.mark.parametrize("matrix", ["A", "B"])
+def test_a_missing_matrix_is_named(matrix):
+    names = [name for name in WHOLE if not name.endswith(f"1.o_proj.lora_{matrix}.weight")]
+    with pytest.raises(WeightMismatch, match=f"lora_{matrix} of module 'model.1.o_proj' was not sent"):
+        require_whole_adapter(layers_of(0, 1), names, TARGETS)
+
+
+@pytest.mark.parametrize("missing", ["1.o_proj", "0.q_proj"])
+def test_a_module_that_one_layer_lacks_is_named(missing):
+    names = [name for name in WHOLE if missing not in name]
+    with pytest.raises(WeightMismatch, match=f"module 'model.{missing}' was not sent"):
+        require_whole_adapter(layers_of(0, 1), names, TARGETS)
+
+
+@pytest.mark.parametrize("choice", [{"layers_to_transform": [0]}, {"exclude_modules": "x"}, {"target_modules": "0.*"}])
+def test_layers_that_the_configuration_chooses_among_are_not_missed(choice):
+    require_whole_adapter(layers_of(0, 1), adapter_of("0.q_proj"), TARGETS | choice)

@@ -1,0 +1,108 @@
+"""verl's vLLM server with weight updates by our channel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+from partial_rollout.core.engine_weights import EngineWeights
+from partial_rollout.errors import WeightUpdateError
+from partial_rollout.rollout.control import control
+from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
+from partial_rollout.weights.directory import ChannelDirectory
+from partial_rollout.weights.shared_slots import remove_abandoned_segments
+
+if TYPE_CHECKING:
+    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.weights.directory import ChannelAddress
+
+
+class ChannelServer(vLLMHttpServer):
+    """What a server does in a weight update, and whether its engine may be used after it.
+
+    A subclass runs these methods on the engine's loop (`_on_engine_loop`).
+    """
+
+    settings: PartialRolloutConfig
+    _name: str
+
+    def _init_weights(self) -> None:
+        self._weights = EngineWeights()
+        self._given_up = GivenUpUpdates()
+
+    def _open_channels(self) -> None:
+        """Make the folder in which the engine's workers, which inherit its address, meet the training ranks."""
+        remove_abandoned_segments()
+        self._channels = ChannelDirectory()
+        self._channels.address.export()
+
+    @control
+    async def weight_channel(self) -> ChannelAddress:
+        """Where this node's training ranks meet this server's engine workers."""
+        return self._channels.address
+
+    @control
+    async def receive_weights(
+        self, *, round: int, version: int | None, peft_config: dict[str, Any] | None = None
+    ) -> None:
+        """Let every engine worker take update `round` from its channel; then forget caches and set the version.
+
+        With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
+
+        Raises:
+            WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
+            EngineDead: the update before this one failed, and the engine was not relaunched.
+        """
+        self._weights.require_receivable(self._name)
+        weights = self.settings.weights
+        options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
+        update = f"weight update {round} (version {version})"
+        self._weights.begun(update)
+        try:
+            await while_healthy(
+                self.engine,
+                self.engine.collective_rpc(method="receive_weights", kwargs=options | {"peft_config": peft_config}),
+                unless=self._given_up.wait(round),
+            )
+            await self._forget_caches()
+        except Exception as error:
+            reason = f"{update} failed: {error}"
+            self._weights.failed(reason)
+            raise WeightUpdateError(f"{self._name}: {reason}") from error
+        self._weights.succeeded()
+        if version is not None:
+            self.global_steps = version
+
+    async def _forget_caches(self) -> None:
+        """As verl's `clear_kv_cache`, which does not look whether vLLM did it."""
+        if not await self.engine.reset_prefix_cache(reset_connector=True):
+            raise WeightUpdateError("the prefix cache of the old weights was not cleared: requests still hold blocks")
+        await self.engine.reset_mm_cache()
+        await self.engine.reset_encoder_cache()
+
+    @control
+    async def give_up_update(self, *, round: int, reason: str) -> None:
+        """A training rank has lost its worker in update `round`: end the engine's call, which waits for all of them."""
+        self._given_up.give_up(round, reason)
+
+    @control
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Give the engine its memory back, as verl's; around a weight update, so a failure is one of the update.
+
+        Raises:
+            WeightUpdateError: the engine has died or did not answer within `weights.timeout_s`.
+        """
+        call = while_healthy(self.engine, vLLMHttpServer.wake_up(self, tags))
+        try:
+            await asyncio.wait_for(call, self.settings.weights.timeout_s)
+        except Exception as error:
+            reason = f"the engine did not wake up ({tags}): {error!r}"
+            self._weights.failed(reason)
+            raise WeightUpdateError(f"{self._name}: {reason}") from error
+
+    @control
+    async def weights_failure(self) -> str | None:
+        """Why the last weight update failed, or that it has not ended, which fails it; None if it arrived whole."""
+        return self._weights.given_up()
