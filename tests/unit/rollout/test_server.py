@@ -15,6 +15,8 @@ from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
 from tests.fake_engine import FakeServer, completion
 
 PARAMS = {"max_tokens": 50}
+LONG_S = 20.0
+"""Never runs out in a test that passes."""
 
 
 async def launched(settings: PartialRolloutConfig | None = None) -> FakeServer:
@@ -195,7 +197,7 @@ async def test_an_update_that_a_training_rank_gives_up_ends_at_once_however_stuc
     assert not update.done()
     await server.give_up_update(round=2, reason="rank 1: silent for 30 s")
     with pytest.raises(WeightUpdateError, match=r"update 2 \(version 5\) failed: rank 1: silent for 30 s"):
-        await update
+        await asyncio.wait_for(update, LONG_S)
     assert "silent for 30 s" in await server.weights_failure()
 
 
@@ -204,7 +206,7 @@ async def test_an_update_that_was_given_up_before_its_call_came_fails_too():
     server.fake.answers_rpc = False
     await server.give_up_update(round=1, reason="no hello")
     with pytest.raises(WeightUpdateError, match="no hello"):
-        await server.receive_weights(round=1, version=5)
+        await asyncio.wait_for(server.receive_weights(round=1, version=5), LONG_S)
 
 
 @pytest.mark.parametrize("fault", ["dead", "stuck"])

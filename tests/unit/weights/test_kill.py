@@ -9,7 +9,7 @@ from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
 from partial_rollout.weights.ownership import UNLOCKED_SUFFIX, owned_prefix
 from partial_rollout.weights.shared_slots import SharedSlotWriter, remove_abandoned_segments
-from tests.unit.weights.support import Peer, make_receiver, make_weights, segments, send_all
+from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, segments, send_all
 
 SENDER = """
 send_all(address, make_weights(8))
@@ -23,7 +23,7 @@ with make_receiver(address) as receiver:
 
 
 def test_a_killed_sender_is_named_at_once_and_leaves_no_segment(channels):
-    before = segments()
+    before, kept = segments(), list(channels.path.glob("*"))
     with Peer(channels.address, SENDER) as peer, make_receiver(channels.address) as receiver:
         tensors = receiver.tensors()
         next(tensors)
@@ -31,8 +31,9 @@ def test_a_killed_sender_is_named_at_once_and_leaves_no_segment(channels):
         with pytest.raises(WeightPeerLost, match="training worker of channel test is gone"):
             list(tensors)
         assert segments() == before
-    channels.remove()
-    assert not channels.path.exists()
+    sent, received = exchange(channels.address, make_weights(2))
+    assert (sent.num_tensors, len(received)) == (2, 2)
+    assert list(channels.path.glob("*")) == kept
 
 
 def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(channels):
