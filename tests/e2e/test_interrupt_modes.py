@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.e2e
+PROMPT_LIMIT = 32
+"""The quickstart's `data.max_prompt_length`."""
 MODE = "partial_rollout.tail.interrupt_mode"
 
 
@@ -43,8 +45,8 @@ def test_kept_requests_are_saved_and_go_on_with_and_without_their_kv(task: Path,
     options = [FLAG, "data.train_max_samples=64", "trainer.save_freq=5", "trainer.test_freq=4"]
     first = run_job(task, tmp_path, *options, f"{MODE}=keep_kv", "trainer.total_training_steps=5")
     _check(first, range(1, 6))
-    assert _sum(first, "interruptions") > 0
-    assert _sum(first, "reprefilled_tokens") == 0
+    # Only prompts of requests that had no token yet are read again.
+    assert _sum(first, "reprefilled_tokens") < PROMPT_LIMIT * _sum(first, "interruptions")
     assert any(step["partial_rollout/old_kv_token_share"] > 0 for step in first.steps)
     # An unfinished call was interrupted in the first job or sampled no token yet, and all of its tokens are there.
     saved = [call for call in _saved(tmp_path / "checkpoints/global_step_5") if call.token_ids]
