@@ -119,8 +119,17 @@ class KeptRequests:
 
 def _cut_mark(request_id: str) -> RequestOutput:
     """An output without tokens that ends a segment; the queue adds it to those before it."""
-    completion = CompletionOutput(0, "", [], None, [], finish_reason=INTERRUPTED)
-    return RequestOutput(request_id, None, [], None, [completion], finished=True)
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], cumulative_logprob=None, logprobs=[], finish_reason=INTERRUPTED
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+    )
 
 
 def drop_repeated_logprobs(completion: CompletionOutput) -> None:

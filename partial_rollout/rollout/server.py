@@ -116,7 +116,7 @@ class PartialRolloutServer(ChannelServer):
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
             version, epoch = self._version, self._admission.epoch
-            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch), retained)
+            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch, version), retained)
             reset = CURRENT_PASSAGE.set(passage)
             try:
                 self._weights.require_whole(self._name)

@@ -315,7 +315,20 @@ async def test_salts_part_epochs_and_follow_a_request_through_them():
     assert salts["a"] == salts["b"]
     assert salts["c"] == salts["d"] != salts["a"]
     assert again.extra_fields["retained"] == first.extra_fields["retained"]
-    assert (await launched(with_mode("reuse_kv")))._interruption.cache_salt(None, 0) != salts["a"]
+    assert (await launched(with_mode("reuse_kv")))._interruption.cache_salt(None, 0, 0) != salts["a"]
+
+
+async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
+    server = await launched(with_mode("reuse_kv"))
+    await cut(server, 5)
+    await server.resume_generation()
+    for version in (3, 4):
+        await server.receive_weights(round=version, version=version)
+        task = start(server, str(version))
+        await let_run()
+        server.fake.finish(str(version), [7])
+        await task
+    assert server.fake.prompts["3"]["cache_salt"] != server.fake.prompts["4"]["cache_salt"]
 
 
 async def test_nothing_is_salted_where_nothing_is_retained():
