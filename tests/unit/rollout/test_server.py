@@ -202,6 +202,7 @@ async def test_a_request_without_tokens_or_with_images_does_not_stay():
     server = await launched(with_mode("keep_kv"))
     empty = await cut(server)
     assert (empty.token_ids, empty.stop_reason, empty.extra_fields["retained"]) == ([], "aborted", None)
+    assert (await server.rollout_statistics()).kept == 0
     await server.resume_generation()
     picture = await cut(server, 5, request_id="p", image_data=["picture"])
     assert picture.token_ids == [5]
@@ -270,6 +271,26 @@ async def test_an_engine_that_dies_with_kept_requests_is_named():
     await server.resume_generation()
     with pytest.raises(EngineDead, match="replica 0 node 0"):
         await waits
+
+
+async def test_a_relaunched_engine_has_nothing_of_what_was_kept():
+    server = await launched(with_mode("keep_kv"))
+    first = await cut(server, 5)
+    await server.relaunch()
+    await server.receive_weights(round=1, version=5)
+    waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    await let_run()
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await waits).extra_fields["context"] == Context(5, "abort")
+
+
+async def test_draining_twice_keeps_what_is_kept():
+    server = await launched(with_mode("keep"))
+    await cut(server, 5)
+    assert (await server.abort_all_requests())["aborted_count"] == 0
+    assert (await server.rollout_statistics()).kept == 1
 
 
 async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
