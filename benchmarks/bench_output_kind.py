@@ -3,20 +3,21 @@
 One AsyncLLM on the CPU, a tiny random model, `--concurrency` requests of `--tokens` tokens with log-probs. The variants
 take turns in every round, so that a slow minute of the machine hits all of them; medians over rounds are reported.
 
-    python -m benchmarks.bench_output_kind --rounds 7 --out benchmarks/results/bench_output_kind.json
+    python -m benchmarks.bench_output_kind --rounds 7 --json benchmarks/results/bench_output_kind.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.result import circumstances, store
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -35,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FINAL_ONLY": {"kind": "FINAL_ONLY", "stream_interval": 1},
     "FINAL_ONLY, no text": {"kind": "FINAL_ONLY", "stream_interval": 1, "detokenize": False},
     "DELTA": {"kind": "DELTA", "stream_interval": 1},
+    "DELTA, no text (requests that stay)": {"kind": "DELTA", "stream_interval": 1, "detokenize": False},
     "DELTA every 32": {"kind": "DELTA", "stream_interval": STREAM_INTERVAL},
     "DELTA every 32, no text (ours)": {"kind": "DELTA", "stream_interval": STREAM_INTERVAL, "detokenize": False},
 }
@@ -126,14 +128,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "bench_output_kind.json")
     args = parser.parse_args()
+    about = circumstances(args)
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         results = asyncio.run(measure(folder, args))
-    report = {"concurrency": args.concurrency, "tokens": args.tokens, "rounds": args.rounds, "results": results}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    store({**about, "results": results}, args.json)
     for name, row in results.items():
-        print(f"{name:32} {row['wall_us_per_token']:8.1f} us/token, front end {row['front_end_cpu_us_per_token']:7.1f}")
+        print(f"{name:36} {row['wall_us_per_token']:8.1f} us/token, front end {row['front_end_cpu_us_per_token']:7.1f}")
 
 
 def make_model(folder: str) -> None:

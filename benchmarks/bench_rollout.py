@@ -1,9 +1,13 @@
-"""verl `sync`, verl `colocate_async` and partial rollout on the same engine settings, prompts and response lengths.
+"""verl's trainer modes, and our tail policies with their interrupt modes, on the same prompts and response lengths.
 
-Whole training jobs, interleaved (A B C A B C ...); response lengths are replayed from one trace, so the work is equal.
+Whole training jobs, interleaved (A B C A B C ...); response lengths are replayed from a trace, so the work is equal.
 The first steps of a job are left out: engine warm-up, and for the asynchronous modes the filling of the queue.
 
     python -m benchmarks.bench_rollout [--task DIR] [--json benchmarks/results/bench_rollout.json]
+    python -m benchmarks.bench_rollout --traces heavy_tail uniform --modes policy_sync partial_rollout partial_keep
+
+A result file that exists already is completed: jobs that it has are not run again, if its options are the same. So a
+long comparison can be made in pieces (`--most-jobs`).
 """
 
 from __future__ import annotations
@@ -11,13 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.engine_gauges import RunningRequests
+from benchmarks.result import circumstances, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +40,18 @@ SAMPLE_INTERVAL_S = 0.5
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
 """Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
-BASELINES = ("sync", "sync_fast_poll", "colocate_async", "colocate_async_fast_poll")
-OWN_METRICS = ("slot_utilisation", "reprefilled_tokens", "resumed_share", "staleness_steps/mean", "stale_token_share")
+BASELINES = ("sync", "sync_fast_poll", "policy_sync", "colocate_async", "colocate_async_fast_poll")
+OWN_METRICS = (
+    "slot_utilisation",
+    "interruptions",
+    "reprefilled_tokens",
+    "resumed_share",
+    "staleness_steps/mean",
+    "stale_token_share",
+    "old_kv_token_share",
+)
+BLOCK_SIZE = 32
+"""Of the prefix cache; with vLLM's own 128 on a CPU few of these responses would fill a block."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,31 @@ class Workload:
     sigma: float = 0.9
     longest: int = 384
     long_share: float = 0.1
+    huge: int = 0
+    huge_share: float = 0.0
     seed: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest response."""
+        return max(self.longest, self.huge)
+
+
+TRACES: dict[str, dict[str, float]] = {
+    "long_tail": {},
+    "heavy_tail": {"huge": 1536, "huge_share": 0.01},
+    "uniform": {"median": 96, "sigma": 0.0, "long_share": 0.0},
+}
+"""Changes to the workload, whose median of 700, 10 % at 4,096 and 1 % at 32,768 are scaled by 1/15, 1/11 and 1/21,
+as two cores allow; `uniform` has equal lengths, of which nothing can be gained."""
+FLAG = "+async_training.partial_rollout=True"
+FREE_OPTIONS = ("repeats", "modes", "traces", "most_jobs")
+"""Options in which the runs that complete a result may differ."""
+
+
+def _ours(policy: str, interrupt_mode: str = "abort") -> list[str]:
+    tail = "partial_rollout.tail"
+    return [FLAG, f"{tail}.policy={policy}", f"{tail}.interrupt_mode={interrupt_mode}"]
 
 
 def _sampler(name: str) -> list[str]:
@@ -68,8 +106,12 @@ MODES: dict[str, list[str]] = {
         "trainer.v1.trainer_mode=colocate_async",
         *_sampler("FastPollReplayBufferAsync"),
     ],
-    "partial_rollout": ["+async_training.partial_rollout=True"],
-    "partial_rollout_prefetch_3": ["+async_training.partial_rollout=True", "partial_rollout.prefetch_factor=3"],
+    "policy_sync": _ours("sync"),
+    "partial_rollout": _ours("partial"),
+    "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
+    **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
+    "reorder": _ours("reorder"),
+    "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
 
 
@@ -78,7 +120,9 @@ def lengths(workload: Workload, num_prompts: int) -> np.ndarray:
     rng = np.random.default_rng(workload.seed)
     drawn = np.exp(rng.normal(np.log(workload.median), workload.sigma, size=(num_prompts, workload.group)))
     drawn[rng.random(drawn.shape) < workload.long_share] = workload.longest
-    return np.clip(drawn, 1, workload.longest).astype(int)
+    drawn = np.clip(drawn, 1, workload.longest)
+    drawn[rng.random(drawn.shape) < workload.huge_share] = workload.huge
+    return drawn.astype(int)
 
 
 def default_task(work: Path) -> Path:
@@ -103,6 +147,7 @@ def write_trace(task: Path, out: Path, workload: Workload) -> Path:
         {**info, "index": row, "lengths": traced[row].tolist()} for row, info in enumerate(frame["extra_info"])
     ]
     frame["agent_name"] = "length_trace_agent"
+    out.mkdir(parents=True, exist_ok=True)
     path = out / "trace.parquet"
     frame.to_parquet(path)
     return path
@@ -128,8 +173,9 @@ class Bench:
             f"actor_rollout_ref.model.path={self.task / 'model'}",
             f"data.train_batch_size={load.batch}", f"actor_rollout_ref.rollout.n={load.group}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={load.batch}",
-            f"data.max_response_length={load.longest}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
-            f"actor_rollout_ref.rollout.max_model_len={load.longest + 32}",
+            f"data.max_response_length={load.limit}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
+            f"actor_rollout_ref.rollout.max_model_len={load.limit + 32}",
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK_SIZE}",
             "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
             f"trainer.total_training_steps={load.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
@@ -231,11 +277,12 @@ def _pick(step: dict[str, Any]) -> dict[str, float]:
 
 
 def summarise(jobs: list[dict]) -> dict[str, dict[str, float]]:
-    """Median over all steps of a mode, with the quartiles of the generation time, and ratios to sync."""
+    """Of one trace: median over all steps of a mode, with the quartiles of the generation time, and ratios to sync."""
     table = {mode: _mode_summary([job for job in jobs if job["mode"] == mode]) for mode in _modes(jobs)}
     for base in (mode for mode in BASELINES if mode in table):
         for row in table.values():
             row[f"gen_ratio_to_{base}"] = row["gen_s"] / table[base]["gen_s"]
+            row[f"gen_median_ratio_to_{base}"] = row["gen_s_median"] / table[base]["gen_s_median"]
             row[f"token_rate_ratio_to_{base}"] = row["tokens_per_s"] / table[base]["tokens_per_s"]
     return table
 
@@ -268,38 +315,78 @@ def _mode_summary(jobs: list[dict]) -> dict[str, float]:
     return row
 
 
-def main() -> None:
-    """Run all jobs and store the result."""
+def _summaries(jobs: list[dict], workloads: dict[str, Workload]) -> dict[str, Any]:
+    return {
+        trace: {
+            "workload": asdict(workload),
+            "sync_utilisation_by_trace": sync_utilisation(workload),
+            "summary": summarise([job for job in jobs if job["trace"] == trace]),
+        }
+        for trace, workload in workloads.items()
+        if any(job["trace"] == trace for job in jobs)
+    }
+
+
+def _earlier_jobs(path: Path, about: dict[str, Any]) -> list[dict]:
+    """Jobs of a result that this run completes.
+
+    Raises:
+        SystemExit: it was made with other options.
+    """
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    before, now = _fixed(result.get("options", {})), _fixed(about["options"])
+    if before != now:
+        raise SystemExit(f"{path} was made with {before}, not with {now}: give another --json, or remove it")
+    return result["jobs"]
+
+
+def _fixed(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in FREE_OPTIONS}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--traces", nargs="+", default=["long_tail"], choices=list(TRACES))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--most-jobs", type=int, help="stop after so many; the same command goes on")
     for name, default in asdict(Workload()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
-    arguments = parser.parse_args()
-    workload = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
+    return parser
+
+
+def main() -> None:
+    """Run all jobs and store the result."""
+    arguments = _parser().parse_args()
+    about = circumstances(arguments)
+    for folder in ("task", "work"):
+        del about["options"][folder]
+    base = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
+    workloads = {trace: replace(base, **changes) for trace, changes in TRACES.items()}
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     task = arguments.task.resolve() if arguments.task else default_task(work)
-    bench = Bench(task, write_trace(task, work, workload), work, workload, arguments.overrides)
-    plan = [(mode, repeat) for repeat in range(arguments.repeats) for mode in arguments.modes]
-    jobs = []
-    for mode, repeat in tqdm(plan, desc="jobs"):
-        jobs.append(bench.run(mode, repeat))
-        result = {
-            "machine": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "workload": asdict(workload),
-            "sync_utilisation_by_trace": sync_utilisation(workload),
-            "summary": summarise(jobs),
-            "jobs": jobs,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(pd.DataFrame(summarise(jobs)).T.to_string(float_format=lambda value: f"{value:.3f}"))
+    benches = {
+        trace: Bench(task, write_trace(task, work / trace, load), work / trace, load, arguments.overrides)
+        for trace, load in workloads.items()
+        if trace in arguments.traces
+    }
+    jobs = _earlier_jobs(arguments.json, about)
+    done = {(job["trace"], job["mode"], job["repeat"]) for job in jobs}
+    plan = [(t, mode, repeat) for repeat in range(arguments.repeats) for t in benches for mode in arguments.modes]
+    missing = [each for each in plan if each not in done][: arguments.most_jobs]
+    for trace, mode, repeat in tqdm(missing, desc="jobs"):
+        load = os.getloadavg()[0]
+        jobs.append({"trace": trace, "load_average_at_start": load} | benches[trace].run(mode, repeat))
+        store({**about, "traces": _summaries(jobs, workloads), "jobs": jobs}, arguments.json)
+    for trace, table in _summaries(jobs, workloads).items():
+        print(trace, pd.DataFrame(table["summary"]).T.to_string(float_format=lambda value: f"{value:.3f}"), sep="\n")
 
 
 if __name__ == "__main__":

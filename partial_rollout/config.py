@@ -77,8 +77,12 @@ OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
 """Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
+INTERRUPT_MODES = ("abort", "keep", "keep_kv", "reuse_kv", "offload_kv")
 DEFERRAL_LIMIT = 8
 """Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
+
+
+_OFFLOAD_SIZE = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class TailConfig:
     max_deferred_per_round: int | None = None
     max_deferrals: int | None = None
     max_staleness: int | None = None
+    interrupt_mode: str = "abort"
+    offload_gib: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown policy, a count below 1, or a count that the policy does not use."""
@@ -103,6 +109,18 @@ class TailConfig:
         _require(
             self.max_staleness is None or self.max_staleness >= 0, "tail.max_staleness", self.max_staleness, allowed
         )
+        self._check_interrupt_mode()
+
+    def _check_interrupt_mode(self) -> None:
+        mode, key = self.interrupt_mode, "tail.interrupt_mode"
+        _require(mode in INTERRUPT_MODES, key, mode, f"one of {', '.join(INTERRUPT_MODES)}")
+        unused = f"abort with {BLOCK}.tail.policy=sync, which interrupts nothing"
+        _require(mode == "abort" or self.policy != "sync", key, mode, unused)
+        leaves = f"abort, reuse_kv or offload_kv with {BLOCK}.tail.policy=reorder: what it defers leaves the engine"
+        _require(not mode.startswith("keep") or self.policy != "reorder", key, mode, leaves)
+        size = self.offload_gib
+        _require(size is None or size >= 1, "tail.offload_gib", size, "null or at least 1")
+        _require((size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, _OFFLOAD_SIZE)
 
     @property
     def deferral_limit(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.config import BLOCK, PartialRolloutConfig
+from partial_rollout.core.interrupt import mode_of
 from partial_rollout.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ BEYOND_CHANNEL = {
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 
 CHANNEL_DEVICES = ("cpu", "cuda")
+PREFIX_CACHING = ("rollout.enable_prefix_caching", "rollout.engine_kwargs.vllm.enable_prefix_caching")
+HANDS_OVER: dict[str, tuple[Any, ...]] = {
+    "rollout.enable_rollout_routing_replay": (None, False),
+    "rollout.mtp.enable_rollout": (None, False),
+    "rollout.data_parallel_size": (None, 1),
+    "rollout.engine_kwargs.vllm.stream_interval": (None, 1),
+}
+"""Keys below actor_rollout_ref, and their values, with which a request hands over its tokens while it stays."""
 
 
 def is_enabled(config: DictConfig) -> bool:
@@ -141,6 +150,7 @@ def check_config(config: DictConfig) -> None:
     n = rollout.n
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
     _check_tail(config)
+    _check_interrupt_mode(config)
     _check_lengths(config)
     _check_packing(config)
     _require(
@@ -179,6 +189,27 @@ def _check_tail(config: DictConfig) -> None:
         f"null, since prompts are fetched one by one. To generate more prompts than the {batch} of "
         f"data.train_batch_size, set {BLOCK}.tail.policy=reorder and {BLOCK}.tail.gen_batch_size={fetched}",
     )
+
+
+def _check_interrupt_mode(config: DictConfig) -> None:
+    """What the engine must have, or must not do, for an interrupted request to leave something in it."""
+    mode = mode_of(read_settings(config).tail)
+    if mode.name == "abort":
+        return
+    chosen, way_out = f"with {BLOCK}.tail.interrupt_mode={mode.name}", f"(or set {BLOCK}.tail.interrupt_mode=abort)"
+    needed: dict[str, tuple[Any, ...]] = {
+        "rollout.free_cache_engine": (mode.releases_memory,),
+        "rollout.disaggregation.enabled": (None, False),
+        **(HANDS_OVER if mode.stays else dict.fromkeys(PREFIX_CACHING, (None, True))),
+    }
+    on_gpu = not mode.releases_memory or config.trainer.device != "cpu"
+    _require(on_gpu, f"trainer.device=cpu {chosen}", f"a GPU, from which alone vLLM offloads KV {way_out}")
+    for key, allowed in needed.items():
+        value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
+        _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{allowed[-1]} {way_out}")
+    for key in ADAPTER_RANKS if mode.stays else ():
+        rank = OmegaConf.select(config, f"actor_rollout_ref.{key}")
+        _require(not rank, f"actor_rollout_ref.{key}={rank} {chosen}", f"0 {way_out}")
 
 
 def _check_packing(config: DictConfig) -> None:

@@ -47,6 +47,17 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextSpan:
+    """`num_tokens` consecutive response tokens whose context came to be in the engine in one way."""
+
+    kv_version: int
+    """No KV of the context is older than this weight version."""
+    origin: str
+    """`fresh` until the first interruption, then the interrupt mode that the context went through."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectorySummary:
     """What training needs to know of a finished trajectory without reading its tensors."""
 
@@ -61,6 +72,7 @@ class TrajectorySummary:
     num_reprefilled_tokens: int = 0
     """Tokens (prompt and response so far) sent to the engine again after interruptions."""
     version_spans: tuple[VersionSpan, ...] = ()
+    context_spans: tuple[ContextSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

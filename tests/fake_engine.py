@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from verl.workers.rollout.replica import RolloutMode
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.rollout.server import PartialRolloutServer
@@ -40,28 +40,14 @@ def output(token_ids: list[int], finish_reason: str | None = None, logprobs: lis
     )
 
 
-@dataclass
-class FakeQueue:
-    """vLLM's RequestOutputCollector, filled by the test."""
-
-    request_id: str
-    items: asyncio.Queue = field(default_factory=asyncio.Queue)
-
-    def get_nowait(self) -> RequestOutput | None:
-        return None
-
-    async def get(self) -> RequestOutput:
-        item = await self.items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class FakeEngine:
     """Holds requests until `finish`, `pause_generation` or `die`; `accept` can hold back admissions."""
 
     def __init__(self) -> None:
-        self.queues: dict[str, FakeQueue] = {}
+        self.queues: dict[str, RequestOutputCollector] = {}
+        self.prompts: dict[str, Any] = {}
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.errored = False
         self.calls: list[str] = []
         self.threads: set[int] = set()
         self.accept = asyncio.Event()
@@ -80,40 +66,44 @@ class FakeEngine:
         self.calls.append(call)
         self.threads.add(threading.get_ident())
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> FakeQueue:
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> RequestOutputCollector:
         await self.accept.wait()
         self._note(f"add {request_id}")
-        self.queues[request_id] = FakeQueue(request_id)
+        self.prompts[request_id] = prompt
+        self.queues[request_id] = RequestOutputCollector(params.output_kind, request_id)
         return self.queues[request_id]
 
-    async def abort(self, request_id: str, internal: bool = False) -> None:
-        self._note(f"abort {request_id}")
-        self.queues.pop(request_id, None)
+    async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self._note(f"abort {each}")
+            queue = self.queues.pop(each, None)
+            if queue is not None:
+                queue.put(output([], "abort"))
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._note(f"pause {mode} {clear_cache}")
-        if self.abort_on_pause:
+        if mode == "abort" and self.abort_on_pause:
             self._end_all(lambda: output([], "abort"))
 
     async def resume_generation(self) -> None:
         self._note("resume")
 
     def stream(self, request_id: str, token_ids: list[int]) -> None:
-        self.queues[request_id].items.put_nowait(output(token_ids))
+        self.queues[request_id].put(output(token_ids))
 
     def finish(self, request_id: str, token_ids: list[int]) -> None:
-        self.queues.pop(request_id).items.put_nowait(output(token_ids, "stop"))
+        self.queues.pop(request_id).put(output(token_ids, "stop"))
 
     def die(self) -> None:
         self._end_all(EngineDeadError)
 
     def _end_all(self, make_item: Any) -> None:
         for queue in self.queues.values():
-            queue.items.put_nowait(make_item())
+            queue.put(make_item())
         self.queues.clear()
 
-    async def collective_rpc(self, **call: Any) -> None:
-        self._note(f"rpc {call['method']}")
+    async def collective_rpc(self, method: str, **options: Any) -> None:
+        self._note(f"rpc {method}")
         if self.rpc_failure is not None:
             raise self.rpc_failure
         if not self.answers_rpc:
@@ -128,8 +118,8 @@ class FakeEngine:
         if self.is_dead:
             raise EngineDeadError
 
-    async def reset_prefix_cache(self, reset_connector: bool) -> bool:
-        self._note("reset prefix cache")
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool) -> bool:
+        self._note("reset prefix cache" if reset_connector else "reset prefix cache, not the connector's")
         return self.forgets
 
     async def reset_mm_cache(self) -> None:

@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from partial_rollout.types import VersionSpan
+from partial_rollout.core.spans import extend
+from partial_rollout.types import ContextSpan, VersionSpan
 
 
 @dataclass(slots=True)
@@ -21,18 +22,16 @@ class TrajectoryTrace:
     num_interruptions: int = 0
     num_reprefilled_tokens: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
+    context_spans: list[ContextSpan] = field(default_factory=list)
 
     def add(self, extra_fields: dict[str, Any]) -> None:
         """Add one finished generate call."""
         self.num_interruptions += int(extra_fields.get("num_interruptions", 0))
         self.num_reprefilled_tokens += int(extra_fields.get("num_reprefilled_tokens", 0))
         for version, num_tokens in extra_fields.get("version_spans", ()):
-            self._append(int(version), int(num_tokens))
-
-    def _append(self, version: int, num_tokens: int) -> None:
-        if self.spans and self.spans[-1].version == version:
-            num_tokens += self.spans.pop().num_tokens
-        self.spans.append(VersionSpan(version, num_tokens))
+            extend(self.spans, VersionSpan(int(version), int(num_tokens)))
+        for kv_version, origin, num_tokens in extra_fields.get("context_spans", ()):
+            extend(self.context_spans, ContextSpan(int(kv_version), str(origin), int(num_tokens)))
 
 
 _current_trace: ContextVar[TrajectoryTrace | None] = ContextVar("trajectory_trace", default=None)

@@ -162,4 +162,5 @@ def _summary(key: str, output: Any, whole: TrajectoryTrace, counted: TrajectoryT
         num_interruptions=counted.num_interruptions,
         num_reprefilled_tokens=counted.num_reprefilled_tokens,
         version_spans=tuple(counted.spans),
+        context_spans=tuple(counted.context_spans),
     )

@@ -10,10 +10,12 @@ could have produced, and never more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from partial_rollout.core.interrupt import FRESH, Context
+from partial_rollout.core.spans import extend
 from partial_rollout.errors import EngineError, InternalError, ResumeStalled
-from partial_rollout.types import VersionSpan
+from partial_rollout.types import ContextSpan, VersionSpan
 
 ABORTED = "aborted"
 """Stop reason of an interrupted segment."""
@@ -37,6 +39,7 @@ class Segment:
     """Weight version that sampled the tokens."""
     epoch: int
     """Epoch of the gate the request passed; unequal epochs mean that the gate was closed in between."""
+    context: Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class GenerationState:
     num_reprefilled_tokens: int
     settings: str = ""
     """How the tokens were sampled; a checkpoint without them answers no call that says how."""
+    context_spans: list[ContextSpan] = field(default_factory=list[ContextSpan])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class ResumableGeneration:
         self.token_ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.spans: list[VersionSpan] = []
+        self.context_spans: list[ContextSpan] = []
         self.stop_reason: str | None = None
         self.num_interruptions = 0
         self.num_reprefilled_tokens = 0
@@ -106,6 +111,11 @@ class ResumableGeneration:
     def remaining(self) -> int:
         """Tokens left in the budget."""
         return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the next request goes on from."""
+        return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def min_version(self) -> int:
@@ -128,6 +138,7 @@ class ResumableGeneration:
             num_interruptions=self.num_interruptions,
             num_reprefilled_tokens=self.num_reprefilled_tokens,
             settings=self.settings,
+            context_spans=list(self.context_spans),
         )
 
     def adopt(self, state: GenerationState) -> bool:
@@ -138,6 +149,7 @@ class ResumableGeneration:
             return False
         self.token_ids, self.log_probs = list(state.token_ids), state.log_probs
         self.spans, self.stop_reason = list(state.spans), state.stop_reason
+        self.context_spans = list(state.context_spans)
         self.num_interruptions, self.num_reprefilled_tokens = state.num_interruptions, state.num_reprefilled_tokens
         self._num_segments = 1 if state.token_ids else 0
         self._last_version = state.spans[-1].version if state.spans else 0
@@ -169,9 +181,11 @@ class ResumableGeneration:
             ResumeStalled: interrupted twice without a token and without the gate having closed in between.
         """
         self._check(segment)
-        self.token_ids.extend(segment.token_ids)
+        if self._num_segments:
+            self.num_reprefilled_tokens += self.context_len - segment.context.num_reused_tokens
         self._add_log_probs(segment)
-        self._add_span(segment)
+        self._add_spans(segment)
+        self.token_ids.extend(segment.token_ids)
         self._num_segments += 1
         self._last_version = segment.version
         self.stop_reason = self._stop_reason(segment)
@@ -199,13 +213,14 @@ class ResumableGeneration:
         if segment.log_probs is not None:
             self.log_probs = (self.log_probs or []) + segment.log_probs
 
-    def _add_span(self, segment: Segment) -> None:
-        num_tokens = len(segment.token_ids)
+    def _add_spans(self, segment: Segment) -> None:
+        num_tokens, context = len(segment.token_ids), segment.context
         if num_tokens == 0:
             return
-        if self.spans and self.spans[-1].version == segment.version:
-            num_tokens += self.spans.pop().num_tokens
-        self.spans.append(VersionSpan(segment.version, num_tokens))
+        extend(self.spans, VersionSpan(segment.version, num_tokens))
+        # Whatever happened to a request before its first token, its context is a fresh one.
+        origin = context.origin if self.token_ids else FRESH
+        extend(self.context_spans, ContextSpan(context.kv_version, origin, num_tokens))
 
     def _stop_reason(self, segment: Segment) -> str | None:
         if segment.stop_reason != ABORTED:
@@ -217,7 +232,6 @@ class ResumableGeneration:
 
     def _interrupted(self, segment: Segment) -> None:
         self.num_interruptions += 1
-        self.num_reprefilled_tokens += len(self.prompt_ids) + len(self.token_ids)
         if segment.token_ids:
             self._stalled_epoch = None
         elif self._stalled_epoch == segment.epoch:

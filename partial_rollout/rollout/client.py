@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     import ray.actor
 
+    from partial_rollout.core.interrupt import Retained
+
 UNRESUMABLE = (
     "stop",
     "bad_words",
@@ -61,7 +63,8 @@ class ResumingLLMServerClient(LLMServerClient):
         """Generate one response; arguments as in verl's `LLMServerClient.generate`.
 
         `extra_fields` of the result: global_steps, min_global_steps, max_global_steps, num_interruptions,
-        num_reprefilled_tokens, version_spans (list of [version, num_tokens]), num_cached_tokens (first segment's).
+        num_reprefilled_tokens, version_spans (list of [version, num_tokens]), context_spans (list of [oldest KV's
+        version, origin, num_tokens], see ContextSpan), num_cached_tokens (first segment's).
 
         Raises:
             ConfigError: a sampling parameter that cannot be resumed exactly.
@@ -75,11 +78,12 @@ class ResumingLLMServerClient(LLMServerClient):
         generation = _generation(prompt_ids, self._budget(len(prompt_ids), sampling_params), sampling_params)
         if self.on_generation is not None:
             self.on_generation(generation)
-        merged = MergedFields()
+        merged, retained = MergedFields(), None
         while not generation.finished:
             if self.before_segment is not None:
                 await self.before_segment()
-            output = await self._generate_segment(request_id, generation, sampling_params, inputs)
+            output = await self._generate_segment(request_id, generation, sampling_params, inputs, retained)
+            retained = output.extra_fields.pop("retained")
             merged.add(output)
             generation.add(_segment(output))
         return merged.complete(generation)
@@ -90,9 +94,10 @@ class ResumingLLMServerClient(LLMServerClient):
         generation: ResumableGeneration,
         sampling_params: dict[str, Any],
         inputs: dict[str, Any],
+        retained: Retained | None,
     ) -> TokenOutput:
         request = generation.next_request()
-        options: dict[str, Any] = {"is_resumption": True} if request.is_resumption else {}
+        options: dict[str, Any] = {"is_resumption": True, "retained": retained} if request.is_resumption else {}
         try:
             output = await super().generate(
                 request_id,
@@ -155,7 +160,8 @@ class MergedFields:
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""
         fields = dict(self._last.extra_fields) if self._last else {}
-        fields.pop("gate_epoch", None)
+        for name in ("gate_epoch", "context"):
+            fields.pop(name, None)
         fields |= {
             "global_steps": generation.max_version,
             "min_global_steps": generation.min_version,
@@ -163,6 +169,7 @@ class MergedFields:
             "num_interruptions": generation.num_interruptions,
             "num_reprefilled_tokens": generation.num_reprefilled_tokens,
             "version_spans": [[span.version, span.num_tokens] for span in generation.spans],
+            "context_spans": [[s.kv_version, s.origin, s.num_tokens] for s in generation.context_spans],
             "num_cached_tokens": self._num_cached_tokens,
         }
         return TokenOutput(
@@ -215,4 +222,5 @@ def _segment(output: TokenOutput) -> Segment:
         stop_reason=output.stop_reason,
         version=output.extra_fields["global_steps"],
         epoch=output.extra_fields["gate_epoch"],
+        context=output.extra_fields["context"],
     )

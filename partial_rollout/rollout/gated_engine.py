@@ -1,49 +1,78 @@
-"""vLLM's AsyncLLM as verl's server sees it, with `generate` reporting to the gate and streaming in deltas."""
+"""vLLM's AsyncLLM as verl's server sees it: `generate` reports to the gate and hands over segments of deltas."""
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from vllm.v1.engine.exceptions import EngineDeadError
 
-    from vllm.outputs import CompletionOutput, RequestOutput
+from partial_rollout.rollout.engine_request import EngineRequest, KeptRequests, OutputQueue
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from vllm.outputs import RequestOutput
 
     from partial_rollout.core.gate import Ticket
+    from partial_rollout.core.interrupt import InterruptMode, Retained
     from partial_rollout.rollout.admission import Admission
 
-CURRENT_TICKET: ContextVar[Ticket] = ContextVar("partial_rollout_ticket")
-"""Ticket of the request that the present task carries: verl's server has no argument to hand it through."""
+NUM_SETTLING_TURNS = 64
+"""Turns of the event loop in which vLLM's front end takes in its last message: 128 requests in each."""
 
 
-class OutputQueue(Protocol):
-    """vLLM's RequestOutputCollector."""
+@dataclass(slots=True, eq=False)
+class Passage:
+    """What one call of the server's `generate` and the engine tell each other: verl's code lies in between."""
 
-    request_id: str
+    ticket: Ticket
+    cache_salt: str | None
+    """Under which blocks are found and left in the prefix cache; None leaves it to vLLM."""
+    retained: Retained | None
+    """What the segment before this one has left behind."""
+    went_on: bool = False
+    """The request was still in the engine."""
+    kept_id: str | None = None
+    """The request is still in the engine now."""
 
-    def get_nowait(self) -> RequestOutput | None: ...
-    async def get(self) -> RequestOutput: ...
+
+CURRENT_PASSAGE: ContextVar[Passage] = ContextVar("partial_rollout_passage")
+"""Of the request that the present task carries: verl's server has no argument to hand it through."""
 
 
 class Engine(Protocol):
     """The part of AsyncLLM used here."""
 
+    errored: bool
+    engine_core: Any
+
     async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> OutputQueue: ...
-    async def abort(self, request_id: str, internal: bool = False) -> None: ...
+    async def abort(self, request_id: str | Sequence[str], internal: bool = False) -> None: ...
+    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool: ...
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+    async def collective_rpc(self, method: str, **options: Any) -> Any: ...
 
 
 class GatedEngine:
-    """Everything but `generate` goes straight to the engine.
+    """Everything but what is below goes straight to the engine.
 
     `add_request` is called directly instead of `AsyncLLM.generate`, because its return is the only sign that the
     engine has accepted a request; the first output may come much later.
     """
 
-    def __init__(self, engine: Engine, admission: Admission) -> None:
+    def __init__(self, engine: Engine, admission: Admission, mode: InterruptMode) -> None:
         """Wrap a started engine."""
         self._engine = engine
         self._admission = admission
+        self._mode = mode
+        self._running: dict[str, EngineRequest] = {}
+        self.kept = KeptRequests()
         self.num_generated_tokens = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -54,36 +83,93 @@ class GatedEngine:
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """Yield one output: the whole segment, complete or interrupted."""
-        queue = await self._engine.add_request(request_id, prompt, sampling_params, **options)
-        self._admission.arrived(CURRENT_TICKET.get())
-        finished = False
+        passage = CURRENT_PASSAGE.get()
+        request = self.kept.take(passage.retained.kept_id if passage.retained else None)
+        passage.went_on = request is not None
+        if request is None:
+            request = await self._add(prompt, sampling_params, request_id, passage.cache_salt, options)
+        self._running[request.queue.request_id] = request
+        self._admission.arrived(passage.ticket)
+        has_left = False
         try:
-            output = await self._collect(queue)
-            finished = True
+            output = await request.segment(self._count)
+            has_left = True
         finally:
-            if not finished:
-                await self._engine.abort(queue.request_id, internal=True)
+            del self._running[request.queue.request_id]
+            if not has_left:
+                await self._engine.abort(request.queue.request_id, internal=True)
+        if request.is_cut:
+            self.kept.keep(request)
+            passage.kept_id = request.queue.request_id
         yield output
 
-    async def _collect(self, queue: OutputQueue) -> RequestOutput:
-        merged: RequestOutput | None = None
-        while merged is None or not merged.finished:
-            output = queue.get_nowait() or await queue.get()
-            for completion in output.outputs:
-                drop_repeated_logprobs(completion)
-                self.num_generated_tokens += len(completion.token_ids)
-            if merged is None:
-                merged = output
-            else:
-                merged.add(output, aggregate=True)
-        return merged
+    async def _add(
+        self, prompt: Any, sampling_params: Any, request_id: str, cache_salt: str | None, options: dict[str, Any]
+    ) -> EngineRequest:
+        if cache_salt is not None:
+            prompt = {**prompt, "cache_salt": cache_salt}
+        queue = await self._engine.add_request(request_id, prompt, sampling_params, **options)
+        return EngineRequest(queue, may_stay=self._mode.stays and not prompt.get("multi_modal_data"))
 
+    def _count(self, num_tokens: int) -> None:
+        self.num_generated_tokens += num_tokens
 
-def drop_repeated_logprobs(completion: CompletionOutput) -> None:
-    """Cut log-probs that belong to no token of this delta.
+    async def interrupt(self, *, clear_cache: bool) -> None:
+        """Pause the engine and end all segments; requests stay in it or leave it as the mode says."""
+        clear_cache = clear_cache and self._mode.clears_cache
+        if not self._mode.stays:
+            await self._engine.pause_generation(mode="abort", clear_cache=clear_cache)
+            return
+        await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        await self._take_in_everything()
+        leaving = [request.queue.request_id for request in self._running.values() if not request.cut()]
+        if leaving:
+            await self._engine.abort(leaving, internal=True)
 
-    A delta's log-probs are cut with `logprobs[-len(token_ids):]` in vLLM, which is the whole history when an abort
-    brings no new token. The surplus is always at the end.
-    """
-    if completion.logprobs is not None and len(completion.logprobs) > len(completion.token_ids):
-        completion.logprobs = completion.logprobs[: len(completion.token_ids)]
+    async def _take_in_everything(self) -> None:
+        """Let the front end take in all that a paused engine has sent.
+
+        vLLM answers the pause after the last tokens, but a task of its own takes these in, some requests a turn. A
+        token that is late would count as one of the next weights.
+
+        Raises:
+            EngineDeadError: the engine is gone, and nobody takes in anything.
+        """
+        messages: asyncio.Queue[Any] = self._engine.engine_core.outputs_queue
+        while not messages.empty():
+            if self._engine.errored:
+                raise EngineDeadError
+            await asyncio.sleep(0)
+        for _ in range(NUM_SETTLING_TURNS):
+            await asyncio.sleep(0)
+
+    async def resume_generation(self) -> None:
+        """Let the engine go on with those kept requests that somebody is here for; the others leave it."""
+        unclaimed = self.kept.drop_unclaimed()
+        if unclaimed:
+            await self._engine.abort(unclaimed, internal=True)
+        await self._engine.resume_generation()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As vLLM's, but what is to be retained is not forgotten: salts keep it from everybody else."""
+        if self._mode.retains_kv and not self._mode.releases_memory:
+            return True
+        return await self._engine.reset_prefix_cache(
+            reset_running_requests=reset_running_requests,
+            reset_connector=reset_connector and not self._mode.releases_memory,
+        )
+
+    async def sleep(self, level: int = 1) -> None:
+        """As vLLM's, which would also forget what has been moved to host memory; the engine is paused already."""
+        if self._mode.releases_memory:
+            await self._engine.reset_prefix_cache(reset_connector=False)
+            await self._engine.collective_rpc("sleep", kwargs={"level": level})
+        else:
+            await self._engine.sleep(level=level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As vLLM's; after our own `sleep` the engine does not know that it slept, and stays paused."""
+        if self._mode.releases_memory:
+            await self._engine.collective_rpc("wake_up", kwargs={"tags": tags})
+        else:
+            await self._engine.wake_up(tags=tags)

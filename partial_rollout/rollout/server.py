@@ -30,13 +30,15 @@ from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_processes import end_processes, engine_processes
-from partial_rollout.rollout.gated_engine import CURRENT_TICKET, GatedEngine
+from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
+from partial_rollout.rollout.interruption import Interruption
 from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from partial_rollout.core.interrupt import Retained
 
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 ENGINE_STOP_S = 20.0
@@ -62,6 +64,7 @@ class PartialRolloutServer(ChannelServer):
         self.settings = settings
         self._init_weights()
         self._admission = Admission()
+        self._interruption = Interruption(settings)
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
@@ -76,7 +79,7 @@ class PartialRolloutServer(ChannelServer):
 
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
-        self.engine = GatedEngine(engine, self._admission)
+        self.engine = GatedEngine(engine, self._admission, self._interruption.mode)
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():
@@ -92,12 +95,14 @@ class PartialRolloutServer(ChannelServer):
         request_id: str,
         *,
         is_resumption: bool = False,
+        retained: Retained | None = None,
         **inputs: Any,
     ) -> TokenOutput:
         """Generate one segment; other arguments and the result as in verl's `vLLMHttpServer.generate`.
 
         `stop_reason` is "aborted" for an interrupted segment. `extra_fields` holds `global_steps` (the weight version
-        that sampled the tokens), `gate_epoch`, `num_cached_tokens`, and `rejected` for a request turned away.
+        that sampled the tokens), `gate_epoch`, `num_cached_tokens`, `context` (a Context), `retained` (to be given
+        with the resumption; None if there is nothing), and `rejected` for a request turned away.
 
         Raises:
             DataError: the prompt leaves no room in the context.
@@ -106,21 +111,25 @@ class PartialRolloutServer(ChannelServer):
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
-        ticket = await self._admission.enter(request_id)
-        if ticket is None:
-            return self._empty_output(ABORTED, rejected=True)
-        version, epoch = self._version, self._admission.epoch
-        reset = CURRENT_TICKET.set(ticket)
-        try:
-            self._weights.require_whole(self._name)
-            output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
-        except EngineDeadError as error:
-            raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
-        finally:
-            CURRENT_TICKET.reset(reset)
-            self._admission.leave(ticket)
+        with self.engine.kept.claimed(retained.kept_id if retained else None):
+            ticket = await self._admission.enter(request_id)
+            if ticket is None:
+                return self._empty_output(ABORTED, rejected=True)
+            version, epoch = self._version, self._admission.epoch
+            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch, version), retained)
+            reset = CURRENT_PASSAGE.set(passage)
+            try:
+                self._weights.require_whole(self._name)
+                output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
+            except EngineDeadError as error:
+                raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
+            finally:
+                CURRENT_PASSAGE.reset(reset)
+                self._admission.leave(ticket)
+        context_len = len(prompt_ids) if is_resumption else 0
         output.extra_fields |= {"global_steps": version, "gate_epoch": epoch}
-        self._count(output, len(prompt_ids), is_resumption)
+        output.extra_fields |= self._interruption.fields(passage, output, version=version, context_len=context_len)
+        self._count(output, context_len)
         return output
 
     def _answer_full_context(self, prompt_len: int, is_resumption: bool) -> TokenOutput | None:
@@ -142,15 +151,16 @@ class PartialRolloutServer(ChannelServer):
 
     def _empty_output(self, stop_reason: str, **fields: Any) -> TokenOutput:
         fields |= {"global_steps": self._version, "gate_epoch": self._admission.epoch}
+        fields |= self._interruption.nothing(self._version)
         return TokenOutput(token_ids=[], stop_reason=stop_reason, extra_fields=fields)
 
-    def _count(self, output: TokenOutput, prompt_len: int, is_resumption: bool) -> None:
+    def _count(self, output: TokenOutput, context_len: int) -> None:
         if output.stop_reason == ABORTED:
             self._num_aborted += 1
         else:
             self._num_finished += 1
-        if is_resumption and output.token_ids:
-            self._num_reprefilled_tokens += prompt_len - (output.extra_fields.get("num_cached_tokens") or 0)
+        if context_len and output.token_ids:
+            self._num_reprefilled_tokens += context_len - output.extra_fields["context"].num_reused_tokens
 
     @property
     def _output_kind(self) -> RequestOutputKind:
@@ -172,10 +182,10 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Close the gate, interrupt every request and wait until all have left; repeating it is allowed.
+        """Close the gate, interrupt every request and wait until all have handed over; repeating it is allowed.
 
         Args:
-            reset_prefix_cache: forget the KV cache, as new weights demand.
+            reset_prefix_cache: forget the KV cache, as new weights demand, unless the interrupt mode retains it.
             reject_request: turn waiting and coming requests away instead of parking them.
 
         Returns:
@@ -188,7 +198,7 @@ class PartialRolloutServer(ChannelServer):
             return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
-            await self.engine.pause_generation(mode="abort", clear_cache=reset_prefix_cache)
+            await self.engine.interrupt(clear_cache=reset_prefix_cache)
 
         async with self._control_lock:
             request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
@@ -238,6 +248,7 @@ class PartialRolloutServer(ChannelServer):
             mean_running=self._admission.mean_running(),
             num_generated_tokens=self.engine.num_generated_tokens if self.node_rank == 0 else 0,
             num_reprefilled_tokens=self._num_reprefilled_tokens,
+            kept=len(self.engine.kept) if self.node_rank == 0 else 0,
             num_aborted=self._num_aborted,
             num_finished=self._num_finished,
             last_drain_s=self._admission.last_drain_s,
@@ -322,7 +333,7 @@ class PartialRolloutServer(ChannelServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        engine_kwargs.setdefault("stream_interval", self.settings.stream_interval)
+        self._interruption.engine_arguments(engine_kwargs)
         if self.settings.weights.backend != "verl":
             choose_backend(engine_kwargs)
 

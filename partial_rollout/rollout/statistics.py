@@ -19,7 +19,9 @@ class RolloutStatistics:
     """Weight version the engine holds."""
     parked: int
     running: int
-    """Requests the engine holds, scheduled or waiting for a slot."""
+    """Requests the engine holds, scheduled or waiting for a slot; after a drain none."""
+    kept: int
+    """Interrupted requests that have stayed in the paused engine."""
     mean_running: float
     """Time-weighted mean of `running` from the gate's last opening until now, or until it closed."""
     num_generated_tokens: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.spans import kv_lags
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,6 +26,7 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
     stale_steps = [trained_version - trajectory.min_version for trajectory in trajectories]
     stale_tokens, num_tokens = _stale_tokens(trajectories, trained_version)
     histogram = _staleness_histogram(trajectories, trained_version)
+    lags = [lag for trajectory in trajectories for lag in kv_lags(trajectory.version_spans, trajectory.context_spans)]
     resumed = sum(trajectory.num_interruptions > 0 for trajectory in trajectories)
     return {
         f"{PREFIX}/deferrals/mean": sum(group.num_deferrals for group in groups) / len(groups),
@@ -37,6 +40,8 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
         f"{PREFIX}/staleness_steps/max": max(stale_steps),
         f"{PREFIX}/stale_tokens": stale_tokens,
         f"{PREFIX}/stale_token_share": stale_tokens / max(num_tokens, 1),
+        f"{PREFIX}/old_kv_token_share": sum(count for lag, count in lags if lag > 0) / max(num_tokens, 1),
+        f"{PREFIX}/old_kv_steps/max": max((lag for lag, _ in lags), default=0),
         f"{PREFIX}/response_tokens": num_tokens,
         **{f"{PREFIX}/staleness_tokens/{label}": count for label, count in histogram.items()},
     }

@@ -27,11 +27,16 @@ PACKED = [
     "partial_rollout.packing.token_budget=400",
 ]
 """Rows without padding, two mini-batches, and a budget that a mini-batch needs several micro-batches for."""
+REUSING_KV = [
+    "partial_rollout.tail.interrupt_mode=reuse_kv",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+]
+"""With blocks that most responses fill."""
 pytestmark = pytest.mark.e2e
 
 
 def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
-    """64 prompts, batch 8, 10 steps and 5 more with packed rows: 120 prompts trained and 8 in the queue are two epochs.
+    """64 prompts, batch 8, 10 steps, and 5 more that reuse KV, with packed rows: 120 trained and 8 queued, two epochs.
 
     What was trained and what is left must together be exactly what the dataloader gave out: every row twice.
     """
@@ -47,8 +52,10 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
     assert all(step["actor/packing_rows"] == step["packing/micro_batches"] for step in first.steps)
 
-    second = run_job(task, tmp_path, *options, *PACKED, "trainer.total_training_steps=15")
+    second = run_job(task, tmp_path, *options, *PACKED, *REUSING_KV, "trainer.total_training_steps=15")
     _check_ended_cleanly(second, steps=range(11, 16))
+    assert all(step["partial_rollout/old_kv_token_share"] == 0 for step in first.steps)
+    assert any(step["partial_rollout/old_kv_token_share"] > 0 for step in second.steps)
     assert all(step["packing/padding_share"] == 0 for step in second.steps)
     assert all(step["packing/micro_batches"] > 2 for step in second.steps)
     # A mean over mini-batches, which have different numbers of rows.

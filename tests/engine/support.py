@@ -14,12 +14,13 @@ import ray
 import torch
 from hydra import compose, initialize_config_module
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.core.interrupt import MODES
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.replica import PartialRolloutReplica
 from partial_rollout.weights.adapter import ChannelAdapter
@@ -272,6 +273,32 @@ async def probe(client: ResumingLLMServerClient) -> list[tuple[list[int], list[f
     sampling = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": NUM_PROBE_TOKENS}
     outputs = [await client.generate("probe", prompt_ids=ids, sampling_params=dict(sampling)) for ids in PROBES]
     return [(output.token_ids, output.log_probs) for output in outputs]
+
+
+async def set_interrupt_mode(replica: PartialRolloutReplica, name: str) -> None:
+    """Change the mode of a running server; one that was started with a mode of requests that stay can do all."""
+
+    def change(server: Any) -> None:
+        server._interruption.mode = server.engine._mode = MODES[name]
+
+    await replica.server_handle.__ray_call__.remote(change)
+
+
+def continued(
+    first: Qwen3ForCausalLM, second: Qwen3ForCausalLM, ids: list[int], num_old: int, num_tokens: int
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens of `second` after `ids`, whose first `num_old` tokens have KV of `first`; by transformers."""
+    cache, tokens, log_probs = DynamicCache(), [], []
+    with torch.no_grad():
+        if num_old:
+            first(torch.tensor([ids[:num_old]]), past_key_values=cache)
+        rest = ids[num_old:]
+        for _ in range(num_tokens):
+            row = torch.log_softmax(second(torch.tensor([rest]), past_key_values=cache).logits[0, -1], dim=-1)
+            rest = [int(row.argmax())]
+            tokens += rest
+            log_probs.append(float(row[rest[0]]))
+    return tokens, log_probs
 
 
 def spread_order(names: list[str]) -> list[str]:

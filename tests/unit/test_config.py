@@ -55,6 +55,18 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"tail": {"gen_batch_size": 10}}, "gen_batch_size=10 .*null with .*tail.policy=partial.*policy=reorder uses"),
         ({"tail": {"policy": "sync", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=sync"),
         ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
+        (
+            {"tail": {"interrupt_mode": "retain"}},
+            "interrupt_mode='retain' .*abort, keep, keep_kv, reuse_kv, ",
+        ),
+        (
+            {"tail": {"policy": "sync", "interrupt_mode": "keep"}},
+            "interrupt_mode='keep' .*abort with .*=sync",
+        ),
+        ({"tail": {"policy": "reorder", "interrupt_mode": "keep_kv"}}, "interrupt_mode='keep_kv' .*abort, reuse_kv or"),
+        ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),
+        ({"tail": {"offload_gib": 4}}, "offload_gib=4 .*null with any other"),
+        ({"tail": {"interrupt_mode": "offload_kv", "offload_gib": 0}}, "offload_gib=0 .*null or at least 1"),
         ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
         ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),

@@ -145,6 +145,45 @@ def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any
         check(composed({key: value}))
 
 
+INTERRUPT_MODE = "partial_rollout.tail.interrupt_mode"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("mode", ["keep", "keep_kv", "reuse_kv"])
+def test_an_engine_that_releases_its_memory_can_keep_nothing(composed: Composed, mode: str):
+    check(composed({INTERRUPT_MODE: mode}))
+    with pytest.raises(ConfigError, match=f"free_cache_engine=True with .*={mode} is .* False .*interrupt_mode=abort"):
+        check(composed({INTERRUPT_MODE: mode, f"{ROLLOUT}.free_cache_engine": True}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "value", "allowed"),
+    [
+        ("reuse_kv", f"{ROLLOUT}.enable_prefix_caching", False, True),
+        ("reuse_kv", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching", False, True),
+        ("reuse_kv", f"{ROLLOUT}.disaggregation.enabled", True, False),
+        ("keep", f"{ROLLOUT}.enable_rollout_routing_replay", True, False),
+        ("keep_kv", f"{ROLLOUT}.mtp.enable_rollout", True, False),
+        ("keep_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
+        ("keep", f"{ROLLOUT}.engine_kwargs.vllm.stream_interval", 8, 1),
+        ("keep", "actor_rollout_ref.model.lora_rank", 8, 0),
+    ],
+)
+def test_what_a_mode_needs_of_the_engine_is_told(composed: Composed, mode: str, key: str, value: Any, allowed: Any):
+    with pytest.raises(ConfigError, match=f"{key}={value} with .*interrupt_mode={mode} is not .* must be {allowed} "):
+        check(composed({INTERRUPT_MODE: mode, key: value}))
+
+
+def test_kv_is_offloaded_from_a_gpu_whose_memory_is_released(composed: Composed):
+    changes = {INTERRUPT_MODE: "offload_kv", "partial_rollout.tail.offload_gib": 8}
+    with pytest.raises(ConfigError, match="trainer.device=cpu with .*offload_kv is .* a GPU, from which alone vLLM"):
+        check(composed(changes))
+    changes["trainer.device"] = "cuda"
+    with pytest.raises(ConfigError, match="free_cache_engine=False with .*offload_kv .* must be True"):
+        check(composed(changes))
+    check(composed(changes | {f"{ROLLOUT}.free_cache_engine": True}))
+
+
 def test_a_fixed_count_needs_a_count(composed: Composed):
     changes = {"partial_rollout.packing.planner": "fixed", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}
     with pytest.raises(ConfigError, match=r"set partial_rollout.packing.per_rank_batch_size=..."):

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 from partial_rollout.agent_loop.trace import RecordingClient, start_trace
-from partial_rollout.types import VersionSpan
+from partial_rollout.types import ContextSpan, VersionSpan
 
 
 class _Client:
@@ -19,8 +19,18 @@ class _Client:
 async def test_turns_add_up_and_equal_versions_merge() -> None:
     client = RecordingClient(
         _Client(
-            {"num_interruptions": 1, "num_reprefilled_tokens": 10, "version_spans": [[3, 5], [4, 2]]},
-            {"num_interruptions": 0, "num_reprefilled_tokens": 0, "version_spans": [[4, 7]]},
+            {
+                "num_interruptions": 1,
+                "num_reprefilled_tokens": 10,
+                "version_spans": [[3, 5], [4, 2]],
+                "context_spans": [[3, "keep_kv", 7]],
+            },
+            {
+                "num_interruptions": 0,
+                "num_reprefilled_tokens": 0,
+                "version_spans": [[4, 7]],
+                "context_spans": [[4, "fresh", 7]],
+            },
         )
     )
     trace = start_trace()
@@ -29,6 +39,7 @@ async def test_turns_add_up_and_equal_versions_merge() -> None:
     assert trace.num_interruptions == 1
     assert trace.num_reprefilled_tokens == 10
     assert trace.spans == [VersionSpan(3, 5), VersionSpan(4, 9)]
+    assert trace.context_spans == [ContextSpan(3, "keep_kv", 7), ContextSpan(4, "fresh", 7)]
 
 
 async def test_concurrent_trajectories_do_not_mix() -> None:

@@ -4,15 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from partial_rollout.core.interrupt import FRESH, REPREFILLED, Context
 from partial_rollout.core.resume import ABORTED, LENGTH, STOPPED, ResumableGeneration, Segment
 from partial_rollout.errors import EngineDead, EngineError, InternalError, ResumeStalled
-from partial_rollout.types import VersionSpan
+from partial_rollout.types import ContextSpan, VersionSpan
 
 PROMPT = [1, 2, 3]
 
 
-def segment(tokens, stop_reason=ABORTED, *, version=0, epoch=0, log_probs=True):
-    return Segment(list(tokens), [-float(t) for t in tokens] if log_probs else None, stop_reason, version, epoch)
+def segment(tokens, stop_reason=ABORTED, *, version=0, epoch=0, log_probs=True, context=None):
+    probs = [-float(t) for t in tokens] if log_probs else None
+    return Segment(list(tokens), probs, stop_reason, version, epoch, context or Context(version, REPREFILLED))
 
 
 def engine_answer(stream, start, max_tokens, stop_at, cut):
@@ -91,6 +93,25 @@ def test_reprefilled_tokens_are_prompt_and_response_so_far_per_resumption():
     assert generation.num_reprefilled_tokens == (3 + 2) * 2
 
 
+def test_what_an_engine_still_had_is_not_reprefilled():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([5, 6]))
+    generation.add(segment([7], STOPPED, epoch=1, context=Context(0, "reuse_kv", num_reused_tokens=4)))
+    assert generation.num_reprefilled_tokens == 1
+
+
+def test_every_token_knows_how_its_context_came_about():
+    generation = ResumableGeneration(PROMPT, 9)
+    generation.add(segment([], version=3, context=Context(3, FRESH)))
+    generation.add(segment([5, 6], version=4, epoch=1, context=Context(4, REPREFILLED)))
+    generation.add(segment([7], version=5, epoch=2, context=Context(4, "keep_kv", num_reused_tokens=5)))
+    generation.add(segment([8], version=6, epoch=3, context=Context(4, "keep_kv", num_reused_tokens=6)))
+    generation.add(segment([9], STOPPED, version=7, epoch=4, context=Context(7, REPREFILLED)))
+    spans = [ContextSpan(4, FRESH, 2), ContextSpan(4, "keep_kv", 2), ContextSpan(7, REPREFILLED, 1)]
+    assert generation.context_spans == generation.state().context_spans == spans
+    assert generation.spans == [VersionSpan(4, 2), VersionSpan(5, 1), VersionSpan(6, 1), VersionSpan(7, 1)]
+
+
 def test_neighbouring_segments_of_one_version_are_one_span():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([5, 6], version=4))
@@ -158,7 +179,7 @@ def test_segments_that_cannot_be_are_refused():
     with pytest.raises(InternalError, match="exceeds the budget of 2"):
         generation.add(segment([5, 6, 7]))
     with pytest.raises(InternalError, match="1 log-probs for 2 tokens"):
-        generation.add(Segment([5, 6], [-1.0], ABORTED, 0, 0))
+        generation.add(Segment([5, 6], [-1.0], ABORTED, 0, 0, Context(0, FRESH)))
     generation.add(segment([5]))
     with pytest.raises(InternalError, match="some have none"):
         generation.add(segment([6], log_probs=False))

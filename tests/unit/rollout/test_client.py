@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.replica import TokenOutput
 
+from partial_rollout.core.interrupt import Context, Retained
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ConfigError, EngineDead, EngineError, ResumeStalled, RunEnded
 from partial_rollout.rollout.client import ResumingLLMServerClient
@@ -27,6 +28,7 @@ def remote(function):
 
 
 def answer(tokens, stop_reason, *, version=1, epoch=0, **fields):
+    fields = {"retained": None, "context": Context(version, "abort")} | fields
     fields |= {"global_steps": version, "gate_epoch": epoch}
     return TokenOutput(
         token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=stop_reason, extra_fields=fields, num_preempted=1
@@ -92,6 +94,7 @@ async def test_segments_are_stitched_and_accounted():
         "num_interruptions": 2,
         "num_reprefilled_tokens": 5 + 6,
         "version_spans": [[1, 2], [2, 2]],
+        "context_spans": [[1, "fresh", 2], [2, "abort", 2]],
         "num_cached_tokens": 2,
     }
     assert [request["prompt_ids"] for request in script.requests] == [[1, 2, 3], [1, 2, 3, 5, 6], [1, 2, 3, 5, 6, 7]]
@@ -178,15 +181,31 @@ async def test_every_request_waits_for_leave_and_keeps_its_tokens_meanwhile():
 
 async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
     saved = ResumableGeneration([1, 2, 3], 8, settings="max_tokens=8")
-    saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, epoch=0))
+    saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, epoch=0, context=Context(1, "fresh")))
     script = Script(answer([7], "completed", version=4))
     client = make_client(script)
     client.on_generation = lambda generation: generation.adopt(saved.state())
     output = await generate(client)
     assert (output.token_ids, output.log_probs) == ([5, 6, 7], [-1.0] * 3)
     assert output.extra_fields["version_spans"] == [[1, 2], [4, 1]]
+    assert output.extra_fields["context_spans"] == [[1, "fresh", 2], [4, "abort", 1]]
     assert script.requests[0]["prompt_ids"] == [1, 2, 3, 5, 6]
     assert script.requests[0]["is_resumption"] is True
+
+
+async def test_what_an_interrupted_request_has_left_behind_goes_with_the_next_one_only():
+    left = [Retained("salt", 1, "kept-1"), Retained("salt", 1, "kept-2")]
+    script = Script(
+        answer([5], "aborted", retained=left[0]),
+        answer([6], "aborted", epoch=1, retained=left[1], context=Context(1, "keep_kv", num_reused_tokens=4)),
+        answer([7], "aborted", epoch=2, context=Context(1, "keep_kv", num_reused_tokens=5)),
+        answer([8], "completed", epoch=3),
+    )
+    output = await generate(make_client(script))
+    assert [request.get("retained") for request in script.requests] == [None, *left, None]
+    assert output.extra_fields["context_spans"] == [[1, "fresh", 1], [1, "keep_kv", 2], [1, "abort", 1]]
+    assert output.extra_fields["num_reprefilled_tokens"] == 6
+    assert not output.extra_fields.keys() & {"retained", "context"}
 
 
 SAMPLING = {"logprobs": True, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_tokens": 1, "stop_token_ids": [7]}

@@ -3,7 +3,7 @@
 import dataclasses
 
 from partial_rollout.train.metrics import group_metrics
-from partial_rollout.types import FinishedGroup, TrajectorySummary, VersionSpan
+from partial_rollout.types import ContextSpan, FinishedGroup, TrajectorySummary, VersionSpan
 
 
 def _trajectory(key: str, *spans: VersionSpan, interruptions: int = 0, reprefilled: int = 0) -> TrajectorySummary:
@@ -38,3 +38,14 @@ def test_counts_stale_tokens_and_resumed_trajectories() -> None:
     assert metrics["partial_rollout/staleness_steps/max"] == 2
     assert metrics["partial_rollout/stale_tokens"] == 20
     assert metrics["partial_rollout/stale_token_share"] == 0.5
+
+
+def test_counts_tokens_that_were_sampled_on_older_kv() -> None:
+    kept = _trajectory("a_0_0", VersionSpan(5, 20), VersionSpan(7, 10))
+    contexts = (ContextSpan(5, "fresh", 20), ContextSpan(5, "keep_kv", 10))
+    group = FinishedGroup("a", 1, "0", (dataclasses.replace(kept, context_spans=contexts), kept))
+    metrics = group_metrics([group], trained_version=7)
+    assert metrics["partial_rollout/old_kv_token_share"] == 10 / 60
+    assert metrics["partial_rollout/old_kv_steps/max"] == 2
+    unknown = group_metrics([FinishedGroup("b", 1, "0", (kept,))], trained_version=7)
+    assert unknown["partial_rollout/old_kv_steps/max"] == 0

@@ -1,0 +1,86 @@
+"""What one server does with the interrupt mode: salts, engine settings, and what it tells the client."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
+from partial_rollout.core.resume import ABORTED
+from partial_rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.replica import TokenOutput
+
+    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.rollout.gated_engine import Passage
+
+EVERY_TOKEN = 1
+"""Stream interval of an engine whose requests stay: vLLM hands over a rest only of a request that leaves."""
+
+
+class Interruption:
+    """The interrupt mode of one server."""
+
+    def __init__(self, settings: PartialRolloutConfig) -> None:
+        """Take the mode from the settings."""
+        self.mode = mode_of(settings.tail)
+        self._offload_gib = settings.tail.offload_gib
+        self._stream_interval = settings.stream_interval
+        self._engine = uuid.uuid4().hex
+
+    def cache_salt(self, retained: Retained | None, epoch: int, version: int) -> str | None:
+        """Salt of a request's blocks, which are found by requests with the same one only.
+
+        A fresh request shares its prompt's blocks with others of the same gate epoch and weight version. A resumed one
+        keeps its salt, with which no fresh request comes any more. So nobody finds a block that is older than its own
+        first one.
+        """
+        if not self.mode.retains_kv:
+            return None
+        return retained.cache_salt if retained is not None else f"{self._engine}-{epoch}-{version}"
+
+    def engine_arguments(self, given: dict[str, Any]) -> None:
+        """Add what the mode needs to an engine's arguments, in place.
+
+        Raises:
+            ConfigError: the user asks for another KV connector.
+        """
+        given.setdefault("stream_interval", EVERY_TOKEN if self.mode.stays else self._stream_interval)
+        if not self.mode.releases_memory:
+            return
+        for key in ("kv_transfer_config", "kv_offloading_size"):
+            if given.get(key) is not None:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={given[key]} is not allowed with "
+                    "partial_rollout.tail.interrupt_mode=offload_kv: leave it out, or choose another mode"
+                )
+        given["kv_offloading_size"] = self._offload_gib
+
+    def nothing(self, version: int) -> dict[str, Any]:
+        """Fields of an output that no engine has seen."""
+        return {"context": Context(version, FRESH), "retained": None}
+
+    def fields(self, passage: Passage, output: TokenOutput, *, version: int, context_len: int) -> dict[str, Any]:
+        """Fields of a segment: how its context came about, and what it leaves behind if it was interrupted.
+
+        `context_len` is 0 for a first segment.
+        """
+        context = context_of(
+            self.mode,
+            version,
+            retained=passage.retained,
+            went_on=passage.went_on,
+            context_len=context_len,
+            num_cached_tokens=output.extra_fields.get("num_cached_tokens") or 0,
+        )
+        retained = self._retained(passage, output, version) if output.stop_reason == ABORTED else None
+        return {"context": context, "retained": retained}
+
+    def _retained(self, passage: Passage, output: TokenOutput, version: int) -> Retained | None:
+        before = passage.retained
+        if before is None and not output.token_ids:
+            return None  # nothing but a prompt, which new weights had better read anew
+        if passage.kept_id is None and passage.cache_salt is None:
+            return None
+        return Retained(passage.cache_salt, before.kv_version if before else version, passage.kept_id)
