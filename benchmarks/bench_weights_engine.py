@@ -35,6 +35,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 
 from benchmarks.bench_weights import MEBIBYTE, extra_mib, summary
 from benchmarks.result import circumstances, store
+from partial_rollout.run.cpu_environment import apply_cpu_environment
 from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.sender import WeightSender
 
@@ -42,16 +43,6 @@ if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
 JOB_ID = f"bench-{os.getpid()}"
-ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-"""Of the engine's process, which is started later."""
 CHANNEL = f"ipc:///tmp/rl-colocate-zmq-{JOB_ID}-replica-0-rank-0.sock"
 """verl's name for the engine's only worker."""
 VOCABULARY, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32_000, 1024, 3072, 16, 8, 128
@@ -216,9 +207,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ |= {"VERL_RAY_JOB_ID": JOB_ID, "VERL_REPLICA_RANK": "0"}
+    apply_cpu_environment()
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VERL_RAY_JOB_ID": JOB_ID, "VERL_REPLICA_RANK": "0"}
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     result: dict[str, Any] = {**circumstances(options), "models": []}
     for gigabytes in options.gigabytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,21 +9,9 @@ from typing import Any
 
 import pytest
 
-# Read at import time by verl, vLLM, torch and tokenizers, so set before any of them is imported.
-ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+from partial_rollout.run.cpu_environment import apply_cpu_environment
+
+apply_cpu_environment()  # before any test imports what reads these variables
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e")

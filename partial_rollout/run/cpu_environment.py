@@ -1,0 +1,28 @@
+"""The variables of `lib/cpu_environment.sh` for Python: what verl, vLLM, torch and Ray read when they are imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("lib") / "cpu_environment.sh"
+
+
+def cpu_environment() -> dict[str, str]:
+    """Names and values that the script exports where nothing is set."""
+    dump = 'source "$0" && env -0'
+    clean = {"PATH": os.environ.get("PATH", os.defpath)}
+    run = subprocess.run(["bash", "-c", dump, str(SCRIPT)], env=clean, capture_output=True, text=True, check=True)
+    variables = dict(entry.split("=", 1) for entry in run.stdout.split("\0") if entry)
+    return {name: variables[name] for name in sorted(variables) if name.isupper() and name not in SHELL_OWN}
+
+
+SHELL_OWN = ("PATH", "PWD", "OLDPWD", "SHLVL")
+"""What a shell exports by itself."""
+
+
+def apply_cpu_environment() -> None:
+    """Set what is not set; call it before any of these libraries is imported."""
+    for name, value in cpu_environment().items():
+        os.environ.setdefault(name, value)
