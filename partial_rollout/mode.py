@@ -285,6 +285,11 @@ def _check_trainer(config: DictConfig) -> None:
 def _check_weights(config: DictConfig) -> None:
     settings = read_settings(config).weights
     unsupported = channel_lacks(config)
+    if settings.backend == "channel" and config.trainer.device not in CHANNEL_DEVICES:
+        raise ConfigError(
+            f"{BLOCK}.weights.backend=channel with trainer.device={config.trainer.device} is not allowed: the device "
+            f"must be one of {', '.join(CHANNEL_DEVICES)} (set {BLOCK}.weights.backend=verl or auto)"
+        )
     if settings.backend == "channel" and unsupported:
         raise ConfigError(
             f"{BLOCK}.weights.backend=channel does not carry {unsupported}: set {BLOCK}.weights.backend=verl or auto"

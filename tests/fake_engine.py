@@ -55,7 +55,7 @@ class FakeEngine:
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
         self.answers_rpc = True
-        self.answers_wake_up = True
+        self.answers_wake_up = self.answers_reset = True
         self.forgets = True
         self.is_dead = False
 
@@ -120,6 +120,8 @@ class FakeEngine:
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool) -> bool:
         self._note("reset prefix cache" if reset_connector else "reset prefix cache, not the connector's")
+        if not self.answers_reset:
+            await asyncio.Event().wait()
         return self.forgets
 
     async def reset_mm_cache(self) -> None:

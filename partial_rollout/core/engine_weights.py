@@ -19,6 +19,9 @@ class EngineWeights:
     """The weights of one engine, which generates only with whole ones.
 
     WHOLE -succeeded→ WHOLE,  WHOLE -failed→ BROKEN -relaunched→ INITIAL -succeeded→ WHOLE,  INITIAL -failed→ BROKEN
+
+    Reports name their update's round, since a call that nobody waits for any more may end much later: a success counts
+    while its update is under way, a failure until the next update begins or the engine is relaunched for it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,10 @@ class EngineWeights:
         self.state = Weights.WHOLE
         self.failure: str | None = None
         """Why the last update failed; None once one has succeeded."""
-        self._begun: str | None = None
+        self._begun: tuple[int, str] | None = None
+        self._last_round = 0
+        self._settled_round = 0
+        """Reports of rounds up to this one say nothing about the engine as it is now."""
 
     def require_whole(self, engine: str) -> None:
         """Raise EngineDead unless the engine may generate."""
@@ -45,27 +51,36 @@ class EngineWeights:
         """Raise EngineDead unless the engine holds whole weights and no update is under way."""
         self.require_whole(engine)
         if self._begun is not None:
-            raise EngineDead(f"{engine} must not be used, {self._begun} has not ended")
+            raise EngineDead(f"{engine} must not be used, {self._begun[1]} has not ended")
 
-    def begun(self, update: str) -> None:
-        """An update is under way; requests may wait for its end."""
-        self._begun = update
+    def begun(self, round: int, update: str) -> None:
+        """Update `round` is under way; requests may wait for its end."""
+        self._begun = round, update
+        self._settled_round = max(self._settled_round, round - 1)
+        self._last_round = round
 
-    def failed(self, reason: str) -> None:
-        """An update did not arrive whole; once the engine was relaunched for it, a late report changes nothing."""
-        if self.state is not Weights.INITIAL or self._begun is not None:
-            self.state, self.failure, self._begun = Weights.BROKEN, reason, None
+    def failed(self, reason: str, round: int | None = None) -> None:
+        """Update `round` did not arrive whole, or for None the engine failed beside any update."""
+        if round is not None:
+            if round <= self._settled_round:
+                return
+            self._last_round = max(self._last_round, round)
+        self.state, self.failure, self._begun = Weights.BROKEN, reason, None
 
     def given_up(self) -> str | None:
         """Why the last update failed; one that is still under way has, because whoever asks does not wait for it."""
         if self._begun is not None:
-            self.failed(f"{self._begun} has not ended")
+            round, update = self._begun
+            self.failed(f"{update} has not ended", round)
         return self.failure
 
-    def succeeded(self) -> None:
-        """An update arrived whole."""
+    def succeeded(self, round: int) -> bool:
+        """Update `round` arrived whole; False if it had been given up, which stays so."""
+        if self._begun is None or self._begun[0] != round:
+            return False
         self.state, self.failure, self._begun = Weights.WHOLE, None, None
+        return True
 
     def relaunched(self) -> None:
         """The engine was started again; the weights it started with are old, or none at all."""
-        self.state, self._begun = Weights.INITIAL, None
+        self.state, self._begun, self._settled_round = Weights.INITIAL, None, self._last_round

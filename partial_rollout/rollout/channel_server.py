@@ -12,11 +12,21 @@ from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
 from partial_rollout.weights.directory import ChannelDirectory
+from partial_rollout.weights.patience import ANSWER_SHARE
 from partial_rollout.weights.shared_slots import remove_abandoned_segments
 
 if TYPE_CHECKING:
     from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.weights.directory import ChannelAddress
+
+
+async def _take_weights(engine: Any, options: dict[str, Any]) -> None:
+    """Let the workers receive, then do as verl's `clear_kv_cache`, which does not look whether vLLM did it."""
+    await engine.collective_rpc(method="receive_weights", kwargs=options)
+    if not await engine.reset_prefix_cache(reset_connector=True):
+        raise WeightUpdateError("the prefix cache of the old weights was not cleared: requests still hold blocks")
+    await engine.reset_mm_cache()
+    await engine.reset_encoder_cache()
 
 
 class ChannelServer(vLLMHttpServer):
@@ -59,32 +69,26 @@ class ChannelServer(vLLMHttpServer):
         weights = self.settings.weights
         options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
         update = f"weight update {round} (version {version})"
-        self._weights.begun(update)
+        self._weights.begun(round, update)
+        take = _take_weights(self.engine, options | {"peft_config": peft_config})
         try:
-            await while_healthy(
-                self.engine,
-                self.engine.collective_rpc(method="receive_weights", kwargs=options | {"peft_config": peft_config}),
-                unless=self._given_up.wait(round),
-            )
-            await self._forget_caches()
+            await while_healthy(self.engine, take, unless=self._given_up.wait(round))
         except Exception as error:
             reason = f"{update} failed: {error}"
-            self._weights.failed(reason)
+            self._weights.failed(reason, round)
             raise WeightUpdateError(f"{self._name}: {reason}") from error
-        self._weights.succeeded()
+        if not self._weights.succeeded(round):
+            raise WeightUpdateError(f"{self._name}: {update} was given up before it arrived: {self._weights.failure}")
         if version is not None:
             self.global_steps = version
 
-    async def _forget_caches(self) -> None:
-        """As verl's `clear_kv_cache`, which does not look whether vLLM did it."""
-        if not await self.engine.reset_prefix_cache(reset_connector=True):
-            raise WeightUpdateError("the prefix cache of the old weights was not cleared: requests still hold blocks")
-        await self.engine.reset_mm_cache()
-        await self.engine.reset_encoder_cache()
-
     @control
     async def give_up_update(self, *, round: int, reason: str) -> None:
-        """A training rank has lost its worker in update `round`: end the engine's call, which waits for all of them."""
+        """A training rank cannot end update `round`: the engine fails with it, whatever it made of the update itself.
+
+        The engine's call ends, which waits for all workers and so for a stuck one.
+        """
+        self._weights.failed(f"weight update {round} was given up: {reason}", round)
         self._given_up.give_up(round, reason)
 
     @control
@@ -92,11 +96,11 @@ class ChannelServer(vLLMHttpServer):
         """Give the engine its memory back, as verl's; around a weight update, so a failure is one of the update.
 
         Raises:
-            WeightUpdateError: the engine has died or did not answer within `weights.timeout_s`.
+            WeightUpdateError: the engine has died or did not answer within ANSWER_SHARE of `weights.timeout_s`.
         """
         call = while_healthy(self.engine, vLLMHttpServer.wake_up(self, tags))
         try:
-            await asyncio.wait_for(call, self.settings.weights.timeout_s)
+            await asyncio.wait_for(call, ANSWER_SHARE * self.settings.weights.timeout_s)
         except Exception as error:
             reason = f"the engine did not wake up ({tags}): {error!r}"
             self._weights.failed(reason)

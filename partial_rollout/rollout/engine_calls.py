@@ -35,7 +35,7 @@ class GivenUpUpdates:
 
     def give_up(self, round: int, reason: str) -> None:
         """Update `round` is lost, whether its call has begun or not."""
-        self._reasons = {round: reason}
+        self._reasons.setdefault(round, reason)
         self._changed.notify()
 
     async def wait(self, round: int) -> None:

@@ -26,6 +26,7 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter
 from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
 from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.weights.patience import ANSWER_SHARE, SENDER_SHARE
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from partial_rollout.weights.directory import ChannelAddress
 
 WIRE_FORMAT = "named_tensors"
-SENDER_SHARE = 0.5
-"""Of `weights.timeout_s`. While a rank waits for its stuck engine, others wait for it in a gathering, and their healthy
-engines for them: an engine must be more patient than a rank, or it would fail with its neighbour."""
 ENGINE_FAILURES = (PartialRolloutError, RayError, zmq.ZMQError, OSError, RuntimeError, ValueError)
 """What an update can raise here because of the engine's end, the socket's and the GPU's errors among them."""
 
@@ -77,7 +75,7 @@ class ChannelAdapter(ServerAdapter):
         """Take what ServerAdapter takes."""
         super().__init__(*args, **kwargs)
         settings = PartialRolloutConfig.from_rollout(self.config.custom)
-        self._settings, self._timeouts = settings.weights, settings.timeouts
+        self._settings = settings.weights
         self.failure: Exception | None = None
         """Why the engine could not take this update; the rank goes on without it."""
         self._round = 0
@@ -139,12 +137,10 @@ class ChannelAdapter(ServerAdapter):
 
     async def _give_up(self, failure: Exception) -> None:
         """Say so to the server, whose call to the engine waits for all workers, a stuck one among them."""
-        if self._server is None:
-            return
-        told = self._server.give_up_update.remote(round=self._round, reason=str(failure))
         try:
-            await self._bounded(told, self._timeouts.call_s, "take notice of a lost weight update")
-        except (PartialRolloutError, RayError) as error:
+            told = self._leading_server().give_up_update.remote(round=self._round, reason=str(failure))
+            await self._answer(told, "take notice of a lost weight update")
+        except (PartialRolloutError, RayError, ValueError) as error:
             logger.warning("replica %d was not told that its weight update is lost: %s", self.replica_rank, error)
 
     async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
@@ -160,7 +156,8 @@ class ChannelAdapter(ServerAdapter):
                 update = self._server.receive_weights.remote(round=self._round, **options).future()
             sender.send(weights)
         if update is not None:
-            await self._bounded(asyncio.wrap_future(update), self._timeouts.resume_s, "load new weights")
+            # All has been handed on; what is left is the engine's own work on it.
+            await self._bounded(asyncio.wrap_future(update), self._settings.timeout_s, "load new weights")
 
     def _sender(self, address: ChannelAddress, check: Any) -> WeightSender:
         return WeightSender(
@@ -176,11 +173,19 @@ class ChannelAdapter(ServerAdapter):
     async def _connect(self) -> ChannelAddress:
         """The server of this rank's node is there only after the training workers."""
         if self._address is None:
-            name = f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}"
-            self._server = ray.get_actor(name)
-            answer = self._server.weight_channel.remote()
-            self._address = await self._bounded(answer, self._timeouts.call_s, "tell its weight channel")
+            self._server = self._find_server(self.node_rank)
+            self._address = await self._answer(self._server.weight_channel.remote(), "tell its weight channel")
         return cast("ChannelAddress", self._address)
+
+    def _find_server(self, node_rank: int) -> Any:
+        return ray.get_actor(f"{self._get_server_name_prefix()}server_{self.replica_rank}_{node_rank}")
+
+    def _leading_server(self) -> Any:
+        """The one that calls the engine, on the replica's first node."""
+        return self._server if self.node_rank == 0 and self._server is not None else self._find_server(0)
+
+    async def _answer(self, answer: Any, what: str) -> Any:
+        return await self._bounded(answer, ANSWER_SHARE * self._settings.timeout_s, what)
 
     async def _bounded(self, answer: Any, timeout_s: float, what: str) -> Any:
         who_waits = f"training worker waits for replica {self.replica_rank} to {what}"

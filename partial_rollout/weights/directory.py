@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from partial_rollout.errors import ConfigError
-from partial_rollout.weights.ownership import abandoned, create_locked, owned_prefix
+from partial_rollout.weights.ownership import abandoned, create_locked, is_overdue, owned_prefix
 
 LOCK_NAME = "owner"
 SECRET_BYTES = 32
@@ -80,4 +80,9 @@ def remove_abandoned_directories(base: Path) -> list[Path]:
             if is_abandoned:
                 shutil.rmtree(path.parent, ignore_errors=True)
                 removed.append(path.parent)
+    for path in sorted(base.glob(f"{owned_prefix()}*/")):
+        # Nobody's lock is in it; `rmtree` of another user's folder would fail.
+        if path not in removed and not (path / LOCK_NAME).exists() and is_overdue(path):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
     return removed

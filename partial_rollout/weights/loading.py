@@ -8,13 +8,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
-from partial_rollout.weights.shapes import from_first_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from vllm.config import ModelConfig
 
@@ -39,7 +39,7 @@ class Reload:
     def __init__(self, model: torch.nn.Module) -> None:
         """Take a model that vLLM has loaded and processed."""
         self._model = model
-        self._tied = _tied_head(model)
+        self._tied = _tied_heads(model)
 
     def start(self) -> None:
         """Restore every layer to what can be loaded."""
@@ -53,16 +53,16 @@ class Reload:
         return {name for name, _ in self._model.named_parameters() if self._is_sent(name)}
 
     def _is_sent(self, name: str) -> bool:
-        is_tied = self._tied is not None and name.startswith(f"{HEAD}.")
+        is_tied = name.rpartition(".")[0] in self._tied
         return not is_tied and name.rpartition(".")[2] not in OPTIONAL_PARAMETERS
 
     def finish(self, model_config: ModelConfig) -> None:
         """Process what was loaded as after a start."""
         finalize_layerwise_reload(self._model, model_config)
-        if self._tied is not None:
+        for head in self._tied.values():
             # A tied head keeps its own packed copy of the embedding, which a reload does not refresh: without this
             # line every later token is silently sampled from old logits.
-            self._tied.quant_method.process_weights_after_loading(self._tied)
+            head.quant_method.process_weights_after_loading(head)
 
 
 def require_complete(expected: set[str], loaded: set[str]) -> None:
@@ -79,26 +79,48 @@ def require_complete(expected: set[str], loaded: set[str]) -> None:
         )
 
 
-def require_parts(packed: Mapping[str, Sequence[str]], received: Iterable[str]) -> None:
+def parts_left_out(model: Any) -> frozenset[str]:
+    """Parts of fused modules that some of the model's layers do without, by its configuration.
+
+    Layers whose values are their keys, or that use the keys and values of another layer, as in Gemma 3n and 4.
+    """
+    config = getattr(model, "config", None)
+    text = getattr(config, "text_config", config)
+    if getattr(text, "num_kv_shared_layers", 0):
+        return frozenset(("k_proj", "v_proj"))
+    return frozenset(("v_proj",)) if getattr(text, "attention_k_eq_v", False) else frozenset()
+
+
+def require_parts(
+    packed: Mapping[str, Sequence[str]], received: Iterable[str], *, without: Collection[str] = ()
+) -> None:
     """Check that of every fused module (`qkv_proj`) all parts (`q_proj`, `k_proj`, `v_proj`) came, or itself.
 
-    vLLM reports a fused parameter as filled when any of its parts was. Names are compared from their first number on,
-    because models may rename what comes before.
+    vLLM reports a fused parameter as filled when any of its parts was. Parts in `without` may be missing, and a bias
+    that comes for no layer, since some attention has none for keys.
 
     Raises:
         WeightMismatch: a part was not sent; the model is undefined and must not be used.
     """
-    names = {from_first_number(name) for name in received}
+    names = set(received)
+    layers = {_any_layer(name) for name in names}
     for fused, parts in packed.items():
         for name in names:
-            missing = [other for part in parts for other in _siblings(name, part, parts) if other not in names]
-            if missing:
-                raise WeightMismatch(f"weight update: {missing[0]} was not sent, a part of {fused} beside {name}")
+            for sibling in _siblings(name, [part for part in parts if part not in without]):
+                needed = sibling.endswith(".weight") or _any_layer(sibling) in layers
+                if needed and sibling not in names:
+                    raise WeightMismatch(f"weight update: {sibling} was not sent, a part of {fused} beside {name}")
 
 
-def _siblings(name: str, part: str, parts: Sequence[str]) -> list[str]:
+def _siblings(name: str, parts: Sequence[str]) -> list[str]:
     words = name.split(".")
-    return [".".join([*words[:-2], other, words[-1]]) for other in parts] if words[-2:-1] == [part] else []
+    if len(words) < 2 or words[-2] not in parts:
+        return []
+    return [".".join([*words[:-2], other, words[-1]]) for other in parts]
+
+
+def _any_layer(name: str) -> str:
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
 def require_experts(received: Iterable[str]) -> None:
@@ -169,14 +191,18 @@ def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None
             )
 
 
-def _tied_head(model: torch.nn.Module) -> Any:
-    """Return the output head if it shares its weight with the input embedding."""
-    head, body = getattr(model, HEAD, None), getattr(model, "model", None)
-    embedding = getattr(body, "embed_tokens", None)
-    if head is None or embedding is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
-        return None
-    return head if head.weight is embedding.weight or _same_storage(head.weight, embedding.weight) else None
+def _tied_heads(model: torch.nn.Module) -> dict[str, Any]:
+    """Output heads, by name, that share their weight with an input embedding; one can be below a language model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = {name: module for name, module in modules.items() if name.rpartition(".")[2] == HEAD}
+    weights: list[Any] = [
+        module.weight
+        for name, module in modules.items()
+        if name not in heads and isinstance(module, VocabParallelEmbedding)
+    ]
+    return {name: head for name, head in heads.items() if any(_is_shared(head, weight) for weight in weights)}
 
 
-def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.numel() > 0 and first.data_ptr() == second.data_ptr()
+def _is_shared(head: Any, weight: torch.Tensor) -> bool:
+    own = getattr(head, "weight", None)
+    return own is weight or (isinstance(own, torch.Tensor) and own.numel() > 0 and own.data_ptr() == weight.data_ptr())

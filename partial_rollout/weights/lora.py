@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.weights.loading import parts_left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,7 +38,8 @@ def require_whole_adapter(model: Any, names: Iterable[str], peft_config: Mapping
     if any(peft_config.get(key) for key in CHOOSES_LAYERS) or isinstance(peft_config.get("target_modules"), str):
         return
     manager = model.lora_manager
-    patterns = {_any_layer(module) for module in matrices[True]}
+    left_out = parts_left_out(model)
+    patterns = {_any_layer(module) for module in matrices[True] if module.rpartition(".")[2] not in left_out}
     known = set(manager.modules).union(*manager.packed_modules.values())
     for module in sorted(known - matrices[True]):
         if _any_layer(module) in patterns:
@@ -62,7 +64,10 @@ def require_known_modules(model: Any, names: Iterable[str]) -> None:
     known = set(manager.modules).union(*manager.packed_modules.values())
     for name in names:
         if not is_base_embedding_weights(name) and _module_of(name, mapper) not in known:
-            raise WeightMismatch(f"LoRA adapter: tensor {name!r} belongs to no module of the model that takes one")
+            raise WeightMismatch(
+                f"LoRA adapter: tensor {name!r} belongs to no module of the model that vLLM gives one to: leave it out "
+                "with actor_rollout_ref.model.target_modules or exclude_modules"
+            )
 
 
 def _module_mapper(model: Any) -> Any:

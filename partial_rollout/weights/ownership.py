@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 PREFIX = "prw-"
 UNLOCKED_SUFFIX = ".new"
 """A file has this until it is locked, so that nobody takes it for abandoned in between."""
+GRACE_S = 60.0
+"""From making a file or folder to locking it takes far less; what is older and not locked was never going to be."""
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def is_overdue(path: Path) -> bool:
+    """Whether what stands here has been waiting to be locked for too long: its maker was killed before it could."""
+    try:
+        return time.time() - path.stat().st_mtime > GRACE_S
+    except FileNotFoundError:
+        return False
 
 
 def owned_prefix() -> str:

@@ -1,4 +1,4 @@
-"""Whole shapes of a served model's linear layers, for what its loaders do not look at.
+"""Whole shapes of a served model's linear layers, and dtypes, for what its loaders do not look at.
 
 A loader takes its rank's part of a tensor and leaves the rest, so one with too many rows is cut without a word; and it
 copies any dtype into its own.
@@ -6,6 +6,8 @@ copies any dtype into its own.
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,32 +27,49 @@ PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Copied into one another on purpose: trainers keep weights in another precision than engines."""
 
 
-class LinearShapes:
-    """What the linear layers of a model must be sent, by checkpoint names; quantised layers are left to vLLM.
+class ModelShapes:
+    """What a model's plain layers must be sent, by checkpoint names; quantised layers are left to vLLM.
 
-    Names are compared from their first number on, because models may rename what comes before.
+    Names are compared from their first number on, because models may rename what comes before. Towers of one model can
+    have the same names from there on: a tensor then needs the shape of any of them.
     """
 
     def __init__(self, model: torch.nn.Module, packed: Mapping[str, Sequence[str]]) -> None:
         """Read the sizes of all ranks together; `packed` has the parts of each fused module, in order."""
-        self._rows_columns: dict[str, tuple[int, int]] = {}
+        self._rows_columns: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+        self._plain: set[str] = set()
         for name, module in model.named_modules():
-            if isinstance(module, LinearBase) and isinstance(module.quant_method, UnquantizedLinearMethod):
-                for part, rows in _parts(name, module, packed):
-                    self._rows_columns[from_first_number(part)] = rows, module.input_size
+            if isinstance(module, LinearBase):
+                if isinstance(module.quant_method, UnquantizedLinearMethod) and _loads_by_itself(module):
+                    for part, rows in _parts(name, module, packed):
+                        self._rows_columns[from_first_number(part)].add((rows, module.input_size))
+            else:
+                own = module.named_parameters(prefix=name, recurse=False)
+                self._plain |= {from_first_number(each) for each, tensor in own if tensor.dtype in PLAIN_DTYPES}
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise WeightMismatch if `tensor` is a linear layer's and has not its shape, or is not a plain float."""
-        module, _, kind = from_first_number(name).rpartition(".")
-        if module not in self._rows_columns or kind not in ("weight", "bias"):
-            return
-        rows, columns = self._rows_columns[module]
-        wanted = (rows, columns) if kind == "weight" else (rows,)
-        # GPT-2's are transposed in checkpoints, and its loader knows.
-        if tuple(tensor.shape) not in (wanted, wanted[::-1]):
-            raise WeightMismatch(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is {wanted}")
-        if tensor.dtype not in PLAIN_DTYPES:
+        """Raise WeightMismatch if `tensor` has another shape than its linear layer, or is of no plain floats."""
+        key = from_first_number(name)
+        module, _, kind = key.rpartition(".")
+        wanted = self._rows_columns.get(module, set()) if kind in ("weight", "bias") else set()
+        if (wanted or key in self._plain) and tensor.dtype not in PLAIN_DTYPES:
             raise WeightMismatch(f"tensor {name!r} is {tensor.dtype}, the model takes one of {PLAIN_DTYPES}")
+        # A convolution in the guise of a linear layer has more dimensions in checkpoints.
+        if wanted and tensor.dim() == (2 if kind == "weight" else 1):
+            self._check_shape(name, tuple(tensor.shape), wanted, kind)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], wanted: set[tuple[int, int]], kind: str) -> None:
+        # GPT-2's matrices are transposed in checkpoints, and its loader knows.
+        allowed = wanted | {each[::-1] for each in wanted} if kind == "weight" else {each[:1] for each in wanted}
+        if shape not in allowed:
+            plain = sorted(wanted if kind == "weight" else allowed)
+            raise WeightMismatch(f"tensor {name!r} has shape {shape}, the model's is {' or '.join(map(str, plain))}")
+
+
+def _loads_by_itself(module: Any) -> bool:
+    """Whether the weight's loader is the layer's own: models give some layers another one, for rows of their own."""
+    loader = getattr(module.weight, "weight_loader", None) if hasattr(module, "weight") else None
+    return getattr(loader, "__self__", module) is module if inspect.ismethod(loader) or loader is None else False
 
 
 def _parts(name: str, module: Any, packed: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, int]]:

@@ -19,7 +19,14 @@ import torch
 
 from partial_rollout.core.wire import SharedSlots
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
-from partial_rollout.weights.ownership import OPEN_FLAGS, UNLOCKED_SUFFIX, abandoned, create_locked, owned_prefix
+from partial_rollout.weights.ownership import (
+    OPEN_FLAGS,
+    UNLOCKED_SUFFIX,
+    abandoned,
+    create_locked,
+    is_overdue,
+    owned_prefix,
+)
 from partial_rollout.weights.slots import Leases
 
 if TYPE_CHECKING:
@@ -155,7 +162,7 @@ def remove_abandoned_segments(folder: Path = FOLDER) -> list[Path]:
     """Delete segments of this user whose sender was killed before the receiver had opened them; return them."""
     removed: list[Path] = []
     for path in sorted(folder.glob(f"{owned_prefix()}*")):
-        if path.name.endswith(UNLOCKED_SUFFIX):
+        if path.name.endswith(UNLOCKED_SUFFIX) and not is_overdue(path):
             continue  # its owner is about to lock it
         with abandoned(path) as is_abandoned:
             if is_abandoned and path.is_file():

@@ -30,13 +30,14 @@ from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.loading import (
     Reload,
     load_from_channel,
+    parts_left_out,
     require_complete,
     require_experts,
     require_own_memory,
     require_parts,
 )
 from partial_rollout.weights.receiver import WeightReceiver
-from partial_rollout.weights.shapes import LinearShapes
+from partial_rollout.weights.shapes import ModelShapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ class ChannelReceiving:
         super().__init__(*args)
         self._reload = Reload(self.model)
         self._packed: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
-        self._shapes = LinearShapes(self.model, self._packed)
+        self._shapes = ModelShapes(self.model, self._packed)
         self._device = next(self.model.parameters()).device
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
@@ -159,7 +160,7 @@ class ChannelReceiving:
             loaded = load_from_channel(load_weights or self.model.load_weights, receiver, self._shapes.check)
             require_own_memory(self.model, receiver)
         require_complete(expected, loaded)
-        require_parts(self._packed, receiver.names)
+        require_parts(self._packed, receiver.names, without=parts_left_out(self.model))
         require_experts(receiver.names)
 
     def finish_weight_update(self) -> None:

@@ -230,11 +230,10 @@ class Rank:
     def __init__(self, replica: PartialRolloutReplica, rank: int, *, first_round: int) -> None:
         adapter = self.adapter = object.__new__(ChannelAdapter)  # its parent's constructor looks for training workers
         adapter.zmq_handle, adapter.replica_rank = channel_name(replica, rank), replica.replica_rank
-        adapter._has_server, adapter._server = rank == 0, replica.server_handle
+        adapter._has_server, adapter._server, adapter.node_rank = rank == 0, replica.server_handle, 0
         settings = PartialRolloutConfig.from_rollout(replica.config.custom)
         # No setting makes slots so small that a stuck worker of this model stops its sender.
         adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, slot_bytes=SLOT_BYTES)
-        adapter._timeouts = settings.timeouts
         adapter.failure, adapter._round = None, first_round - 1
         adapter._address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 

@@ -280,6 +280,12 @@ def test_what_the_weight_channel_does_not_carry_is_told_when_it_was_asked_for(co
         check_config(composed(CHANNEL | changes))
 
 
+def test_the_weight_channel_on_a_device_it_does_not_know_is_refused(composed: Composed):
+    check_config(composed({"trainer.device": "npu"}))
+    with pytest.raises(ConfigError, match=r"trainer.device=npu is not allowed: .* one of cpu, cuda"):
+        check_config(composed(CHANNEL | {"trainer.device": "npu"}))
+
+
 def test_merged_adapters_are_whole_weights_and_others_travel_if_engines_load_what_is_below_them(composed: Composed):
     check_config(composed(CHANNEL | LORA | DUMMY | {"actor_rollout_ref.model.lora.merge": True}))
     check_config(composed(CHANNEL | LORA))

@@ -446,7 +446,25 @@ async def test_an_update_that_was_given_up_before_its_call_came_fails_too():
     server = await launched()
     server.fake.answers_rpc = False
     await server.give_up_update(round=1, reason="no hello")
-    with pytest.raises(WeightUpdateError, match="no hello"):
+    with pytest.raises(EngineDead, match="update 1 was given up: no hello"):
+        await asyncio.wait_for(server.receive_weights(round=1, version=5), LONG_S)
+    assert "no hello" in await server.weights_failure()
+
+
+async def test_an_update_that_a_rank_gives_up_after_the_engine_took_it_is_to_be_sent_again():
+    server = await launched()
+    await server.receive_weights(round=1, version=5)
+    await server.give_up_update(round=1, reason="the confirmation was lost")
+    assert "the confirmation was lost" in await server.weights_failure()
+    with pytest.raises(EngineDead, match="confirmation was lost"):
+        await server.open_submission_gate()
+
+
+async def test_an_engine_that_dies_while_it_forgets_its_caches_is_noticed(monkeypatch):
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    server.fake.answers_reset, server.fake.is_dead = False, True
+    with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
         await asyncio.wait_for(server.receive_weights(round=1, version=5), LONG_S)
 
 
@@ -460,7 +478,7 @@ async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched
     assert "did not wake up" in await server.weights_failure()
     await server.relaunch()
     await server.wake_up(["weights"])
-    assert server.fake.calls == ["pause abort True", "wake up ['weights']", "reset prefix cache"][1:]
+    assert server.fake.calls == ["wake up ['weights']", "reset prefix cache"]
 
 
 async def after_a_failed_update() -> FakeServer:

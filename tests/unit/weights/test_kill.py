@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -88,3 +90,14 @@ def test_a_segment_that_is_about_to_be_locked_is_not_taken_for_abandoned(tmp_pat
     new.touch()
     assert remove_abandoned_segments(tmp_path) == []
     assert new.exists()
+    os.utime(new, (0, 0))
+    assert remove_abandoned_segments(tmp_path) == [new]
+
+
+def test_a_folder_whose_maker_was_killed_before_it_locked_it_goes_when_it_is_old(tmp_path):
+    folder = tmp_path / f"{owned_prefix()}abc"
+    folder.mkdir()
+    (folder / f"owner{UNLOCKED_SUFFIX}").touch()
+    assert remove_abandoned_directories(tmp_path) == []
+    os.utime(folder, (0, 0))
+    assert remove_abandoned_directories(tmp_path) == [folder]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.loading import require_experts, require_parts
+from partial_rollout.weights.loading import Reload, parts_left_out, require_experts, require_parts
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 NAMES = [
@@ -18,7 +23,62 @@ NAMES = [
 
 
 def test_all_parts_are_enough() -> None:
-    require_parts(PACKED, [*NAMES, "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"][:-1])
+    require_parts(PACKED, [*NAMES, "model.embed_tokens.weight"])
+
+
+def test_a_bias_that_no_layer_has_is_not_missed_and_one_that_others_have_is() -> None:
+    biases = [f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in (0, 1) for part in "qv"]
+    require_parts(PACKED, [*NAMES, *biases])
+    with pytest.raises(WeightMismatch, match=r"layers\.1\.self_attn\.v_proj\.bias was not sent"):
+        require_parts(PACKED, [*NAMES, *biases[:-1]])
+
+
+def test_a_tower_does_not_stand_in_for_another_one() -> None:
+    visual = [f"visual.blocks.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    require_parts(PACKED, [*NAMES, *visual])
+    with pytest.raises(WeightMismatch, match=r"visual\.blocks\.0\.mlp\.up_proj\.weight was not sent"):
+        require_parts(PACKED, [*NAMES, *visual[:1]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [({}, ()), ({"attention_k_eq_v": True}, ("v_proj",)), ({"num_kv_shared_layers": 2}, ("k_proj", "v_proj"))],
+)
+def test_parts_that_layers_do_without_by_configuration_are_not_missed(settings, left_out) -> None:
+    text = SimpleNamespace(**settings)
+    for config in (text, SimpleNamespace(text_config=text)):
+        assert parts_left_out(SimpleNamespace(config=config)) == set(left_out)
+    names = [name for name in NAMES if not any(f"1.self_attn.{part}" in name for part in left_out)]
+    require_parts(PACKED, names, without=left_out)
+    with pytest.raises(WeightMismatch, match="up_proj"):
+        require_parts(PACKED, [name for name in names if "0.mlp.up" not in name], without=left_out)
+
+
+def embedding(weight: torch.Tensor) -> torch.nn.Module:
+    """Without its constructor, which needs vLLM's process groups."""
+    made = object.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(made)
+    made.weight = torch.nn.Parameter(weight)
+    return made
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_tied_head_is_neither_expected_nor_forgotten_wherever_it_is(tied, nested) -> None:
+    text, weight = torch.nn.Module(), torch.ones(2, 2)
+    text.embed_tokens = embedding(weight)
+    text.lm_head = embedding(weight if tied else torch.zeros(2, 2))
+    packed = []
+    text.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
+    model, prefix = text, ""
+    if nested:
+        model, prefix = torch.nn.Module(), "language_model."
+        model.language_model = text
+    reload = Reload(model)
+    assert reload.expected() == {f"{prefix}embed_tokens.weight"} | (set() if tied else {f"{prefix}lm_head.weight"})
+    for head in reload._tied.values():
+        head.quant_method.process_weights_after_loading(head)
+    assert packed == ([text.lm_head] if tied else [])
 
 
 def test_a_checkpoint_may_hold_fused_weights() -> None:
@@ -27,8 +87,7 @@ def test_a_checkpoint_may_hold_fused_weights() -> None:
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.v_proj.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_a_missing_part_is_named(missing: str) -> None:
-    name = missing.removeprefix("model.layers.").replace(".", r"\.")
-    with pytest.raises(WeightMismatch, match=f"{name} was not sent"):
+    with pytest.raises(WeightMismatch, match=f"{missing} was not sent"):
         require_parts(PACKED, [each for each in NAMES if each != missing])
 
 

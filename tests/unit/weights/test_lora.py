@@ -105,3 +105,12 @@ def test_a_module_that_one_layer_lacks_is_named(missing):
 @pytest.mark.parametrize("choice", [{"layers_to_transform": [0]}, {"exclude_modules": "x"}, {"target_modules": "0.*"}])
 def test_layers_that_the_configuration_chooses_among_are_not_missed(choice):
     require_whole_adapter(layers_of(0, 1), adapter_of("0.q_proj"), TARGETS | choice)
+
+
+def test_a_part_that_layers_do_without_by_configuration_is_not_missed():
+    model = layers_of(0, 1)
+    model.config = SimpleNamespace(num_kv_shared_layers=1)
+    require_whole_adapter(model, adapter_of("0.q_proj", "0.k_proj", "1.q_proj"), TARGETS)
+    model.config = SimpleNamespace()
+    with pytest.raises(WeightMismatch, match=r"module 'model.1.k_proj' was not sent"):
+        require_whole_adapter(model, adapter_of("0.q_proj", "0.k_proj", "1.q_proj"), TARGETS)
