@@ -374,8 +374,7 @@ def main() -> None:
     task = arguments.task.resolve() if arguments.task else default_task(work)
     benches = {
         trace: Bench(task, write_trace(task, work / trace, load), work / trace, load, arguments.overrides)
-        for trace, load in workloads.items()
-        if trace in arguments.traces
+        for trace, load in ((trace, workloads[trace]) for trace in arguments.traces)
     }
     jobs = _earlier_jobs(arguments.json, about)
     done = {(job["trace"], job["mode"], job["repeat"]) for job in jobs}

@@ -70,7 +70,7 @@ class TrajectorySummary:
     max_version: int
     num_interruptions: int = 0
     num_reprefilled_tokens: int = 0
-    """Tokens (prompt and response so far) sent to the engine again after interruptions."""
+    """Tokens (prompt and response so far) that the engine has computed again after interruptions."""
     version_spans: tuple[VersionSpan, ...] = ()
     context_spans: tuple[ContextSpan, ...] = ()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import psutil
 import pytest
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
 FLAG = "+async_training.partial_rollout=True"
+SHORT, LONG = 6, 300
+"""Response lengths of `traced`."""
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 
 
@@ -45,6 +48,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("task")
     make_task.main(["--out", str(out), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"])
     return out
+
+
+def traced(task: Path, folder: Path, *, num_rows: int, every: int) -> list[str]:
+    """Options for the task's first rows in their order, of which every so manieth has long responses."""
+    frame = pd.read_parquet(task / "train.parquet").head(num_rows)
+    lengths = [LONG if row % every == every - 1 else SHORT for row in range(num_rows)]
+    info = zip(frame["extra_info"], lengths, strict=True)
+    frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
+    frame["agent_name"] = "length_trace_agent"
+    frame.to_parquet(folder / "traced.parquet")
+    agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks/trace_agent.yaml'}"
+    return [f"data.train_files={folder / 'traced.parquet'}", "data.shuffle=False", agents]
 
 
 def is_conserved(step: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from partial_rollout.core.resume import GenerationState
-from tests.e2e.conftest import FLAG, Job, is_conserved, run_job
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,12 +41,11 @@ def _sum(job: Job, name: str) -> float:
 
 
 def test_kept_requests_are_saved_and_go_on_with_and_without_their_kv(task: Path, tmp_path: Path) -> None:
-    """Five steps with KV kept, then five with it computed again; 64 rows are given out once and a bit.
+    """Five steps with KV kept, then five with it computed again.
 
-    With three batches in flight there are always requests in the engine when a step ends.
+    Every third group is long, and so in the engine when steps end; the 64 rows are given out once and a bit.
     """
-    options = [FLAG, "data.train_max_samples=64", "trainer.save_freq=5", "trainer.test_freq=4"]
-    options += ["partial_rollout.prefetch_factor=3"]
+    options = [FLAG, *traced(task, tmp_path, num_rows=64, every=3), "trainer.save_freq=5", "trainer.test_freq=4"]
     first = run_job(task, tmp_path, *options, f"{MODE}=keep_kv", "trainer.total_training_steps=5")
     _check(first, range(1, 6))
     # Only prompts of requests that had no token yet are read again.

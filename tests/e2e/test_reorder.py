@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pytest
 
-from tests.e2e.conftest import FLAG, ROOT, Job, is_conserved, run_job
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,22 +15,10 @@ if TYPE_CHECKING:
 NUM_ROWS = 80
 EVERY = 5
 """Every so manieth row has long responses: two of the ten groups that a short round starts."""
-SHORT, LONG = 6, 300
 LONG_ROWS = list(range(EVERY - 1, 40, EVERY))
 """Of the first four rounds: as many as a batch."""
 LEARNING_RATE = 8.0e-5
 pytestmark = pytest.mark.e2e
-
-
-def _traced(task: Path, folder: Path) -> Path:
-    """The task's first rows with response lengths that decide who is deferred."""
-    frame = pd.read_parquet(task / "train.parquet").head(NUM_ROWS)
-    lengths = [LONG if row % EVERY == EVERY - 1 else SHORT for row in range(NUM_ROWS)]
-    info = zip(frame["extra_info"], lengths, strict=True)
-    frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
-    frame["agent_name"] = "length_trace_agent"
-    frame.to_parquet(folder / "traced.parquet")
-    return folder / "traced.parquet"
 
 
 def _kinds(steps: list[dict[str, Any]]) -> list[str]:
@@ -50,9 +37,8 @@ def _check(job: Job, steps: range) -> None:
 
 def test_deferred_groups_are_trained_together_with_the_tokens_they_had(task: Path, tmp_path: Path) -> None:
     options = [
-        FLAG, "partial_rollout.tail.policy=reorder", "data.shuffle=False",
-        f"data.train_files={_traced(task, tmp_path)}", "trainer.save_freq=4", "trainer.test_freq=3",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks/trace_agent.yaml'}",
+        FLAG, "partial_rollout.tail.policy=reorder",
+        *traced(task, tmp_path, num_rows=NUM_ROWS, every=EVERY), "trainer.save_freq=4", "trainer.test_freq=3",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", "actor_rollout_ref.actor.optim.lr_warmup_steps=8",
     ]  # fmt: skip
     first = run_job(task, tmp_path, *options, "trainer.total_training_steps=4")
