@@ -172,23 +172,10 @@ class Reorder:
 
 
 @dataclass(frozen=True, slots=True)
-class FewAtATime:
+class FewAtATime(Reorder):
     """As Reorder, but instead of long rounds a few deferred groups join each round, so no batch is all long."""
 
-    batch: int
-    gen_batch: int
-    max_deferrals: int
     max_joining: int
-
-    @property
-    def capacity(self) -> int:
-        """A round's groups beside the deferred ones."""
-        return self.batch + self.gen_batch
-
-    @property
-    def in_rounds(self) -> bool:
-        """See TailPolicy."""
-        return True
 
     @property
     def max_steps(self) -> int | None:
