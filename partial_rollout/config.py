@@ -73,6 +73,7 @@ class PackingConfig:
 
 
 TAIL_POLICIES = ("partial", "sync", "reorder")
+PAST_STALENESS = ("mask", "drop", "finish", "restart")
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
@@ -96,19 +97,21 @@ class TailConfig:
     max_staleness: int | None = None
     interrupt_mode: str = "abort"
     offload_gib: int | None = None
+    past_staleness: str = "mask"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown policy, a count below 1, or a count that the policy does not use."""
+        """Raise ConfigError for an unknown policy, a count below 1, or a key that the others leave without use."""
         _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
+        past, bound = self.past_staleness, self.max_staleness
+        _require(past in PAST_STALENESS, "tail.past_staleness", past, f"one of {', '.join(PAST_STALENESS)}")
+        unbounded = f"mask without a bound: set {BLOCK}.tail.max_staleness as well"
+        _require(past == "mask" or bound is not None, "tail.past_staleness", past, unbounded)
+        _require(bound is None or bound >= 0, "tail.max_staleness", bound, "null or at least 0")
         for name in ("gen_batch_size", "max_deferred_per_round", "max_deferrals"):
             value = getattr(self, name)
             unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"
             _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
             _require(value is None or value >= 1, f"tail.{name}", value, "null or at least 1")
-        allowed = "null or at least 0"
-        _require(
-            self.max_staleness is None or self.max_staleness >= 0, "tail.max_staleness", self.max_staleness, allowed
-        )
         self._check_interrupt_mode()
 
     def _check_interrupt_mode(self) -> None:

@@ -2,6 +2,7 @@
 
 PartialRolloutError
 ├── RunEnded                not a fault: a request was turned away because the run is over
+├── TooStale                not a fault: a trajectory has tokens past the staleness bound and must not go on
 ├── UserError               the command line, the data or the installation: say what was given and what is allowed
 │   ├── ConfigError         a value in the composed configuration
 │   ├── DataError           a prompt, a data file or a model path
@@ -36,6 +37,10 @@ class PartialRolloutError(Exception):
 
 class RunEnded(PartialRolloutError):
     """The run is over and the request was turned away: a control-flow signal for agent loops, not a fault."""
+
+
+class TooStale(PartialRolloutError):
+    """A trajectory has tokens past the staleness bound: a control-flow signal for agent loops, not a fault."""
 
 
 class UserError(PartialRolloutError):

@@ -12,6 +12,8 @@ from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.config import BLOCK, PartialRolloutConfig
 from partial_rollout.core.interrupt import mode_of
+from partial_rollout.core.staleness import make_bound
+from partial_rollout.core.tail import make_policy
 from partial_rollout.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -182,7 +184,9 @@ def _check_lengths(config: DictConfig) -> None:
 def _check_tail(config: DictConfig) -> None:
     """Sizes of rounds; verl's own `data.gen_batch_size` is what the dataloader fetches, and 1 in this mode."""
     batch, fetched = config.data.train_batch_size, OmegaConf.select(config, "data.gen_batch_size")
-    read_settings(config).tail.check_batch(batch)
+    settings = read_settings(config)
+    settings.tail.check_batch(batch)
+    make_bound(settings.tail, make_policy(settings, batch), batch)
     _require(
         fetched is None or fetched <= batch,
         f"data.gen_batch_size={fetched}",

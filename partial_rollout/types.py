@@ -86,6 +86,16 @@ class FinishedGroup:
     num_deferrals: int = 0
     """Round boundaries at which the group was left behind."""
 
+    @property
+    def min_version(self) -> int:
+        """Oldest weight version that sampled one of its tokens."""
+        return min(trajectory.min_version for trajectory in self.trajectories)
+
+    @property
+    def num_sessions(self) -> int:
+        """Agent loops that ran for the prompt; one may return several trajectories."""
+        return len({trajectory.key.rsplit("_", 1)[0] for trajectory in self.trajectories})
+
 
 @dataclass(frozen=True, slots=True)
 class TakeResult:
@@ -95,6 +105,8 @@ class TakeResult:
     num_missing: int = 0
     deferred: tuple[Claim, ...] = ()
     """Claims whose prompts this take has deferred: their trajectories must be held back."""
+    expired: tuple[FinishedGroup, ...] = ()
+    """Done groups past the staleness bound: once their rows are cleared, the queue must be told to discard them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,8 @@ class QueueStatistics:
     """Prompts held back, with their tokens, until a later round."""
     failed_attempts: int = 0
     """Attempts that failed and were given back to the queue."""
+    restarted: int = 0
+    """Attempts given back because their tokens were past the staleness bound."""
     claimed_trajectories: int = 0
     """Trajectories of all ongoing prompts."""
     oldest_ongoing_s: float = 0.0
@@ -152,6 +166,9 @@ class QueueSnapshot:
     taken: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     failed_attempts: int = 0
+    restarted: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    """Weight version at which an unfinished prompt began, if it has."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts so far, by uid of an unfinished prompt that has any."""
     deferrals: dict[str, int] = field(default_factory=dict)
@@ -181,6 +198,7 @@ class QueueSnapshot:
             dropped=self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped},
             failures={uid: count for uid, count in self.failures.items() if uid not in uids},
             deferrals={uid: count for uid, count in self.deferrals.items() if uid not in uids},
+            begun={uid: version for uid, version in self.begun.items() if uid not in uids},
         )
 
     def owned_keys(self) -> set[str]:

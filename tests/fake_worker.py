@@ -87,6 +87,10 @@ class FakeWorker:
     async def give_back(self, claim: Claim) -> None:
         self.calls.append(f"give back {claim.uid}")
 
+    async def expire(self, claim: Claim) -> bool:
+        self.calls.append(f"expire {claim.uid}")
+        return claim.attempt < self._max_attempts
+
     async def release_worker(self, worker_id: str) -> list[str]:
         self.calls.append(f"release {worker_id}")
         return ["a"]

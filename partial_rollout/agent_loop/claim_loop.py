@@ -30,6 +30,7 @@ from partial_rollout.errors import (
     InternalError,
     ResumeStalled,
     RunEnded,
+    TooStale,
 )
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.runtime.supervisor import Supervisor
@@ -71,6 +72,10 @@ class ClaimManager(Manager, Protocol):
         """Make the prompt pending again."""
         ...
 
+    async def expire(self, claim: Claim) -> bool:
+        """Its tokens are past the staleness bound; False when the prompt is dropped."""
+        ...
+
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker; returns their uids."""
         ...
@@ -103,6 +108,7 @@ class ClaimLoop:
     slots free -> claim (slots charged) -> row -> trajectories (each frees its slot) --+-- all whole: finish
                                                                                        +-- DataError: drop
                                                                                        +-- run over: give back
+                                                                                       +-- TooStale: expire
                                                                                        +-- fatal: `run` raises
                                                                                        +-- else: fail (retried)
     A claim that is held back keeps its trajectories without slots; it goes on when the manager hands it out again.
@@ -214,8 +220,16 @@ class ClaimLoop:
         await self._store.clear([summary.key for summary in summaries])
         if any(isinstance(error, RunEnded) for error in errors):
             await self._manager.give_back(claim)
+        elif any(isinstance(error, TooStale) for error in errors):
+            await self._expire(claim)
         else:
             await self._give_up(claim, errors)
+
+    async def _expire(self, claim: Claim) -> None:
+        restarted = await self._manager.expire(claim)
+        logger.info("prompt %s is too stale and is %s", claim.uid, "restarted" if restarted else "dropped")
+        if not restarted:
+            await self._store.clear([claim.uid])
 
     async def _give_up(self, claim: Claim, errors: Sequence[BaseException]) -> None:
         unusable = next((error for error in errors if isinstance(error, DataError)), None)
@@ -259,6 +273,10 @@ class RemoteManager:
     async def give_back(self, claim: Claim) -> None:
         """See ClaimManager."""
         await self._answer(self._handle.give_back.remote(claim))
+
+    async def expire(self, claim: Claim) -> bool:
+        """See ClaimManager."""
+        return await self._answer(self._handle.expire.remote(claim))
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """See ClaimManager."""

@@ -11,8 +11,10 @@ from collections import deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from partial_rollout.errors import TooStale
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
 
@@ -25,7 +27,8 @@ _current: ContextVar[_Trajectory | None] = ContextVar("partial_rollout_journal",
 
 
 class _Trajectory:
-    def __init__(self, saved: Sequence[GenerationState]) -> None:
+    def __init__(self, uid: str, saved: Sequence[GenerationState]) -> None:
+        self.uid = uid
         self._saved = deque(saved)
         self.generations: list[ResumableGeneration] = []
 
@@ -40,6 +43,10 @@ class _Trajectory:
         self._saved.clear()
         return saved
 
+    def versions(self) -> Iterator[int]:
+        """Weight versions that sampled tokens of calls made."""
+        return (span.version for generation in self.generations for span in generation.spans)
+
     def states(self) -> list[GenerationState]:
         """Calls made, then saved ones that are still ahead."""
         return [*(generation.state() for generation in self.generations), *self._saved]
@@ -52,6 +59,8 @@ class Journals:
         self._running: dict[str, dict[str, _Trajectory]] = {}
         self._saved: Saved = {}
         self._warned = False
+        self.oldest_version: int | None = None
+        """Tokens that older weights sampled are past the staleness bound; None: there is none."""
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
         """Let trajectories that start from now on go on from `saved`, each once: a further attempt begins afresh."""
@@ -60,7 +69,7 @@ class Journals:
     def start(self, uid: str, session: int) -> None:
         """The current task, and what it starts, runs this trajectory."""
         key = f"{uid}_{session}"
-        trajectory = _Trajectory(self._saved.pop(key, ()))
+        trajectory = _Trajectory(uid, self._saved.pop(key, ()))
         self._running.setdefault(uid, {})[key] = trajectory
         _current.set(trajectory)
 
@@ -79,6 +88,16 @@ class Journals:
                 refused.settings,
                 generation.settings,
             )
+
+    def require_fresh(self) -> None:
+        """Raise TooStale if the current trajectory, or another one of its group, has tokens past the bound."""
+        trajectory = _current.get()
+        if trajectory is None or self.oldest_version is None:
+            return
+        group = self._running.get(trajectory.uid, {}).values()
+        oldest = min((version for each in group for version in each.versions()), default=self.oldest_version)
+        if oldest < self.oldest_version:
+            raise TooStale(f"prompt {trajectory.uid} has tokens of version {oldest}, allowed: {self.oldest_version}")
 
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""

@@ -99,10 +99,14 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         validations, self._validations = self._validations, []
         self._wait_all(validations, "finish validation", timeout_s)
 
-    def hold(self, claims: Sequence[Claim]) -> None:
-        """Hold back the trajectories of deferred prompts; returns when every worker knows."""
-        if claims:
-            self._wait_all([worker.hold.remote(claims) for worker in self.agent_loop_workers], "hold", HOLD_TIMEOUT_S)
+    def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
+        """Hold back the trajectories of deferred prompts, and end those with older tokens than `oldest_version`.
+
+        Returns when every worker knows: each trajectory finds out before it asks an engine for more.
+        """
+        if claims or oldest_version is not None:
+            calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
+            self._wait_all(calls, "hold", HOLD_TIMEOUT_S)
 
     def journals(self) -> Saved:
         """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`."""

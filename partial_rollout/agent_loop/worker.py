@@ -43,7 +43,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
         client = cast("ResumingLLMServerClient", self.llm_client)
         self._journals = Journals()
-        client.before_segment, client.on_generation = self._claim_loop.holds.pass_by, self._journals.record
+        client.before_segment, client.on_generation = self._before_segment, self._journals.record
         self.llm_client = RecordingClient(client)
 
     async def ping(self) -> str:
@@ -58,9 +58,15 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """End `run`, cancel what is in flight and give its prompts back; returns their uids."""
         return await self._claim_loop.stop()
 
-    async def hold(self, claims: Sequence[Claim]) -> None:
-        """Hold back the trajectories of those `claims` that are this worker's."""
+    async def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
+        """Hold back trajectories of those `claims` that are this worker's, and end those with tokens that are older."""
         self._claim_loop.hold(claims)
+        self._journals.oldest_version = oldest_version
+
+    async def _before_segment(self) -> None:
+        """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
+        await self._claim_loop.holds.pass_by()
+        self._journals.require_fresh()
 
     async def journals(self) -> tuple[Saved, Saved]:
         """Tokens of all trajectories whose groups have not ended, and restored ones that have not started here."""

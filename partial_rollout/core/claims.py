@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.lifecycle import Entry, Event, State
+from partial_rollout.core.staleness import Ages
 from partial_rollout.errors import StaleClaim
 from partial_rollout.types import Claim
 
@@ -18,12 +19,14 @@ class ClaimBook:
 
     start -> ongoing --defer_all--> deferred --resume--> ongoing; end, from both
 
-    A claim is current until its prompt is done, dropped or given back; a report on any other raises StaleClaim.
+    A claim is current until its prompt is done, dropped or given back; a report on any other raises StaleClaim. With it
+    end the tokens of an unfinished prompt, so it is here that their age is kept.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
         self.next_id = 1
+        self.ages = Ages()
         self.num_trajectories = 0
         """Trajectories of ongoing prompts."""
         # An OrderedDict finds its oldest item in O(1); a dict would scan the holes that earlier claims left.
@@ -42,6 +45,8 @@ class ClaimBook:
         """Claim a pending prompt for `worker_id`."""
         entry.move(Event.CLAIM)
         entry.claimed_at = self._clock()
+        if entry.begun is None:
+            entry.begun = self.ages.begin(None)
         meta, attempt = entry.meta, 1 + entry.failures + entry.losses
         claim = Claim(meta.uid, self.next_id, worker_id, meta.num_trajectories, meta.global_step, attempt)
         self.next_id += 1
@@ -64,6 +69,9 @@ class ClaimBook:
         self._forget(claim, entry.state)
         entry.move(event)
         entry.claim = None
+        if entry.begun is not None:
+            self.ages.end(entry.begun)
+            entry.begun = None
         del self._by_worker[claim.worker_id][claim.claim_id]
         return entry
 

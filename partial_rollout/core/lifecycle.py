@@ -57,6 +57,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.DEFERRED, Event.GIVE_BACK): State.DEFERRED,
     (State.DEFERRED, Event.DROP): State.DROPPED,
     (State.DONE, Event.TAKE): State.TAKEN,
+    # Its tokens are older than training allows.
+    (State.DONE, Event.RESTART): State.PENDING,
+    (State.DONE, Event.DROP): State.DROPPED,
 }
 
 
@@ -70,7 +73,7 @@ def next_state(uid: str, state: State, event: Event) -> State:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A prompt that is pending, ongoing or deferred."""
+    """A prompt that is neither trained nor dropped."""
 
     meta: PromptMeta
     order: int  # Admission number. Claims follow it, so a prompt given back is ahead of all fresher ones.
@@ -78,6 +81,7 @@ class Entry:
     failures: int = 0
     losses: int = 0
     deferrals: int = 0
+    begun: int | None = None  # Weight version that generated when it began; None while it has no tokens.
     claimed_at: float = 0.0
     claim: Claim | None = None
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
+from partial_rollout.core import snapshots
+from partial_rollout.core.census import AGENT_LOOP_FAILED, TOO_STALE, Census
 from partial_rollout.core.claims import ClaimBook
-from partial_rollout.core.lifecycle import Entry, Event, State, UidRegister, check_group, next_state
+from partial_rollout.core.done import DoneGroups
+from partial_rollout.core.lifecycle import Entry, Event, State, check_group
 from partial_rollout.core.rounds import Rounds
-from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
-from partial_rollout.types import FinishedGroup, QueueSnapshot, QueueStatistics, TakeResult
+from partial_rollout.core.staleness import UNBOUNDED, StalenessBound
+from partial_rollout.errors import CapacityExceeded, ConfigError
+from partial_rollout.types import FinishedGroup, TakeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from partial_rollout.core.tail import RoundPlan, TailPolicy
-    from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
-
-AGENT_LOOP_FAILED = "agent_loop_failed"
-"""Drop reason of a prompt whose attempts are used up; one fixed word, because it becomes a metric label."""
+    from partial_rollout.types import Claim, PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
 
 
 class PromptQueue:
@@ -32,6 +32,9 @@ class PromptQueue:
                          fail +-+         | +----------^      begin_round lets it go on
                                           +--> DROPPED(reason)   drop, or fail with no attempt left; in flight -1
     ```
+    Past a staleness bound that discards tokens, `expire` ends an unfinished prompt's attempt, and `discard_expired` a
+    done one's: DROPPED, or PENDING again while attempts are left.
+
     Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit` up to the policy's
     `capacity` or what `take` found missing, freed by `take` and by dropping. Slots (trajectories in generation) are
     charged to the worker by `claim`, up to its `free_slots`; the *worker* frees each when its trajectory ends.
@@ -40,23 +43,28 @@ class PromptQueue:
     `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
     """
 
-    def __init__(self, policy: TailPolicy, max_attempts: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: TailPolicy,
+        max_attempts: int,
+        clock: Callable[[], float],
+        bound: StalenessBound = UNBOUNDED,
+    ) -> None:
         """Raise ConfigError for a number of attempts below 1; `clock` returns seconds."""
         if max_attempts < 1:
             raise ConfigError(f"max_attempts={max_attempts} must be at least 1")
         self._max_attempts = max_attempts
         self._claims = ClaimBook(clock)
         self._rounds = Rounds(policy)
-        self.policy = policy
-        self._done: OrderedDict[str, FinishedGroup] = OrderedDict()
-        self._uids = UidRegister(num_remembered=policy.capacity)
-        self._dropped: Counter[str] = Counter()
-        self._num_admitted = self._num_taken = self._num_failed_attempts = self._next_order = self._num_owed = 0
+        self.policy, self.bound = policy, bound
+        self._done = DoneGroups(bound)
+        self._census = Census(num_remembered=policy.capacity)
+        self._num_owed = 0
 
     @property
     def num_in_flight(self) -> int:
-        """Prompts pending, ongoing, deferred or done."""
-        return len(self._uids.live)
+        """Prompts pending, ongoing, deferred or done, without those that have expired."""
+        return self._census.in_flight - self._done.num_expired
 
     @property
     def next_group_size(self) -> int:
@@ -68,12 +76,34 @@ class PromptQueue:
         """Whether a worker with enough slots could claim."""
         return bool(self.next_group_size or self._claims.num_resumed)
 
+    @property
+    def version(self) -> int:
+        """Weight version that generates now; tokens of prompts that begin are at least as new."""
+        return self._claims.ages.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._claims.ages.version = version
+        self._done.expire(version)
+
+    def num_due(self, num_groups: int) -> int:
+        """Unfinished prompts that a batch of `num_groups` waits for, lest they pass the staleness bound later."""
+        waits = self.bound.finishes and not self.policy.in_rounds
+        return self._claims.ages.num_due(self.bound, num_groups) if waits else 0
+
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
-        self._check_admission(prompts)
+        capacity = self.policy.capacity
+        if self.num_in_flight + len(prompts) > capacity and len(prompts) > self._num_owed:
+            raise CapacityExceeded(
+                f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {capacity}"
+            )
+        self._census.require_new(prompts)
         self._num_owed = max(0, self._num_owed - len(prompts))
         for meta in prompts:
-            self._rounds.push(self._enter(meta, QueueSnapshot()))
+            entry = Entry(meta, self._census.enter(meta.uid))
+            entry.move(Event.ADMIT)
+            self._rounds.push(entry)
 
     def begin_round(self) -> RoundPlan:
         """Let the policy decide the next round and carry it out; the caller admits `num_fresh` prompts."""
@@ -102,31 +132,27 @@ class PromptQueue:
         entry = self._claims.end(claim, Event.FINISH)
         uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
         self._rounds.finished(uid)
-        self._done[uid] = FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals)
+        self._done.add(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
 
     def fail(self, claim: Claim) -> bool:
         """Charge a failed attempt. True: given back for another one; False: dropped, attempts are used up."""
-        entry = self._claims.entry(claim)
-        entry.failures += 1
-        if entry.failures >= self._max_attempts:
-            self.drop(claim, AGENT_LOOP_FAILED)
-            return False
-        self._num_failed_attempts += 1
-        self.give_back(claim)
-        return True
+        return self._retry(claim, AGENT_LOOP_FAILED)
+
+    def expire(self, claim: Claim) -> bool:
+        """Its tokens are past the bound. True: it begins again, which is another attempt; False: it is dropped."""
+        if self.bound.past == "restart":
+            return self._retry(claim, TOO_STALE)
+        self.drop(claim, TOO_STALE)
+        return False
 
     def drop(self, claim: Claim, reason: str) -> None:
         """Let the claimed prompt go for good; `reason` is a short fixed word, since it becomes a metric label."""
         uid = self._claims.end(claim, Event.DROP).meta.uid
         self._rounds.dropped(uid)
-        self._uids.retire(uid)
-        self._dropped[reason] += 1
+        self._census.drop(uid, reason)
 
     def give_back(self, claim: Claim) -> None:
-        """Make the claimed prompt pending again, ahead of fresher ones, without charging an attempt.
-
-        A deferred one stays deferred, and starts again when its turn comes.
-        """
+        """Make it pending again, ahead of fresher ones, at no charge; a deferred one starts again in its turn."""
         entry = self._claims.end(claim, Event.GIVE_BACK)
         if entry.state is State.PENDING:
             self._rounds.restart(entry)
@@ -141,110 +167,83 @@ class PromptQueue:
 
     def can_take(self, num_groups: int) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""
-        return self._rounds.can_choose(num_groups, len(self._done)) or self._num_missing(num_groups) > 0
+        return self._can_take_now(num_groups) or self._num_missing(num_groups) > 0
 
     def take(self, num_groups: int) -> TakeResult:
-        """Exactly `num_groups` groups, required ones and then the oldest finished, and what is deferred thereby.
-
-        Without them nothing is taken, and the result says how many prompts must be admitted first.
-        """
+        """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before."""
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
-        if not self._rounds.can_choose(num_groups, len(self._done)):
+        if not self._can_take_now(num_groups):
             self._num_owed = self._num_missing(num_groups)
             return TakeResult(num_missing=self._num_owed)
-        groups = tuple(self._take_one(uid) for uid in self._rounds.choose(num_groups, self._done))
-        if not self.policy.in_rounds:
-            return TakeResult(groups)
-        left_behind = self._claims.defer_all()
-        self._rounds.end(left_behind)
-        return TakeResult(groups, deferred=tuple(entry.claim for entry in left_behind if entry.claim is not None))
+        groups = tuple(self._take_one(uid) for uid in self._rounds.choose(num_groups, self._done.in_order()))
+        self._done.expire(self.version + 1)
+        deferred: tuple[Claim, ...] = ()
+        if self.policy.in_rounds:
+            left_behind = self._claims.defer_all()
+            self._rounds.end(left_behind)
+            deferred = tuple(entry.claim for entry in left_behind if entry.claim is not None)
+        return TakeResult(groups, deferred=deferred, expired=self._done.hand_over())
+
+    def discard_expired(self) -> list[str]:
+        """Restart groups that `take` called expired, whose rows are gone; returns the uids of those dropped instead."""
+        dropped: list[str] = []
+        for entry in self._done.discard():
+            entry.failures += 1
+            if self.bound.past == "restart" and entry.failures < self._max_attempts:
+                self._census.retry(TOO_STALE)
+                entry.move(Event.RESTART)
+                self._rounds.push(entry)
+            else:
+                entry.move(Event.DROP)
+                self._census.drop(entry.meta.uid, TOO_STALE)
+                dropped.append(entry.meta.uid)
+        return dropped
 
     def statistics(self) -> QueueStatistics:
         """Counts at this moment."""
-        return QueueStatistics(
-            admitted=self._num_admitted,
-            pending=self._rounds.num_pending,
-            ongoing=len(self._claims.ongoing),
-            deferred=len(self._rounds.deferred),
-            done=len(self._done),
-            taken=self._num_taken,
-            dropped=dict(self._dropped),
-            failed_attempts=self._num_failed_attempts,
-            claimed_trajectories=self._claims.num_trajectories,
-            **self._claims.oldest(),
-        )
+        return snapshots.count(self._rounds, self._claims, self._done, self._census)
 
     def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs; O(prompts in flight)."""
-        pending, deferred = self._rounds.pending(), list(self._rounds.deferred.values())
-        ongoing = list(self._claims.ongoing.values())
-        unfinished = deferred + ongoing + pending
-        return QueueSnapshot(
-            pending=tuple(entry.meta for entry in pending),
-            ongoing=tuple(entry.meta for entry in ongoing),
-            deferred=tuple(entry.meta for entry in deferred),
-            done=tuple(self._done.values()),
-            admitted=self._num_admitted,
-            taken=self._num_taken,
-            dropped=dict(self._dropped),
-            failed_attempts=self._num_failed_attempts,
-            failures={entry.meta.uid: entry.failures for entry in unfinished if entry.failures},
-            deferrals={entry.meta.uid: entry.deferrals for entry in unfinished if entry.deferrals},
-            next_claim_id=self._claims.next_id,
-        )
+        return snapshots.save(self._rounds, self._claims, self._done, self._census)
 
     @classmethod
     def restore(
-        cls, snapshot: QueueSnapshot, policy: TailPolicy, max_attempts: int, clock: Callable[[], float]
+        cls,
+        snapshot: QueueSnapshot,
+        policy: TailPolicy,
+        max_attempts: int,
+        clock: Callable[[], float],
+        bound: StalenessBound = UNBOUNDED,
     ) -> PromptQueue:
         """A queue that continues from `snapshot`; what was ongoing is pending again, ahead of what was pending.
 
         More prompts may be in flight than a smaller capacity allows: `admit` refuses all but what `take` finds missing.
         Raises InternalError for a snapshot that lost a prompt or holds one twice.
         """
-        queue = cls(policy, max_attempts, clock)
-        entries = [queue._enter(meta, snapshot) for meta in snapshot.unfinished]
-        queue._rounds.restore(entries, num_deferred=len(snapshot.deferred))
-        queue._done.update((group.uid, group) for group in snapshot.done)
-        queue._uids.live.update(queue._done)
-        queue._dropped.update(snapshot.dropped)
-        queue._num_taken, queue._num_failed_attempts = snapshot.taken, snapshot.failed_attempts
-        queue._claims.next_id = snapshot.next_claim_id
-        queue._num_admitted = snapshot.admitted
-        queue._check_conservation()
+        queue = cls(policy, max_attempts, clock, bound)
+        snapshots.load(snapshot, queue._rounds, queue._claims, queue._done, queue._census)
+        queue._census.require_conserved(queue.statistics())
         return queue
 
-    def _check_admission(self, prompts: Sequence[PromptMeta]) -> None:
-        capacity = self.policy.capacity
-        if self.num_in_flight + len(prompts) > capacity and len(prompts) > self._num_owed:
-            raise CapacityExceeded(
-                f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {capacity}"
-            )
-        self._uids.require_new(prompts)
-
-    def _check_conservation(self) -> None:
-        now = self.statistics()
-        if not now.conserved or len(self._uids.live) != now.in_flight:
-            raise InternalError(f"a snapshot with {len(self._uids.live)} uids in flight does not add up: {now}")
-
-    def _enter(self, meta: PromptMeta, known: QueueSnapshot) -> Entry:
-        """A pending entry, with what `known` says of its past."""
-        failures, deferrals = known.failures.get(meta.uid, 0), known.deferrals.get(meta.uid, 0)
-        entry = Entry(meta, order=self._next_order, failures=failures, deferrals=deferrals)
-        entry.move(Event.ADMIT)
-        self._uids.live.add(meta.uid)
-        self._next_order += 1
-        self._num_admitted += 1
-        return entry
+    def _can_take_now(self, num_groups: int) -> bool:
+        return self._rounds.can_choose(num_groups, len(self._done)) and not self.num_due(num_groups)
 
     def _num_missing(self, num_groups: int) -> int:
         """Prompts without which the round cannot fill its batch."""
         return max(0, num_groups - len(self._done) - len(self._claims.ongoing) - self._rounds.num_startable)
 
+    def _retry(self, claim: Claim, reason: str) -> bool:
+        entry = self._claims.entry(claim)
+        entry.failures += 1
+        if entry.failures >= self._max_attempts:
+            self.drop(claim, reason)
+            return False
+        self._census.retry(reason)
+        self.give_back(claim)
+        return True
+
     def _take_one(self, uid: str) -> FinishedGroup:
-        group = self._done.pop(uid)
-        next_state(group.uid, State.DONE, Event.TAKE)
-        self._uids.retire(group.uid)
-        self._num_taken += 1
-        return group
+        self._census.take(uid)
+        return self._done.take(uid)

@@ -76,7 +76,8 @@ def _slots(status: ManagerStatus) -> str:
 
 def _dropped(queue: QueueStatistics) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(queue.dropped.items()))
-    return f"{reasons or 'none'}; {queue.failed_attempts} failed attempts were tried again"
+    restarted = f", {queue.restarted} with too old tokens" if queue.restarted else ""
+    return f"{reasons or 'none'}; {queue.failed_attempts} failed attempts were tried again{restarted}"
 
 
 def _of(part: int, whole: int) -> str:

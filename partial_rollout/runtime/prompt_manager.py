@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import ray
 
 from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.metrics import ManagerMetrics
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.core.staleness import StalenessBound
     from partial_rollout.core.tail import RoundPlan, TailPolicy
     from partial_rollout.types import (
         Claim,
@@ -83,11 +85,12 @@ class RolloutPromptManager:
         max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
         metrics: Callable[[], MetricsSink] | None = None,
+        bound: StalenessBound = UNBOUNDED,
     ) -> None:
         """`metrics` is called here, in the manager's own process, to make what shows its status."""
         self._clock = clock
         self._max_attempts = max_attempts
-        self._queue = PromptQueue(policy, max_attempts, clock)
+        self._queue = PromptQueue(policy, max_attempts, clock, bound)
         self._metrics = metrics() if metrics else None
         self._export_timer: asyncio.TimerHandle | None = None
         # Two conditions on one lock: a finished group must not wake every worker that waits for a pending prompt.
@@ -152,10 +155,21 @@ class RolloutPromptManager:
         self._require_open()
         return self._queue.take(num_groups)
 
+    async def discard_expired(self) -> list[str]:
+        """Restart the groups that the last batch's result called expired, or drop them; returns the uids of those.
+
+        The rows of their trajectories must have been cleared.
+        """
+        return await self._apply(self._queue.discard_expired)
+
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
-        """What the trainer does now, for people who look at the status."""
+        """What the trainer does now and which weights generate, or did last: ages of tokens count from them."""
+        await self._apply(lambda: self.report_step_nowait(step, weight_version, gate))
+
+    def report_step_nowait(self, step: int, weight_version: int, gate: str) -> None:
+        """See `report_step`."""
         self._step, self._weight_version, self._gate = step, weight_version, gate
-        self._schedule_export()
+        self._queue.version = weight_version
 
     async def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs."""
@@ -170,7 +184,9 @@ class RolloutPromptManager:
         self._require_open()
         if self._queue.statistics().admitted:
             raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
-        self._queue = PromptQueue.restore(snapshot, self._queue.policy, self._max_attempts, self._clock)
+        old = self._queue
+        self._queue = PromptQueue.restore(snapshot, old.policy, self._max_attempts, self._clock, old.bound)
+        self._queue.version = old.version
         return self._queue.statistics()
 
     # ---- workers ----
@@ -226,6 +242,10 @@ class RolloutPromptManager:
         self._last_failure = f"{claim.uid}: {reason}"
         logger.warning("attempt %d of prompt %s failed (%s)", claim.attempt, claim.uid, reason)
         return given_back
+
+    async def expire(self, claim: Claim) -> bool:
+        """Its tokens are past the staleness bound. True: it begins again; False: dropped. Raises StaleClaim."""
+        return await self._apply(lambda: self._queue.expire(claim))
 
     async def drop(self, claim: Claim, reason: str) -> None:
         """Let a claimed prompt go for good, counted under the short fixed word `reason`; raises StaleClaim."""
@@ -311,9 +331,11 @@ class RolloutPromptManager:
             if now.ongoing
             else f"no prompt is ongoing, the next one needs {self._queue.next_group_size} free slots"
         )
+        num_due = self._queue.num_due(num_groups)
+        due = f"{num_due} of them must finish first, by tail.max_staleness; " if num_due else ""
         return (
             f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
-            f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}; "
+            f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}; {due}"
             f"{len(self._workers)} workers known, gate {self._gate!r}"
         )
 
@@ -350,9 +372,10 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     name, namespace = config.manager.name, config.manager.namespace
     actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
     policy = make_policy(config, train_batch_size)
+    bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("%s: a prompt is trained or dropped within %s steps", policy, policy.max_steps or "any number of")
     try:
-        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics)
+        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound)
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "

@@ -11,6 +11,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
+from partial_rollout.core.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
 from partial_rollout.runtime.bounded import call_bounded
@@ -71,7 +72,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
             self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
-        groups = self._take(batch_size)
+        groups = self._take(batch_size, global_steps - 1, partition_id)
         if self._settings.event_log:
             append_batch(self._settings.event_log, global_steps, groups)
         self._clear_rows([group.uid for group in groups], partition_id)
@@ -88,7 +89,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         return batch, metrics
 
     def _mask_stale(self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str) -> int:
-        oldest = trained_version - (self._settings.tail.max_staleness or 0)
+        oldest = self._bound.oldest(trained_version)
         return call_bounded(
             lambda: mask_stale_tokens(trajectories, oldest_version=oldest, partition_id=partition_id),
             timeout_s=self._settings.timeouts.call_s,
@@ -104,26 +105,43 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
                 "the agent-loop workers' logs say what became of the others"
             )
 
-    def _clear_rows(self, uids: list[str], partition_id: str) -> None:
+    def _clear_rows(self, keys: list[str], partition_id: str) -> None:
+        if not keys:
+            return
         call_bounded(
-            lambda: tq.kv_clear(keys=uids, partition_id=partition_id),
+            lambda: tq.kv_clear(keys=keys, partition_id=partition_id),
             timeout_s=self._settings.timeouts.call_s,
-            who_waits=f"trainer waits for TransferQueue to clear the rows of {len(uids)} taken prompts",
+            who_waits=f"trainer waits for TransferQueue to clear {len(keys)} rows of prompts that have left the queue",
         )
 
-    def _take(self, num_groups: int) -> tuple[FinishedGroup, ...]:
+    def _take(self, num_groups: int, trained_version: int, partition_id: str) -> tuple[FinishedGroup, ...]:
         num_refilled = 0
         while True:
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
             if result.groups:
-                self._agent_loops.hold(result.deferred)
-                self.num_deferred = len(result.deferred)
+                self._end_round(result, trained_version, partition_id)
                 return result.groups
             if num_refilled >= MAX_REFILL_BATCHES * num_groups:
                 self._raise_broken(num_refilled)
             logger.info("%d prompts were dropped; admitting as many fresh ones", result.num_missing)
             self.refill_fn(result.num_missing)
             num_refilled += result.num_missing
+
+    def _end_round(self, result: TakeResult, trained_version: int, partition_id: str) -> None:
+        """Tell workers what must not go on, and let go of finished groups that are too old for any further batch."""
+        bound = self._bound
+        self._agent_loops.hold(result.deferred, bound.oldest(trained_version + 1) if bound.discards else None)
+        self.num_deferred = len(result.deferred)
+        if not result.expired:
+            return
+        # Before the queue lets them begin again: from then on a worker may write these keys.
+        self._clear_rows([each.key for group in result.expired for each in group.trajectories], partition_id)
+        self._clear_rows(self._ask(self._manager.discard_expired.remote()), partition_id)
+
+    @property
+    def _bound(self) -> StalenessBound:
+        tail = self._settings.tail
+        return StalenessBound(tail.max_staleness, tail.past_staleness)
 
     def _raise_broken(self, num_refilled: int) -> None:
         status = cast("ManagerStatus", self._ask(self._manager.status.remote()))

@@ -191,6 +191,8 @@ class PartialRolloutTrainer(PPOTrainer):
         statistics = self._ask(self.manager.statistics.remote())
         for name in ("pending", "ongoing", "deferred", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
             metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
+        metrics["partial_rollout/queue/restarted"] = statistics.restarted
+        metrics |= {f"partial_rollout/dropped/{reason}": count for reason, count in statistics.dropped.items()}
         for name in ("critic/score/mean", "response_length/mean"):
             metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000

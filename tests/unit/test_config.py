@@ -67,6 +67,8 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),
         ({"tail": {"offload_gib": 4}}, "offload_gib=4 .*null with any other"),
         ({"tail": {"interrupt_mode": "offload_kv", "offload_gib": 0}}, "offload_gib=0 .*null or at least 1"),
+        ({"tail": {"past_staleness": "wait"}}, "tail.past_staleness='wait' .*mask, drop, finish, restart"),
+        ({"tail": {"past_staleness": "drop"}}, "tail.past_staleness='drop' .*mask without a bound.*max_staleness"),
         ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
         ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),

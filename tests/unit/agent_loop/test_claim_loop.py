@@ -16,6 +16,7 @@ from partial_rollout.errors import (
     EngineError,
     InternalError,
     RunEnded,
+    TooStale,
     WaitTimeout,
 )
 from tests.fake_worker import WORKER, FakeWorker, make_claim
@@ -116,6 +117,18 @@ async def test_a_prompt_that_cannot_be_prepared_is_one_failed_attempt():
     async with running(worker, make_claim()) as task:
         assert worker.calls == ["fail a: ValueError: the chat template has no role 'tool'"]
         assert (worker.loop.slots.in_use, worker.running) == (0, 0)
+        assert not task.done()
+
+
+@pytest.mark.parametrize(("attempt", "last"), [(1, []), (2, ["clear a"])], ids=["restarted", "dropped"])
+async def test_a_group_with_tokens_that_are_too_old_expires_and_its_rows_are_gone_before(attempt, last):
+    worker = FakeWorker(max_attempts=2)
+    async with running(worker, make_claim(attempt=attempt)) as task:
+        worker.gates.open("a_0")
+        worker.gates.fail("a_1", TooStale("version 3"))
+        await settle()
+        assert worker.calls == ["clear a_0_0", "expire a", *last]
+        assert (worker.loop.slots.in_use, worker.forgotten) == (0, ["a"])
         assert not task.done()
 
 

@@ -9,6 +9,7 @@ import pytest
 from partial_rollout.agent_loop.journal import Journals, merge
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
+from partial_rollout.errors import TooStale
 
 
 def generation(*prompt_ids: int, budget: int = 8) -> ResumableGeneration:
@@ -66,6 +67,36 @@ async def test_another_trajectory_is_not_answered() -> None:
     journals.record(generation(1, 2))  # no trajectory at all: validation
     assert first.token_ids == []
     assert list(journals.states()) == ["a_1"]
+
+
+async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() -> None:
+    journals, other = Journals(), generation(1)
+
+    async def run(session: int, call: ResumableGeneration) -> None:
+        journals.start("a", session)
+        journals.record(call)
+        call.add(segment(5, end="aborted"))
+        journals.require_fresh()
+        journals.oldest_version = 3
+        journals.require_fresh()
+        journals.oldest_version = 4
+        with pytest.raises(TooStale, match="prompt a has tokens of version 3, allowed: 4"):
+            journals.require_fresh()
+
+    async def sibling_without_tokens() -> None:
+        journals.start("a", 1)
+        journals.record(other)
+        with pytest.raises(TooStale):
+            journals.require_fresh()
+
+    async def another_prompt() -> None:
+        journals.start("b", 0)
+        journals.require_fresh()
+
+    await asyncio.create_task(run(0, generation(1, 2)))
+    await asyncio.create_task(sibling_without_tokens())
+    await asyncio.create_task(another_prompt())
+    journals.require_fresh()  # no trajectory at all: validation
 
 
 async def test_an_ended_group_is_forgotten() -> None:

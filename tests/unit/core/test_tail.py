@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.config import PartialRolloutConfig, TailConfig
-from partial_rollout.core.queue import PromptQueue
 from partial_rollout.core.tail import FewAtATime, Partial, Reorder, RoundPlan, RoundView, Sync, TailPolicy, make_policy
 from partial_rollout.errors import StaleClaim
-from partial_rollout.types import Claim, PromptMeta, TakeResult, TrajectorySummary
+from partial_rollout.types import PromptMeta, TakeResult
+from tests.round_driver import BATCH, Trainer, summaries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-BATCH = 4
-MAX_ATTEMPTS = 2
 
 
 def view(pending: int = 0, done: int = 0, deferrals: tuple[int, ...] = ()) -> RoundView:
@@ -94,56 +91,6 @@ def test_the_configuration_chooses(tail: TailConfig, policy: TailPolicy) -> None
 
 
 # ---- rounds of the queue ----
-
-
-def summaries(uid: str) -> list[TrajectorySummary]:
-    return [TrajectorySummary(f"{uid}_0_0", prompt_len=1, response_len=1, min_version=0, max_version=0)]
-
-
-class Trainer:
-    """Drives a queue as the trainer does, one round after the other, and counts the steps of every prompt."""
-
-    def __init__(self, policy: TailPolicy) -> None:
-        self.queue = PromptQueue(policy, MAX_ATTEMPTS, lambda: 0.0)
-        self.claims: dict[str, Claim] = {}
-        self.step = 0
-        self.admitted: dict[str, int] = {}
-        self.ended: dict[str, int] = {}
-        self.kinds: list[str] = []
-
-    def begin(self) -> RoundPlan:
-        self.step += 1
-        plan = self.queue.begin_round()
-        self.kinds.append(plan.kind)
-        self.admit(plan.num_fresh)
-        return plan
-
-    def admit(self, num: int) -> None:
-        fresh = [f"p{len(self.admitted) + i}" for i in range(num)]
-        self.queue.admit([PromptMeta(uid, 1, self.step) for uid in fresh])
-        self.admitted |= dict.fromkeys(fresh, self.step)
-
-    def claim(self, free_slots: int = 1000) -> list[str]:
-        claims = self.queue.claim("w0", free_slots)
-        self.claims |= {claim.uid: claim for claim in claims}
-        return [claim.uid for claim in claims]
-
-    def finish(self, *uids: str) -> None:
-        for uid in uids:
-            self.queue.finish(self.claims.pop(uid), summaries(uid))
-
-    def fail(self, uid: str) -> None:
-        if not self.queue.fail(self.claims.pop(uid)):
-            self.ended[uid] = self.step
-
-    def take(self) -> TakeResult:
-        result = self.queue.take(BATCH)
-        self.ended |= dict.fromkeys((group.uid for group in result.groups), self.step)
-        return result
-
-    def restart(self) -> None:
-        self.queue = PromptQueue.restore(self.queue.snapshot(), self.queue.policy, MAX_ATTEMPTS, lambda: 0.0)
-        self.claims = {}
 
 
 def taken(result: TakeResult) -> list[str]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from fake_transfer_queue import FakeTransferQueue
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
+from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
 from partial_rollout.types import Claim, FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STEP = 7
 
@@ -59,13 +62,19 @@ class Manager:
 
     answers: list[Ref]
     calls: list[tuple[int, float]] = field(default_factory=list)
+    on_discard: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         now = QueueStatistics(admitted=9, pending=0, ongoing=9, done=0, taken=0, dropped={"agent_loop_failed": 6})
         self.take_batch = SimpleNamespace(remote=self._take)
         self.statistics = SimpleNamespace(remote=lambda: Ref(now))
+        self.discard_expired = SimpleNamespace(remote=self._discard)
         status = ManagerStatus(queue=now, capacity=9, last_failure="u3: RuntimeError: no tool")
         self.status = SimpleNamespace(remote=lambda: Ref(status))
+
+    def _discard(self) -> Ref:
+        self.on_discard()
+        return Ref(["gone"])
 
     def _take(self, num_groups: int, timeout_s: float) -> Ref:
         self.calls.append((num_groups, timeout_s))
@@ -78,9 +87,12 @@ class World:
     tq: FakeTransferQueue
     refills: list[int] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    oldest: list[int | None] = field(default_factory=list)
+    tail: TailConfig = field(default_factory=TailConfig)
 
-    def hold(self, claims: list[Claim]) -> Ref:
+    def hold(self, claims: list[Claim], oldest_version: int | None) -> Ref:
         self.held += [claim.uid for claim in claims]
+        self.oldest.append(oldest_version)
         return Ref()
 
     def buffer(self, *answers: Ref, loops: dict[Ref, str] | None = None, **timeouts: float):
@@ -89,7 +101,7 @@ class World:
         workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
         workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
-        settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts))
+        settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
         buffer.bind(cast("Any", Manager(list(answers))), workers, settings)
         return buffer
 
@@ -104,9 +116,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def group(uid: str, *response_lens: int) -> FinishedGroup:
+def group(uid: str, *response_lens: int, version: int = 4) -> FinishedGroup:
     members = tuple(
-        TrajectorySummary(f"{uid}_{session}_0", 3, response_len, min_version=4, max_version=6)
+        TrajectorySummary(f"{uid}_{session}_0", 3, response_len, min_version=version, max_version=6)
         for session, response_len in enumerate(response_lens)
     )
     return FinishedGroup(uid, global_step=5, source_index="0", trajectories=members)
@@ -151,6 +163,27 @@ def test_every_worker_is_told_what_it_has_to_hold_back(world: World) -> None:
     assert buffer.num_deferred == 1
 
 
+@pytest.mark.parametrize(
+    ("past", "oldest"), [("drop", STEP - 2), ("restart", STEP - 2), ("finish", None), ("mask", None)]
+)
+def test_workers_end_what_would_be_too_old_for_the_next_update(world: World, past: str, oldest: int | None) -> None:
+    """Weights of version STEP - 1 are trained now, those of STEP next; the tokens of this batch are old enough."""
+    world.tail = TailConfig(max_staleness=2, past_staleness=past)
+    world.buffer(Ref(TakeResult(groups=(group("a", 1, version=STEP - 3),)))).sample(STEP, "train", 1)
+    assert world.oldest == ([] if oldest is None else [oldest, oldest])
+
+
+def test_rows_of_groups_that_are_too_old_are_gone_before_the_queue_lets_them_begin_again(world: World) -> None:
+    world.tail = TailConfig(max_staleness=2, past_staleness="restart")
+    batch, late = group("a", 1, version=STEP - 3), group("b", 1, 2, version=STEP - 4)
+    buffer = world.buffer(Ref(TakeResult(groups=(batch,), expired=(late,))))
+    seen: list[tuple[str, list[str]]] = []
+    cast("Any", buffer)._manager.on_discard = lambda: seen.extend(world.tq.cleared)
+    buffer.sample(STEP, "train", 1)
+    assert seen == [("train", ["b_0_0", "b_1_0"])]
+    assert world.tq.cleared[1:] == [("train", ["gone"]), ("train", ["a"])]
+
+
 def test_endless_drops_end_the_run_with_their_reason(world: World) -> None:
     buffer = world.buffer(Ref(TakeResult(num_missing=2)))
     with pytest.raises(AgentLoopBroken, match=r"6 prompts were dropped.*'agent_loop_failed': 6.*u3: RuntimeError: no"):
@@ -184,6 +217,6 @@ def test_a_dead_transfer_queue_is_told(world: World, monkeypatch: pytest.MonkeyP
     never = threading.Event()
     monkeypatch.setattr(world.tq, "kv_clear", lambda keys, partition_id: never.wait())
     buffer = world.buffer(Ref(TakeResult(groups=(group("a", 1),))), call_s=0.01)
-    with pytest.raises(WaitTimeout, match="TransferQueue to clear the rows of 1 taken prompts"):
+    with pytest.raises(WaitTimeout, match="TransferQueue to clear 1 rows of prompts that have left"):
         buffer.sample(STEP, "train", 1)
     never.set()

@@ -1,0 +1,265 @@
+"""The staleness bound: nothing older is trained, nothing is lost, and an update waits for no more than it must."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partial_rollout.config import PartialRolloutConfig, TailConfig
+from partial_rollout.core.staleness import Ages, StalenessBound, make_bound
+from partial_rollout.core.tail import Partial, TailPolicy, make_policy
+from partial_rollout.errors import ConfigError
+from tests.round_driver import BATCH, Trainer, summaries
+
+if TYPE_CHECKING:
+    from partial_rollout.types import TakeResult
+
+
+# ---- who has to finish before an update ----
+
+
+@pytest.mark.parametrize(
+    ("begun", "due"),
+    [
+        ({}, 0),
+        ({5: 9}, 1),
+        ({5: 8}, 0),
+        ({4: 4, 5: 4}, 0),
+        ({4: 5, 5: 3}, 1),
+        ({4: 5, 5: 5}, 2),
+        ({3: 1, 5: 4}, 1),
+        ({1: 2, 4: 4}, 2),
+    ],
+    ids=["none", "fresh, too many", "fresh", "just room", "old ones", "both", "at the bound", "past it already"],
+)
+def test_what_later_batches_have_no_room_for_is_due(begun: dict[int, int], due: int) -> None:
+    """Weights of version 5 are trained and tokens may be 2 versions old: those of 5 fit two more batches, of 4 one."""
+    ages = Ages()
+    for version, num in begun.items():
+        for _ in range(num):
+            ages.begin(version)
+    ages.version = 5
+    assert ages.num_due(StalenessBound(2, "finish"), BATCH) == due
+
+
+def test_a_prompt_that_begins_now_counts_from_the_weights_of_now() -> None:
+    ages = Ages()
+    ages.version = 3
+    assert ages.begin(None) == 3
+    ages.version = 4
+    assert ages.num_due(StalenessBound(1, "finish"), BATCH) == 1
+    ages.end(3)
+    assert ages.num_due(StalenessBound(1, "finish"), BATCH) == 0
+
+
+# ---- what becomes of the rest ----
+
+
+def started(past: str, *, max_staleness: int = 1) -> Trainer:
+    """p0 to p7 are claimed under version 0, and p0 to p3 are trained."""
+    trainer = Trainer(Partial(2 * BATCH), StalenessBound(max_staleness, past))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    assert len(trainer.take().groups) == BATCH
+    return trainer
+
+
+def next_version(trainer: Trainer, *finished: str) -> None:
+    """New weights generate; fresh prompts take the free places, and some of them finish."""
+    trainer.queue.version += 1
+    trainer.begin()
+    trainer.claim()
+    for uid in finished:
+        trainer.queue.finish(trainer.claims.pop(uid), summaries(uid, trainer.queue.version))
+
+
+def test_finish_makes_the_batch_wait_for_what_would_be_too_old_in_the_next() -> None:
+    trainer = started("finish")
+    next_version(trainer, "p8", "p9", "p10", "p11")
+    assert trainer.queue.num_due(BATCH) == 4
+    trainer.finish("p4", "p5", "p6")
+    assert trainer.take().groups == ()
+    trainer.finish("p7")
+    assert [group.uid for group in trainer.take().groups] == ["p4", "p5", "p6", "p7"]
+
+
+def test_drop_lets_a_done_group_go_that_is_too_old_for_the_next_batch_and_counts_it() -> None:
+    trainer = started("drop", max_staleness=0)
+    trainer.finish("p4")  # after the batch was taken, by the weights that are being replaced
+    next_version(trainer, "p8", "p9", "p10")
+    trainer.queue.expire(trainer.claims.pop("p5"))
+    assert trainer.take().groups == ()
+    trainer.queue.finish(trainer.claims.pop("p6"), summaries("p6", 1))
+    result = trainer.take()
+    assert {group.uid for group in result.groups} == {"p6", "p8", "p9", "p10"}
+    assert [group.uid for group in result.expired] == ["p4"]
+    assert trainer.queue.statistics().done == 1  # until its rows are cleared
+    assert trainer.queue.discard_expired() == ["p4"]
+    assert trainer.queue.discard_expired() == []
+    assert trainer.queue.statistics().dropped == {"too_stale": 2}
+    assert trainer.queue.statistics().conserved
+
+
+def test_what_a_batch_leaves_over_and_the_next_may_not_train_expires_with_it() -> None:
+    trainer = Trainer(Partial(2 * BATCH), StalenessBound(0, "drop"))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3", "p4")
+    assert [group.uid for group in trainer.take().expired] == ["p4"]
+
+
+def test_restart_gives_a_prompt_back_until_its_attempts_are_used_up() -> None:
+    trainer = started("restart")
+    assert trainer.queue.expire(trainer.claims.pop("p4"))
+    assert trainer.queue.statistics().restarted == 1
+    assert trainer.claim() == ["p4"]
+    assert not trainer.queue.expire(trainer.claims.pop("p4"))
+    assert trainer.queue.statistics().dropped == {"too_stale": 1}
+
+
+def test_a_done_group_that_is_restarted_begins_again_ahead_of_fresh_ones() -> None:
+    trainer = started("restart", max_staleness=0)
+    trainer.finish("p4")
+    next_version(trainer, "p8", "p9", "p10")
+    trainer.queue.finish(trainer.claims.pop("p5"), summaries("p5", 1))
+    assert [group.uid for group in trainer.take().expired] == ["p4"]
+    assert trainer.queue.discard_expired() == []
+    trainer.begin()
+    assert trainer.claim()[0] == "p4"
+    assert trainer.queue.statistics().restarted == 1
+
+
+def test_the_oldest_tokens_are_trained_first() -> None:
+    trainer = Trainer(Partial(2 * BATCH), StalenessBound(9, "mask"))
+    trainer.begin()
+    trainer.claim()
+    for uid, version in [("p0", 3), ("p1", 2), ("p2", 2), ("p3", 1), ("p4", 3), ("p5", 0)]:
+        trainer.queue.finish(trainer.claims.pop(uid), summaries(uid, version))
+    assert [group.uid for group in trainer.take().groups] == ["p5", "p3", "p1", "p2"]
+
+
+def test_ages_survive_a_restart() -> None:
+    trainer = started("finish")
+    assert trainer.queue.snapshot().begun == dict.fromkeys(("p4", "p5", "p6", "p7"), 0)
+    trainer.restart()
+    next_version(trainer)
+    assert trainer.queue.num_due(BATCH) == 4
+    trainer.queue.give_back(trainer.claims.pop("p4"))  # its tokens are gone
+    assert trainer.queue.num_due(BATCH) == 3
+
+
+# ---- contradictions ----
+
+
+@pytest.mark.parametrize(
+    ("tail", "factor", "message"),
+    [
+        ({"policy": "partial", "past_staleness": "finish", "max_staleness": 1}, 3.0, "prefetch_factor to 2"),
+        ({"policy": "reorder", "past_staleness": "finish", "max_staleness": 5}, 2.0, "at least 11; .*max_deferrals"),
+        ({"policy": "reorder", "past_staleness": "drop", "max_staleness": 10}, 2.0, "past_staleness=mask"),
+    ],
+)
+def test_a_bound_that_the_policy_passes_by_design_is_refused(tail: dict, factor: float, message: str) -> None:
+    config = PartialRolloutConfig(tail=TailConfig(**tail), prefetch_factor=factor)
+    with pytest.raises(ConfigError, match=message):
+        make_bound(config.tail, make_policy(config, 8), 8)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        {"past_staleness": "finish", "max_staleness": 1},
+        {"past_staleness": "drop", "max_staleness": 0},
+        {"policy": "sync", "past_staleness": "restart", "max_staleness": 0},
+        {"policy": "reorder", "max_deferrals": 2, "past_staleness": "finish", "max_staleness": 5},
+        {"policy": "reorder", "max_staleness": 0},
+    ],
+)
+def test_a_bound_that_can_be_kept_is_allowed(tail: dict) -> None:
+    config = PartialRolloutConfig(tail=TailConfig(**tail))
+    bound = make_bound(config.tail, make_policy(config, 8), 8)
+    assert bound == StalenessBound(config.tail.max_staleness, config.tail.past_staleness)
+
+
+# ---- nothing is older than allowed ----
+
+
+class Generating(Trainer):
+    """Tokens have versions. Workers are random, and their reports may come while the weights are sent."""
+
+    def __init__(self, policy: TailPolicy, bound: StalenessBound, rng: Random, *, newest_first: bool) -> None:
+        super().__init__(policy, bound)
+        self.rng, self.newest_first = rng, newest_first
+        self.oldest: dict[str, int] = {}
+        """Version of the oldest token of every unfinished prompt that has one."""
+
+    def end(self, uid: str) -> None:
+        version = self.oldest.pop(uid, self.queue.version)
+        self.queue.finish(self.claims.pop(uid), summaries(uid, version))
+
+    def fail(self, uid: str) -> None:
+        self.oldest.pop(uid, None)
+        super().fail(uid)
+
+    def some(self) -> list[str]:
+        return self.rng.sample(sorted(self.claims), min(2, len(self.claims)))
+
+    def round(self) -> TakeResult:
+        """Groups are claimed, generate, fail and finish one by one until the batch is taken."""
+        self.begin()
+        while not (result := self.take()).groups:
+            self.admit(result.num_missing)
+            self.claim(1 + self.rng.randrange(2 * BATCH))
+            self.oldest = dict.fromkeys(self.some(), self.queue.version) | self.oldest
+            uid = max(
+                self.claims, key=lambda uid: self.claims[uid].claim_id if self.newest_first else self.rng.random()
+            )
+            self.fail(uid) if self.rng.random() < 0.1 else self.end(uid)
+        return result
+
+    def update(self) -> None:
+        """Workers end what is too old, and some claim or finish while the weights are sent."""
+        bound = self.queue.bound
+        self.queue.discard_expired()
+        self.claim(self.rng.randrange(BATCH))
+        for uid in self.some() if self.rng.random() < 0.3 else []:
+            self.end(uid)
+        too_old = [uid for uid, version in self.oldest.items() if version < bound.oldest(self.queue.version + 1)]
+        for uid in too_old if bound.discards else []:
+            if uid in self.claims:
+                self.queue.expire(self.claims.pop(uid))
+                del self.oldest[uid]
+        if self.rng.random() < 0.1:
+            self.restart()
+        self.queue.version += 1
+
+
+@given(
+    past=st.sampled_from(["drop", "restart", "finish"]),
+    max_staleness=st.integers(0, 3),
+    prefetch=st.integers(BATCH, 4 * BATCH),
+    seed=st.integers(0, 2**32),
+    newest_first=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_token_past_the_bound_is_trained(
+    past: str, max_staleness: int, prefetch: int, seed: int, newest_first: bool
+) -> None:
+    if past == "finish":
+        prefetch = min(prefetch, (max_staleness + 1) * BATCH)
+    bound = StalenessBound(max_staleness, past)
+    trainer = Generating(Partial(prefetch), bound, Random(seed), newest_first=newest_first)
+    for _ in range(20):
+        result, version, now = trainer.round(), trainer.queue.version, trainer.queue.statistics()
+        assert len(result.groups) == BATCH
+        assert min(group.min_version for group in result.groups) >= version - max_staleness
+        assert now.conserved
+        assert now.taken == BATCH * trainer.step
+        assert past != "finish" or (now.restarted, "too_stale" in now.dropped) == (0, False)
+        trainer.update()
+        assert trainer.queue.statistics().conserved
