@@ -32,6 +32,7 @@ REUSING_KV = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
 ]
 """With blocks that most responses fill."""
+BOUNDED = ["partial_rollout.tail.max_staleness=1", "partial_rollout.tail.past_staleness=finish"]
 pytestmark = pytest.mark.e2e
 
 
@@ -52,10 +53,13 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
     assert all(step["actor/packing_rows"] == step["packing/micro_batches"] for step in first.steps)
 
-    second = run_job(task, tmp_path, *options, *PACKED, *REUSING_KV, "trainer.total_training_steps=15")
+    options += [*PACKED, *REUSING_KV, *BOUNDED]
+    second = run_job(task, tmp_path, *options, "trainer.total_training_steps=15")
     _check_ended_cleanly(second, steps=range(11, 16))
     assert all(step["partial_rollout/old_kv_token_share"] == 0 for step in first.steps)
     assert any(step["partial_rollout/old_kv_token_share"] > 0 for step in second.steps)
+    # What the checkpoint had may be older; it is trained first.
+    assert max(step["partial_rollout/staleness_steps/max"] for step in second.steps[1:]) == 1
     assert all(step["packing/padding_share"] == 0 for step in second.steps)
     assert all(step["packing/micro_batches"] > 2 for step in second.steps)
     # A mean over mini-batches, which have different numbers of rows.
