@@ -151,6 +151,27 @@ class TailConfig:
         _require(few is None or few <= train_batch_size, "tail.max_deferred_per_round", few, allowed)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotsConfig:
+    """Whether the number of trajectory slots follows the engines' load, see docs/design/0006."""
+
+    adaptive: bool = False
+    least: int | None = None
+    most: int | None = None
+    kv_high: float = 0.9
+    interval_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range, or a bound of a budget that does not move."""
+        for name in ("least", "most"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"slots.{name}", value, "null or at least 1")
+            unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
+            _require(value is None or self.adaptive, f"slots.{name}", value, unused)
+        _require(0 < self.kv_high <= 1, "slots.kv_high", self.kv_high, "above 0 and at most 1")
+        _require(self.interval_s > 0, "slots.interval_s", self.interval_s, "a number of seconds above 0")
+
+
 WEIGHT_BACKENDS = ("auto", "channel", "verl")
 
 
@@ -196,6 +217,7 @@ class PartialRolloutConfig:
     packing: PackingConfig = field(default_factory=PackingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tail: TailConfig = field(default_factory=TailConfig)
+    slots: SlotsConfig = field(default_factory=SlotsConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""

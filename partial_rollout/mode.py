@@ -12,6 +12,7 @@ from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.config import BLOCK, PartialRolloutConfig
 from partial_rollout.core.interrupt import mode_of
+from partial_rollout.core.slots import SlotBounds
 from partial_rollout.core.staleness import make_bound
 from partial_rollout.core.tail import make_policy
 from partial_rollout.errors import ConfigError, DataError
@@ -98,8 +99,28 @@ def num_slots(config: DictConfig) -> int:
     return settings.num_slots or groups * config.actor_rollout_ref.rollout.n
 
 
+def slot_bounds(config: DictConfig) -> SlotBounds:
+    """Between what an adaptive number of slots moves, in whole prompt groups.
+
+    Raises:
+        ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.
+    """
+    settings, rollout = read_settings(config), config.actor_rollout_ref.rollout
+    group, start = rollout.n, num_slots(config)
+    in_flight = make_policy(settings, config.data.train_batch_size).capacity * group
+    least = settings.slots.least or group * rollout.agent.num_workers
+    most = settings.slots.most or max(in_flight, start)
+    _require(
+        group * rollout.agent.num_workers <= least <= start <= most,
+        f"{BLOCK}.slots.least={least} and {BLOCK}.slots.most={most} with {start} slots to start with",
+        f"at least rollout.n={group} for each of {rollout.agent.num_workers} agent-loop workers, and with "
+        f"{BLOCK}.num_slots between them",
+    )
+    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group)
+
+
 def slots_per_worker(config: DictConfig) -> int:
-    """The slot budget of one agent-loop worker."""
+    """The slot budget of one agent-loop worker, to start with."""
     return num_slots(config) // config.actor_rollout_ref.rollout.agent.num_workers
 
 
@@ -160,6 +181,8 @@ def check_config(config: DictConfig) -> None:
         f"{num_slots(config)} trajectory slots over {rollout.agent.num_workers} agent-loop workers",
         f"at least rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower rollout.agent.num_workers",
     )
+    if read_settings(config).slots.adaptive:
+        slot_bounds(config)
     _check_algorithm(config)
     _check_weights(config)
 
@@ -363,6 +386,8 @@ def apply_mode(config: DictConfig) -> None:
     with open_dict(config):
         config.trainer.v1.trainer_mode = TRAINER_MODE
         rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+        if read_settings(config).slots.adaptive:
+            rollout.disable_log_stats = False
         config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
         block = dataclasses.asdict(read_settings(config))

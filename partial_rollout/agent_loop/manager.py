@@ -108,6 +108,14 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
             self._wait_all(calls, "hold", HOLD_TIMEOUT_S)
 
+    def resize(self, num_slots: int) -> None:
+        """Share `num_slots` among the workers, in whole prompt groups."""
+        num_workers, group = len(self.agent_loop_workers), self.rollout_config.n
+        each, more = divmod(num_slots // group, num_workers)
+        shares = [(each + (index < more)) * group for index in range(num_workers)]
+        calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]
+        self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
+
     def journals(self) -> Saved:
         """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`."""
         calls = [worker.journals.remote() for worker in self.agent_loop_workers]

@@ -6,9 +6,11 @@ import asyncio
 
 
 class SlotBudget:
-    """Counts trajectories in flight against a fixed budget; wakes the claim loop when slots come free.
+    """Counts trajectories in flight against a budget; wakes the claim loop when slots come free.
 
     claimed (reserve n, before the first await of the group) -> each trajectory's end frees one slot
+
+    A budget below what is in use takes slots away as they come free.
     """
 
     def __init__(self, budget: int) -> None:
@@ -33,6 +35,12 @@ class SlotBudget:
     async def release(self, num_slots: int = 1) -> None:
         """Free slots and wake whoever waits for them."""
         self._in_use -= num_slots
+        async with self._freed:
+            self._freed.notify_all()
+
+    async def resize(self, budget: int) -> None:
+        """Change the budget and wake whoever waits for slots."""
+        self.budget = budget
         async with self._freed:
             self._freed.notify_all()
 

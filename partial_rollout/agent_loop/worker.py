@@ -63,6 +63,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._claim_loop.hold(claims)
         self._journals.oldest_version = oldest_version
 
+    async def resize(self, num_slots: int) -> None:
+        """Change the slot budget."""
+        await self._claim_loop.slots.resize(num_slots)
+
     async def _before_segment(self) -> None:
         """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
         await self._claim_loop.holds.pass_by()

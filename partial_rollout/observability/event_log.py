@@ -1,10 +1,10 @@
-"""Which prompts were trained in which step, one JSON line a batch."""
+"""Which prompts were trained in which step, and what was decided and why, one JSON line each."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,17 +12,22 @@ if TYPE_CHECKING:
     from partial_rollout.types import FinishedGroup
 
 
-def append_batch(path: str, step: int, groups: Sequence[FinishedGroup]) -> None:
-    """Append one taken batch; the folder is made if it is missing."""
-    line = {
-        "event": "taken",
-        "step": step,
-        "uids": [group.uid for group in groups],
-        "source_index": [group.source_index for group in groups],
-        "deferrals": [group.num_deferrals for group in groups],
-        "interruptions": [sum(t.num_interruptions for t in group.trajectories) for group in groups],
-    }
+def append_event(path: str, event: str, step: int, **fields: Any) -> None:
+    """Append one event; the folder is made if it is missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("a", encoding="utf-8") as log:
-        log.write(json.dumps(line) + "\n")
+        log.write(json.dumps({"event": event, "step": step, **fields}) + "\n")
+
+
+def append_batch(path: str, step: int, groups: Sequence[FinishedGroup]) -> None:
+    """Append one taken batch."""
+    append_event(
+        path,
+        "taken",
+        step,
+        uids=[group.uid for group in groups],
+        source_index=[group.source_index for group in groups],
+        deferrals=[group.num_deferrals for group in groups],
+        interruptions=[sum(t.num_interruptions for t in group.trajectories) for group in groups],
+    )

@@ -29,6 +29,7 @@ from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
+from partial_rollout.rollout.engine_load import engine_load
 from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
 from partial_rollout.rollout.interruption import Interruption
@@ -252,6 +253,7 @@ class PartialRolloutServer(ChannelServer):
             num_aborted=self._num_aborted,
             num_finished=self._num_finished,
             last_drain_s=self._admission.last_drain_s,
+            load=engine_load(),
         )
 
     @control

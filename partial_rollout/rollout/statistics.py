@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from partial_rollout.core.gate import GateStatistics
+    from partial_rollout.core.slots import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,5 @@ class RolloutStatistics:
     """Requests that came back complete."""
     last_drain_s: float
     """Duration of the last drain, 0 before the first."""
+    load: EngineLoad
+    """By vLLM's own statistics; zeros where they are off."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.config import TimeoutConfig
     from partial_rollout.rollout.replica import PartialRolloutReplica
+    from partial_rollout.rollout.statistics import RolloutStatistics
 
 
 class ReplicaFleet:
@@ -69,10 +70,14 @@ class ReplicaFleet:
         """Stop every engine and server."""
         self._all("shut down", [r.shutdown() for r in self._replicas], self._timeouts.call_s)
 
+    def statistics(self) -> list[RolloutStatistics]:
+        """One entry for each server."""
+        answers = self._all("report", [r.statistics() for r in self._replicas], self._timeouts.call_s)
+        return [each for replica in answers for each in replica]
+
     def statistics_metrics(self, num_slots: int) -> dict[str, float]:
         """Engine metrics since the gates opened; utilisation is mean running requests over `num_slots`."""
-        statistics = self._all("report", [r.statistics() for r in self._replicas], self._timeouts.call_s)
-        running = sum(each.mean_running for replica in statistics for each in replica)
+        running = sum(each.mean_running for each in self.statistics())
         return {
             "partial_rollout/mean_running": running,
             "partial_rollout/slot_utilisation": running / num_slots,

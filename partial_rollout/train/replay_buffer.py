@@ -45,6 +45,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _manager: ActorHandle
     _agent_loops: PartialRolloutAgentLoopManager
     _settings: PartialRolloutConfig
+    _look: Callable[[], None] | None
     num_deferred: int = 0
     """Prompts that the last batch left behind until a later round."""
     refill_fn: Callable[[int], Any]
@@ -55,9 +56,10 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         manager: ActorHandle,
         agent_loops: PartialRolloutAgentLoopManager,
         settings: PartialRolloutConfig,
+        look: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to the prompt manager and the agent-loop workers."""
-        self._manager, self._agent_loops, self._settings = manager, agent_loops, settings
+        """Connect to the prompt manager and the workers; `look` is called at intervals while a batch is waited for."""
+        self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Take `batch_size` prompt groups; blocks until they are done.
@@ -151,17 +153,24 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         )
 
     def _wait(self, ref: ray.ObjectRef) -> TakeResult:
-        started = time.monotonic()
+        started = reported = time.monotonic()
+        interval_s = self._settings.slots.interval_s if self._look else REPORT_INTERVAL_S
         while True:
-            ready, _ = ray.wait([ref, *self._agent_loops.loops], num_returns=1, timeout=REPORT_INTERVAL_S)
+            ready, _ = ray.wait([ref, *self._agent_loops.loops], num_returns=1, timeout=interval_s)
             if ref in ready:
                 return ray.get(ref)
             self._agent_loops.raise_if_ended(ready)
-            waited_s = time.monotonic() - started
-            statistics = self._ask(self._manager.statistics.remote())
-            if waited_s > self._settings.timeouts.batch_s + REPORT_INTERVAL_S:
-                raise WaitTimeout(f"trainer waited {waited_s:.0f} s for the prompt manager's answer; {statistics}")
-            logger.warning("trainer waits for a batch since %.0f s: %s", waited_s, statistics)
+            if self._look:
+                self._look()
+            if time.monotonic() - reported >= REPORT_INTERVAL_S:
+                reported = time.monotonic()
+                self._report(reported - started)
+
+    def _report(self, waited_s: float) -> None:
+        statistics = self._ask(self._manager.statistics.remote())
+        if waited_s > self._settings.timeouts.batch_s + REPORT_INTERVAL_S:
+            raise WaitTimeout(f"trainer waited {waited_s:.0f} s for the prompt manager's answer; {statistics}")
+        logger.warning("trainer waits for a batch since %.0f s: %s", waited_s, statistics)
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
         timeout_s = self._settings.timeouts.call_s

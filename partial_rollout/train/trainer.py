@@ -11,6 +11,7 @@ One step, on the trainer's thread; generation runs meanwhile in workers and engi
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +19,8 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from partial_rollout.errors import DataError
-from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings, uses_channel
+from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
+from partial_rollout.observability.event_log import append_event
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
@@ -27,6 +29,7 @@ from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
+from partial_rollout.train.slot_tuning import SlotTuner
 from partial_rollout.train.weight_update import update_engines
 from partial_rollout.train.workers import use_workers
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.core.slots import SlotDecision
     from partial_rollout.core.tail import RoundPlan
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
@@ -83,7 +87,9 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train as verl does, between starting the claim loops and a bounded shutdown."""
-        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings)
+        self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
+        look = self.slot_tuner.look if self.slot_tuner else None
+        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, look)
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -107,7 +113,12 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt what is unfinished and release the engines' memory."""
-        self._pending_sync_metrics |= self.fleet.statistics_metrics(num_slots(self.config))
+        slots = num_slots(self.config)
+        if self.slot_tuner is not None:
+            slots = self.slot_tuner.num_slots
+            self.slot_tuner.look()
+            self._pending_sync_metrics |= self.slot_tuner.metrics()
+        self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
@@ -197,6 +208,22 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
+
+    def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
+        if not self.settings.slots.adaptive:
+            return None
+        return SlotTuner(
+            num_slots(self.config),
+            slot_bounds(self.config),
+            fleet=self.fleet,
+            agent_loops=agent_loops,
+            slots_in_use=lambda: self._ask(self.manager.status.remote()).slots_in_use,
+            note=self._note_slots,
+        )
+
+    def _note_slots(self, decision: SlotDecision) -> None:
+        if self.settings.event_log:
+            append_event(self.settings.event_log, "slots", self.global_steps, **dataclasses.asdict(decision))
 
     def _send_weights(self) -> None:
         timeout_s = self.settings.timeouts.resume_s

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig, WeightsConfig
+from partial_rollout.core.slots import SlotBounds
 from partial_rollout.errors import ConfigError, DataError, UserError
 from partial_rollout.mode import (
     apply_mode,
@@ -22,6 +23,7 @@ from partial_rollout.mode import (
     num_slots,
     provide_attention,
     sequence_parallel_size,
+    slot_bounds,
     slots_per_worker,
     uses_channel,
 )
@@ -327,6 +329,26 @@ def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
     assert num_slots(config) == 20 * 4
     with pytest.raises(ConfigError, match=r"tail.gen_batch_size=16 .* above data.train_batch_size=16 and at most 32"):
         check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
+
+
+ADAPTIVE = {"partial_rollout.slots": {"adaptive": True}, "partial_rollout.num_slots": 24}
+
+
+def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group_for_each_worker(composed: Composed):
+    config = composed(ADAPTIVE | {"actor_rollout_ref.rollout.agent.num_workers": 2})
+    check(config)
+    assert slot_bounds(config) == SlotBounds(least=8, most=2 * 16 * 4, kv_high=0.9, group=4)
+    apply_mode(config)
+    assert config.actor_rollout_ref.rollout.disable_log_stats is False
+    apply_mode(fixed := composed({}))
+    assert fixed.actor_rollout_ref.rollout.disable_log_stats is True
+
+
+@pytest.mark.parametrize(("least", "most"), [(2, 64), (32, 64), (8, 16)])
+def test_bounds_without_the_number_to_start_with_are_refused(composed: Composed, least: int, most: int):
+    bounds = {"partial_rollout.slots": {"adaptive": True, "least": least, "most": most}}
+    with pytest.raises(ConfigError, match=rf"slots.least={least} and .*slots.most={most} with 24 slots .*num_slots"):
+        check(composed(ADAPTIVE | bounds))
 
 
 @pytest.mark.parametrize("size", [1, 8, 16])

@@ -1,0 +1,105 @@
+"""How many trajectories generate at the same time, adapted to the engines. Pure: no clock, no waiting.
+
+Additive increase, multiplicative decrease (Chiu and Jain, 1989): while slots are what limits the engines, the budget
+grows by a constant; when the KV cache runs out, it shrinks by a factor. A smaller budget interrupts nobody: slots are
+taken away as trajectories end, and until then there is no further decrease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DECREASE = 0.75
+"""A preempted request is computed again from its prompt on, so it pays to leave the pressure quickly."""
+STEP_SHARE = 8
+"""The first budget is raised by one part of so many: a doubling takes eight rises."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What engines say of themselves at one moment, summed up; the KV cache's is that of the fullest one."""
+
+    running: int = 0
+    """Requests that are being generated."""
+    waiting: int = 0
+    """Requests that the engine has accepted and found no room for."""
+    kv_usage: float = 0.0
+    """Share of the KV cache in use, from 0 to 1."""
+    num_preemptions: int = 0
+    """Running requests that lost their place to others, since the engine's start."""
+
+    def __add__(self, other: EngineLoad) -> EngineLoad:
+        """The load of both."""
+        return EngineLoad(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            max(self.kv_usage, other.kv_usage),
+            self.num_preemptions + other.num_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBounds:
+    """Between what the budget moves, and when the KV cache counts as full; multiples of `group`."""
+
+    least: int
+    most: int
+    kv_high: float
+    group: int = 1
+    """Trajectories of a prompt: the budget is a multiple of it, because they are claimed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDecision:
+    """One look at the engines."""
+
+    before: int
+    after: int
+    reason: str
+
+    @property
+    def change(self) -> int:
+        """Slots more, or less if negative."""
+        return self.after - self.before
+
+
+class SlotController:
+    """The budget of trajectory slots over all workers: `observe` as often as you like, and apply what it decides."""
+
+    def __init__(self, budget: int, bounds: SlotBounds) -> None:
+        self._bounds = bounds
+        self.budget = self._whole_groups(budget)
+        self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
+        self._num_preemptions = 0
+
+    def observe(self, load: EngineLoad, slots_in_use: int) -> SlotDecision:
+        """Decide on the next budget; `slots_in_use` are trajectories in generation over all workers."""
+        # An engine that was started again counts from 0.
+        preempted = max(0, load.num_preemptions - self._num_preemptions)
+        self._num_preemptions = load.num_preemptions
+        before = self.budget
+        self.budget, reason = self._next(load, preempted, slots_in_use)
+        return SlotDecision(before, self.budget, reason)
+
+    def _next(self, load: EngineLoad, preempted: int, slots_in_use: int) -> tuple[int, str]:
+        full = f"KV cache {load.kv_usage:.0%} full"
+        if preempted or load.kv_usage >= self._bounds.kv_high:
+            why = f"{preempted} requests preempted" if preempted else full
+            return self._lower(slots_in_use, why)
+        if load.waiting:
+            return self.budget, f"{load.waiting} requests wait in the engines"
+        if slots_in_use <= self.budget - self._bounds.group:
+            return self.budget, f"{self.budget - slots_in_use} slots are free"
+        if self.budget >= self._bounds.most:
+            return self.budget, "at the upper bound"
+        return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
+
+    def _lower(self, slots_in_use: int, why: str) -> tuple[int, str]:
+        if slots_in_use > self.budget:
+            return self.budget, f"{why}; the last decrease has not taken effect"
+        if self.budget <= self._bounds.least:
+            return self.budget, f"{why}; at the lower bound"
+        return max(self._bounds.least, self._whole_groups(int(self.budget * DECREASE))), why
+
+    def _whole_groups(self, budget: int) -> int:
+        return budget - budget % self._bounds.group

@@ -1,0 +1,87 @@
+"""Follows the engines' load with the number of trajectory slots, between the trainer and its workers."""
+
+from __future__ import annotations
+
+import logging
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from partial_rollout.core.slots import EngineLoad, SlotController
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.core.slots import SlotBounds, SlotDecision
+    from partial_rollout.train.fleet import ReplicaFleet
+
+logger = logging.getLogger(__name__)
+
+
+class SlotTuner:
+    """`look` while a batch is waited for and at its end; `metrics` once a step."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        bounds: SlotBounds,
+        *,
+        fleet: ReplicaFleet,
+        agent_loops: PartialRolloutAgentLoopManager,
+        slots_in_use: Callable[[], int],
+        note: Callable[[SlotDecision], None],
+    ) -> None:
+        """`slots_in_use` asks for the trajectories in generation; `note` is told of every change."""
+        self._controller = SlotController(num_slots, bounds)
+        self._fleet = fleet
+        self._agent_loops = agent_loops
+        self._slots_in_use = slots_in_use
+        self._note = note
+        self._highest = EngineLoad()
+        self._num_raised = self._num_lowered = self._num_preemptions = 0
+
+    @property
+    def num_slots(self) -> int:
+        """The present budget."""
+        return self._controller.budget
+
+    def look(self) -> None:
+        """Ask engines and workers how they are, and change the number of slots if there is a reason.
+
+        Raises:
+            WaitTimeout: a server, the manager or a worker did not answer.
+        """
+        load = reduce(add, [each.load for each in self._fleet.statistics()], EngineLoad())
+        decision = self._controller.observe(load, self._slots_in_use())
+        self._remember(load)
+        if decision.change:
+            logger.info("slots %d -> %d: %s", decision.before, decision.after, decision.reason)
+            self._agent_loops.resize(decision.after)
+            self._note(decision)
+            self._num_raised += decision.change > 0
+            self._num_lowered += decision.change < 0
+
+    def metrics(self) -> dict[str, float]:
+        """The budget, its changes and the highest load seen since the last call."""
+        highest, preemptions = self._highest, self._highest.num_preemptions - self._num_preemptions
+        values = {
+            "num": self.num_slots,
+            "raised": self._num_raised,
+            "lowered": self._num_lowered,
+            "kv_usage_max": highest.kv_usage,
+            "waiting_max": highest.waiting,
+            "preemptions": max(0, preemptions),
+        }
+        self._num_raised = self._num_lowered = 0
+        self._highest, self._num_preemptions = EngineLoad(), highest.num_preemptions
+        return {f"partial_rollout/slots/{name}": float(value) for name, value in values.items()}
+
+    def _remember(self, load: EngineLoad) -> None:
+        highest = self._highest
+        self._highest = EngineLoad(
+            max(highest.running, load.running),
+            max(highest.waiting, load.waiting),
+            max(highest.kv_usage, load.kv_usage),
+            load.num_preemptions,
+        )

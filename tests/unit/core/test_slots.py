@@ -1,0 +1,67 @@
+"""The slot budget rises while slots are short, falls when memory is, and never leaves its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController
+
+BOUNDS = SlotBounds(least=8, most=128, kv_high=0.9, group=4)
+
+
+def controller(budget: int = 64) -> SlotController:
+    return SlotController(budget, BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("load", "in_use", "after", "reason"),
+    [
+        (EngineLoad(kv_usage=0.4), 64, 72, "all slots in use, KV cache 40% full"),
+        (EngineLoad(kv_usage=0.4), 61, 72, "all slots in use, KV cache 40% full"),
+        (EngineLoad(kv_usage=0.4), 60, 64, "4 slots are free"),
+        (EngineLoad(waiting=3), 64, 64, "3 requests wait in the engines"),
+        (EngineLoad(kv_usage=0.95), 64, 48, "KV cache 95% full"),
+        (EngineLoad(kv_usage=0.5, num_preemptions=2), 64, 48, "2 requests preempted"),
+        (EngineLoad(num_preemptions=2), 70, 64, "2 requests preempted; the last decrease has not taken effect"),
+    ],
+)
+def test_a_decision_and_its_reason(load: EngineLoad, in_use: int, after: int, reason: str) -> None:
+    decision = controller().observe(load, in_use)
+    assert (decision.before, decision.after, decision.reason) == (64, after, reason)
+    assert decision.change == after - 64
+
+
+def test_preemptions_count_once_and_an_engine_that_starts_again_counts_from_zero() -> None:
+    slots = controller()
+    assert slots.observe(EngineLoad(num_preemptions=5), 64).after == 48
+    assert slots.observe(EngineLoad(num_preemptions=5), 48).after == 56
+    assert slots.observe(EngineLoad(num_preemptions=0), 56).after == 64
+    assert slots.observe(EngineLoad(num_preemptions=1), 64).after == 48
+
+
+def test_the_budget_stops_at_its_bounds() -> None:
+    slots = controller(124)
+    assert slots.observe(EngineLoad(), 124).after == 128
+    assert slots.observe(EngineLoad(), 128).reason == "at the upper bound"
+    slots = controller(8)
+    assert slots.observe(EngineLoad(kv_usage=1.0), 8).reason == "KV cache 100% full; at the lower bound"
+
+
+LOADS = st.builds(
+    EngineLoad,
+    running=st.just(0),
+    waiting=st.integers(0, 1),
+    kv_usage=st.floats(0, 1),
+    num_preemptions=st.integers(0, 2),
+)
+
+
+@given(start=st.integers(8, 128), looks=st.lists(st.tuples(LOADS, st.integers(0, 140))))
+def test_the_budget_stays_between_its_bounds_in_whole_groups(start: int, looks: list[tuple[EngineLoad, int]]) -> None:
+    slots = controller(start)
+    for load, in_use in looks:
+        slots.observe(load, in_use)
+        assert BOUNDS.least <= slots.budget <= BOUNDS.most
+        assert slots.budget % BOUNDS.group == 0
