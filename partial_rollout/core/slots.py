@@ -27,6 +27,8 @@ class EngineLoad:
     """Share of the KV cache in use, from 0 to 1."""
     num_preemptions: int = 0
     """Running requests that lost their place to others, since the engine's start."""
+    num_tokens: int = 0
+    """Tokens generated since the engine's start."""
 
     def __add__(self, other: EngineLoad) -> EngineLoad:
         """The load of both."""
@@ -35,6 +37,7 @@ class EngineLoad:
             self.waiting + other.waiting,
             max(self.kv_usage, other.kv_usage),
             self.num_preemptions + other.num_preemptions,
+            self.num_tokens + other.num_tokens,
         )
 
 
@@ -70,7 +73,7 @@ class SlotController:
         self._bounds = bounds
         self.budget = self._whole_groups(budget)
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_tokens = 0
 
     def observe(self, load: EngineLoad, slots_in_use: int) -> SlotDecision:
         """Decide on the next budget; `slots_in_use` are trajectories in generation over all workers."""
@@ -79,6 +82,7 @@ class SlotController:
         self._num_preemptions = load.num_preemptions
         before = self.budget
         self.budget, reason = self._next(load, preempted, slots_in_use)
+        self._num_tokens = load.num_tokens
         return SlotDecision(before, self.budget, reason)
 
     def _next(self, load: EngineLoad, preempted: int, slots_in_use: int) -> tuple[int, str]:
@@ -88,6 +92,8 @@ class SlotController:
             return self._lower(slots_in_use, why)
         if load.waiting:
             return self.budget, f"{load.waiting} requests wait in the engines"
+        if load.num_tokens == self._num_tokens:
+            return self.budget, "no token since the last look"
         if slots_in_use <= self.budget - self._bounds.group:
             return self.budget, f"{self.budget - slots_in_use} slots are free"
         if self.budget >= self._bounds.most:

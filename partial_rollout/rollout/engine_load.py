@@ -9,8 +9,11 @@ from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 from partial_rollout.core.slots import EngineLoad
 
 
-def engine_load() -> EngineLoad:
-    """The engine's load as of its last step; nothing but zeros unless `rollout.disable_log_stats` is false."""
+def engine_load(num_tokens: int) -> EngineLoad:
+    """The engine's load as of its last step, with the tokens it has generated.
+
+    Nothing else but zeros unless `rollout.disable_log_stats` is false.
+    """
     totals: defaultdict[str, float] = defaultdict(float)
     for metric in get_metrics_snapshot():
         if isinstance(metric, Gauge | Counter):
@@ -20,4 +23,5 @@ def engine_load() -> EngineLoad:
         waiting=int(totals["vllm:num_requests_waiting"]),
         kv_usage=totals["vllm:kv_cache_usage_perc"],
         num_preemptions=int(totals["vllm:num_preemptions"]),
+        num_tokens=num_tokens,
     )

@@ -240,6 +240,7 @@ class PartialRolloutServer(ChannelServer):
     async def rollout_statistics(self) -> RolloutStatistics:
         """Counts of this server."""
         gate = self._admission.statistics()
+        num_generated_tokens = self.engine.num_generated_tokens if self.node_rank == 0 else 0
         return RolloutStatistics(
             replica_rank=self.replica_rank,
             gate=gate,
@@ -247,13 +248,13 @@ class PartialRolloutServer(ChannelServer):
             parked=gate.parked,
             running=gate.in_flight,
             mean_running=self._admission.mean_running(),
-            num_generated_tokens=self.engine.num_generated_tokens if self.node_rank == 0 else 0,
+            num_generated_tokens=num_generated_tokens,
             num_reprefilled_tokens=self._num_reprefilled_tokens,
             kept=len(self.engine.kept) if self.node_rank == 0 else 0,
             num_aborted=self._num_aborted,
             num_finished=self._num_finished,
             last_drain_s=self._admission.last_drain_s,
-            load=engine_load(),
+            load=engine_load(num_generated_tokens),
         )
 
     @control

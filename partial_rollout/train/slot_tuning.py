@@ -84,4 +84,5 @@ class SlotTuner:
             max(highest.waiting, load.waiting),
             max(highest.kv_usage, load.kv_usage),
             load.num_preemptions,
+            load.num_tokens,
         )

@@ -18,9 +18,10 @@ def controller(budget: int = 64) -> SlotController:
 @pytest.mark.parametrize(
     ("load", "in_use", "after", "reason"),
     [
-        (EngineLoad(kv_usage=0.4), 64, 72, "all slots in use, KV cache 40% full"),
-        (EngineLoad(kv_usage=0.4), 61, 72, "all slots in use, KV cache 40% full"),
-        (EngineLoad(kv_usage=0.4), 60, 64, "4 slots are free"),
+        (EngineLoad(kv_usage=0.4, num_tokens=9), 64, 72, "all slots in use, KV cache 40% full"),
+        (EngineLoad(kv_usage=0.4, num_tokens=9), 61, 72, "all slots in use, KV cache 40% full"),
+        (EngineLoad(kv_usage=0.4, num_tokens=9), 60, 64, "4 slots are free"),
+        (EngineLoad(kv_usage=0.4), 64, 64, "no token since the last look"),
         (EngineLoad(waiting=3), 64, 64, "3 requests wait in the engines"),
         (EngineLoad(kv_usage=0.95), 64, 48, "KV cache 95% full"),
         (EngineLoad(kv_usage=0.5, num_preemptions=2), 64, 48, "2 requests preempted"),
@@ -36,15 +37,15 @@ def test_a_decision_and_its_reason(load: EngineLoad, in_use: int, after: int, re
 def test_preemptions_count_once_and_an_engine_that_starts_again_counts_from_zero() -> None:
     slots = controller()
     assert slots.observe(EngineLoad(num_preemptions=5), 64).after == 48
-    assert slots.observe(EngineLoad(num_preemptions=5), 48).after == 56
-    assert slots.observe(EngineLoad(num_preemptions=0), 56).after == 64
+    assert slots.observe(EngineLoad(num_preemptions=5, num_tokens=1), 48).after == 56
+    assert slots.observe(EngineLoad(num_tokens=2), 56).after == 64
     assert slots.observe(EngineLoad(num_preemptions=1), 64).after == 48
 
 
 def test_the_budget_stops_at_its_bounds() -> None:
     slots = controller(124)
-    assert slots.observe(EngineLoad(), 124).after == 128
-    assert slots.observe(EngineLoad(), 128).reason == "at the upper bound"
+    assert slots.observe(EngineLoad(num_tokens=1), 124).after == 128
+    assert slots.observe(EngineLoad(num_tokens=2), 128).reason == "at the upper bound"
     slots = controller(8)
     assert slots.observe(EngineLoad(kv_usage=1.0), 8).reason == "KV cache 100% full; at the lower bound"
 
@@ -55,6 +56,7 @@ LOADS = st.builds(
     waiting=st.integers(0, 1),
     kv_usage=st.floats(0, 1),
     num_preemptions=st.integers(0, 2),
+    num_tokens=st.integers(0, 1),
 )
 
 

@@ -25,7 +25,7 @@ PREFIX = "partial_rollout/slots/"
 class World:
     """Two engines with a load each, and workers that take whatever they are given."""
 
-    loads: list[EngineLoad] = field(default_factory=lambda: [EngineLoad(), EngineLoad()])
+    loads: list[EngineLoad] = field(default_factory=lambda: [EngineLoad(num_tokens=1), EngineLoad()])
     resized: list[int] = field(default_factory=list)
     noted: list[SlotDecision] = field(default_factory=list)
 
