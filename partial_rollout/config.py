@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from partial_rollout.errors import ConfigError
 
@@ -73,6 +73,7 @@ class PackingConfig:
 
 
 TAIL_POLICIES = ("partial", "sync", "reorder")
+BOUNDARIES = ("now", "cost")
 PAST_STALENESS = ("mask", "drop", "finish", "restart")
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
@@ -98,11 +99,15 @@ class TailConfig:
     interrupt_mode: str = "abort"
     offload_gib: int | None = None
     past_staleness: str = "mask"
+    boundary: str = "now"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown policy, a count below 1, or a key that the others leave without use."""
         _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
         past, bound = self.past_staleness, self.max_staleness
+        _require(self.boundary in BOUNDARIES, "tail.boundary", self.boundary, f"one of {', '.join(BOUNDARIES)}")
+        interrupts = f"now with {BLOCK}.tail.policy=sync, which interrupts nothing"
+        _require(self.boundary == "now" or self.policy != "sync", "tail.boundary", self.boundary, interrupts)
         _require(past in PAST_STALENESS, "tail.past_staleness", past, f"one of {', '.join(PAST_STALENESS)}")
         unbounded = f"mask without a bound: set {BLOCK}.tail.max_staleness as well"
         _require(past == "mask" or bound is not None, "tail.past_staleness", past, unbounded)
@@ -172,6 +177,24 @@ class SlotsConfig:
         _require(self.interval_s > 0, "slots.interval_s", self.interval_s, "a number of seconds above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class CostsConfig:
+    """What decoding and prefilling take; what is left open is measured while the run goes on."""
+
+    decode_step_ms: float | None = None
+    decode_request_ms: float | None = None
+    prefill_tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value that is not positive, or one half of the decode step's."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            _require(value is None or value > 0, f"costs.{item.name}", value, "null or above 0")
+        step, request = self.decode_step_ms, self.decode_request_ms
+        other = f"given with {BLOCK}.costs.decode_request_ms, or neither: a step of k requests takes step + k x request"
+        _require((step is None) == (request is None), "costs.decode_step_ms", step, other)
+
+
 WEIGHT_BACKENDS = ("auto", "channel", "verl")
 
 
@@ -218,6 +241,7 @@ class PartialRolloutConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     slots: SlotsConfig = field(default_factory=SlotsConfig)
+    costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -265,7 +289,7 @@ def _convert(hint: Any, value: Any, *, key: str) -> Any:
         if not hasattr(value, "items"):
             raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be a block of keys")
         return _build(hint, value, prefix=f"{key}.")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if float in (hint, *get_args(hint)) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
         raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
+    from partial_rollout.core.cost_model import EngineProgress
     from partial_rollout.rollout.statistics import RolloutStatistics
 
 NAME = "vllm"
@@ -71,6 +72,16 @@ class PartialRolloutReplica(vLLMReplica):
     async def statistics(self) -> list[RolloutStatistics]:
         """One entry for each server."""
         return await self._on_all("rollout_statistics", limit_s=self.settings.timeouts.call_s)
+
+    async def progress(self) -> list[EngineProgress]:
+        """Running requests and measured speeds, one entry for each server."""
+        return await self._on_all("progress", limit_s=self.settings.timeouts.call_s)
+
+    async def let_end(self, request_ids: Sequence[str], limit_s: float) -> list[str]:
+        """Close the gates and wait for up to `limit_s` until these requests have ended; returns those that have not."""
+        arguments: dict[str, Any] = {"request_ids": request_ids, "wait_s": limit_s}
+        answers = await self._on_all("let_end", limit_s=limit_s + MARGIN_S, **arguments)
+        return [request_id for late in answers for request_id in late]
 
     async def check_health(self) -> None:
         """Raise EngineDead if an engine has died."""

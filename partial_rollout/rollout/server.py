@@ -23,10 +23,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.core.engine_meter import NOBODY, EngineMeter, Origin
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.boundary_control import BoundaryControl
 from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_load import engine_load
@@ -52,7 +54,7 @@ INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
 
-class PartialRolloutServer(ChannelServer):
+class PartialRolloutServer(BoundaryControl, ChannelServer):
     """Server actor of one replica; all state below is touched on the engine's loop only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +68,7 @@ class PartialRolloutServer(ChannelServer):
         self._init_weights()
         self._admission = Admission()
         self._interruption = Interruption(settings)
+        self._meter = EngineMeter()
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
@@ -80,7 +83,7 @@ class PartialRolloutServer(ChannelServer):
 
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
-        self.engine = GatedEngine(engine, self._admission, self._interruption.mode)
+        self.engine = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():
@@ -97,6 +100,7 @@ class PartialRolloutServer(ChannelServer):
         *,
         is_resumption: bool = False,
         retained: Retained | None = None,
+        origin: Origin = NOBODY,
         **inputs: Any,
     ) -> TokenOutput:
         """Generate one segment; other arguments and the result as in verl's `vLLMHttpServer.generate`.
@@ -117,7 +121,7 @@ class PartialRolloutServer(ChannelServer):
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
             version, epoch = self._version, self._admission.epoch
-            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch, version), retained)
+            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch, version), retained, origin)
             reset = CURRENT_PASSAGE.set(passage)
             try:
                 self._weights.require_whole(self._name)
@@ -161,7 +165,9 @@ class PartialRolloutServer(ChannelServer):
         else:
             self._num_finished += 1
         if context_len and output.token_ids:
-            self._num_reprefilled_tokens += context_len - output.extra_fields["context"].num_reused_tokens
+            num_reused = output.extra_fields["context"].num_reused_tokens
+            self._num_reprefilled_tokens += context_len - num_reused
+            self._meter.resumed(context_len, num_reused)
 
     @property
     def _output_kind(self) -> RequestOutputKind:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Sequence
 
     from partial_rollout.config import TimeoutConfig
+    from partial_rollout.core.cost_model import EngineProgress
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.rollout.statistics import RolloutStatistics
 
@@ -35,6 +36,19 @@ class ReplicaFleet:
         calls = [replica.abort_all_requests() for replica in self._replicas]
         results = self._all("drain", calls, self._timeouts.drain_s + margin_s)
         return sum(result["aborted_count"] for result in results)
+
+    def progress(self) -> list[list[EngineProgress]]:
+        """Running requests and measured speeds of every replica's servers."""
+        return self._all("tell their progress", [r.progress() for r in self._replicas], self._timeouts.call_s)
+
+    def let_end(self, request_ids: Sequence[Sequence[str]], limit_s: float) -> int:
+        """Close every gate and wait for up to `limit_s` until these requests of each replica have ended.
+
+        Returns the number of those that have not.
+        """
+        calls = [replica.let_end(ids, limit_s) for replica, ids in zip(self._replicas, request_ids, strict=True)]
+        late = self._all("let requests end", calls, limit_s + self._timeouts.call_s)
+        return sum(len(ids) for ids in late)
 
     def resume(self) -> None:
         """Open every gate."""

@@ -25,6 +25,7 @@ from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.train.boundary import Boundary
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
@@ -82,6 +83,8 @@ class PartialRolloutTrainer(PPOTrainer):
         """Send the loaded weights; the gate is open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
+        wait = self.settings.tail.boundary == "cost"
+        self.boundary = Boundary(self.fleet, self.settings.costs, self._note_boundary) if wait else None
         self._send_weights()
         self._report_step("open")
 
@@ -119,6 +122,9 @@ class PartialRolloutTrainer(PPOTrainer):
             self.slot_tuner.look()
             self._pending_sync_metrics |= self.slot_tuner.metrics()
         self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
+        if self.boundary is not None:
+            with marked_timer("boundary", self.timing_raw, color="red"):
+                self._pending_sync_metrics |= self.boundary.wait(slots)
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
@@ -222,8 +228,14 @@ class PartialRolloutTrainer(PPOTrainer):
         )
 
     def _note_slots(self, decision: SlotDecision) -> None:
+        self._note("slots", dataclasses.asdict(decision))
+
+    def _note_boundary(self, fields: dict[str, Any]) -> None:
+        self._note("boundary", fields)
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
         if self.settings.event_log:
-            append_event(self.settings.event_log, "slots", self.global_steps, **dataclasses.asdict(decision))
+            append_event(self.settings.event_log, event, self.global_steps, **fields)
 
     def _send_weights(self) -> None:
         timeout_s = self.settings.timeouts.resume_s

@@ -1,0 +1,93 @@
+"""Puts off the end of a step's rollout where the cost model says that it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.core.cost_model import BoundaryPlan, EngineProgress, given_speed, plan_boundary, with_siblings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from partial_rollout.config import CostsConfig
+    from partial_rollout.train.fleet import ReplicaFleet
+
+PATIENCE = 2.0
+"""What is waited for may take this much longer than expected before it is interrupted after all."""
+SLACK_S = 0.05
+"""And so much longer, for the calls."""
+
+
+class Boundary:
+    """`wait` between taking a batch and draining the engines."""
+
+    def __init__(self, fleet: ReplicaFleet, costs: CostsConfig, note: Callable[[dict[str, Any]], None]) -> None:
+        """`note` is told what was decided for every request, and why."""
+        self._fleet = fleet
+        self._costs = costs
+        self._note = note
+
+    def wait(self, num_slots: int) -> dict[str, float]:
+        """Let requests end whose interruption would cost more; `num_slots` are those of all engines. Returns metrics.
+
+        Raises:
+            WaitTimeout: a server did not answer.
+        """
+        started_s = time.monotonic()
+        replicas = self._progress()
+        num_engines = sum(len(engines) for engines in replicas)
+        plans = [[plan_boundary(engine, num_slots // num_engines) for engine in engines] for engines in replicas]
+        every = [plan for engines in plans for plan in engines]
+        num_late = 0
+        if any(plan.ends for plan in every):
+            limit_s = PATIENCE * max(plan.wait_s for plan in every) + SLACK_S
+            num_late = self._fleet.let_end([_ends(engines) for engines in plans], limit_s)
+        waited_s = time.monotonic() - started_s
+        self._note(_describe(every, waited_s, num_late))
+        return _metrics(every, [engine for engines in replicas for engine in engines], waited_s, num_late)
+
+    def _progress(self) -> list[list[EngineProgress]]:
+        replicas = self._fleet.progress()
+        together = iter(with_siblings([engine for engines in replicas for engine in engines]))
+        return [[self._with_given_speed(next(together)) for _ in engines] for engines in replicas]
+
+    def _with_given_speed(self, engine: EngineProgress) -> EngineProgress:
+        costs = self._costs
+        speed = given_speed(engine.speed, costs.decode_step_ms, costs.decode_request_ms, costs.prefill_tokens_per_s)
+        return dataclasses.replace(engine, speed=speed)
+
+
+def _ends(plans: list[BoundaryPlan]) -> list[str]:
+    return [request_id for plan in plans for request_id in plan.ends]
+
+
+def _describe(plans: list[BoundaryPlan], waited_s: float, num_late: int) -> dict[str, Any]:
+    return {
+        "waited_s": round(waited_s, 4),
+        "late": num_late,
+        "engines": [plan.reason for plan in plans],
+        "requests": [
+            {"uid": each.owner, "ends": each.ends, "reason": each.reason} for plan in plans for each in plan.decisions
+        ],
+    }
+
+
+def _metrics(
+    plans: list[BoundaryPlan], engines: list[EngineProgress], waited_s: float, num_late: int
+) -> dict[str, float]:
+    ends = sum(len(plan.ends) for plan in plans)
+    values = {
+        "waited_s": waited_s,
+        "gain_s": sum(plan.gain_s for plan in plans),
+        "let_end": ends,
+        "interrupted": sum(len(plan.decisions) for plan in plans) - ends,
+        "late": num_late,
+    }
+    known = [engine.speed for engine in engines if engine.speed.is_known]
+    if known:
+        values["prefill_tokens_per_s"] = sum(speed.prefill_tokens_per_s or 0.0 for speed in known)
+        values["decode_step_ms"] = 1000 * max(speed.step_s(speed.steps[-1][0]) for speed in known)
+        values["reprefilled_share"] = max(speed.reprefilled_share for speed in known)
+    return {f"partial_rollout/boundary/{name}": float(value) for name, value in values.items()}
