@@ -208,7 +208,22 @@ def boundary_in_s(progress: Sequence[EngineProgress], num_groups: int) -> float 
     return sorted(ends.values())[num_groups - 1] if num_groups <= len(ends) else None
 
 
-def is_worth_starting(speed: EngineSpeed, seconds_left: float, *, num_prompt_tokens: float, num_slots: int) -> bool:
+def is_worth_starting(speed: EngineSpeed, seconds_left: float, num_prompt_tokens: float, num_slots: int) -> bool:
     """Whether a prompt that starts so shortly before a boundary makes more tokens than its interruption costs."""
     num_tokens = seconds_left / speed.step_s(num_slots)
     return num_tokens / speed.tokens_per_s(num_slots) > speed.prefill_s(num_prompt_tokens + num_tokens)
+
+
+def why_not_start(progress: Sequence[EngineProgress], num_groups: int, num_slots: int) -> str:
+    """Why no further prompt should start in this round, which lacks `num_groups` prompts; empty if they should.
+
+    `num_slots` is one engine's share.
+    """
+    seconds = boundary_in_s(progress, num_groups)
+    prompts = [each.num_context - each.num_done for engine in progress for each in engine.running]
+    if seconds is None or not prompts:
+        return ""
+    num_prompt_tokens = sum(prompts) / len(prompts)
+    if any(is_worth_starting(engine.speed, seconds, num_prompt_tokens, num_slots) for engine in progress):
+        return ""
+    return f"the batch is expected in {seconds:.2f} s, too soon for a prompt of {num_prompt_tokens:.0f} tokens"

@@ -32,8 +32,7 @@ class PromptQueue:
                          fail +-+         | +----------^      begin_round lets it go on
                                           +--> DROPPED(reason)   drop, or fail with no attempt left; in flight -1
     ```
-    Past a staleness bound that discards tokens, `expire` ends an unfinished prompt's attempt, and `discard_expired` a
-    done one's: DROPPED, or PENDING again while attempts are left.
+    Past a bound that discards tokens, `expire` (unfinished) and `discard_expired` (done) drop a prompt or restart it.
 
     Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit` up to the policy's
     `capacity` or what `take` found missing, freed by `take` and by dropping. Slots (trajectories in generation) are
@@ -69,7 +68,7 @@ class PromptQueue:
     @property
     def next_group_size(self) -> int:
         """Slots that the next pending prompt needs; 0 when none may be claimed."""
-        return self._rounds.next_group_size
+        return self._rounds.next_group_size(len(self._claims.ongoing) + len(self._done))
 
     @property
     def is_claimable(self) -> bool:
@@ -86,6 +85,10 @@ class PromptQueue:
         self._claims.ages.version = version
         self._done.expire(version)
 
+    def pause_starts(self, num_groups: int) -> None:
+        """Until the next round nothing starts while a batch of `num_groups` is ongoing or done."""
+        self._rounds.pause(num_groups)
+
     def num_due(self, num_groups: int) -> int:
         """Unfinished prompts that a batch of `num_groups` waits for, lest they pass the staleness bound later."""
         waits = self.bound.finishes and not self.policy.in_rounds
@@ -93,13 +96,11 @@ class PromptQueue:
 
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
-        capacity = self.policy.capacity
-        if self.num_in_flight + len(prompts) > capacity and len(prompts) > self._num_owed:
-            raise CapacityExceeded(
-                f"admitting {len(prompts)} prompts with {self.num_in_flight} in flight exceeds capacity {capacity}"
-            )
+        num, now, capacity = len(prompts), self.num_in_flight, self.policy.capacity
+        if now + num > capacity and num > self._num_owed:
+            raise CapacityExceeded(f"admitting {num} prompts with {now} in flight exceeds capacity {capacity}")
         self._census.require_new(prompts)
-        self._num_owed = max(0, self._num_owed - len(prompts))
+        self._num_owed = max(0, self._num_owed - num)
         for meta in prompts:
             entry = Entry(meta, self._census.enter(meta.uid))
             entry.move(Event.ADMIT)

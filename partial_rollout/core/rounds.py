@@ -31,6 +31,7 @@ class Rounds:
         """By uid, most often deferred first, then in the order of admission."""
         self._pending: list[tuple[bool, int, Entry]] = []
         self._num_startable: float = 0 if policy.in_rounds else math.inf
+        self._enough: float = math.inf
         self._required: dict[str, None] = {}
         self._missing: set[str] = set()
 
@@ -44,17 +45,22 @@ class Rounds:
         """Pending prompts that may start now."""
         return int(min(self._num_startable, len(self._pending)))
 
-    @property
-    def next_group_size(self) -> int:
-        """Slots that the next prompt needs; 0 when none may start."""
-        return self._pending[0][2].meta.num_trajectories if self.num_startable else 0
+    def next_group_size(self, num_begun: int) -> int:
+        """Slots that the next prompt needs; 0 when none may start. `num_begun` prompts are ongoing or done."""
+        if not self.num_startable or num_begun >= self._enough:
+            return 0
+        return self._pending[0][2].meta.num_trajectories
+
+    def pause(self, num_groups: int) -> None:
+        """Until the next round nothing starts while `num_groups` prompts are ongoing or done."""
+        self._enough = num_groups
 
     def begin(self, num_ongoing: int, num_done: int) -> tuple[RoundPlan, list[Claim]]:
         """Let the policy plan a round; returns the claims whose prompts go on. Those without a claim start again."""
         deferrals = [entry.deferrals for entry in self.deferred.values()]
         plan = self.policy.plan(RoundView(len(self._pending), num_ongoing, num_done, deferrals))
         resumed = list(islice(self.deferred.values(), plan.num_resumed))
-        self._num_startable = plan.num_started
+        self._num_startable, self._enough = plan.num_started, math.inf
         self._required = {entry.meta.uid: None for entry in resumed[: plan.num_required]}
         self._missing = set(self._required)
         for entry in resumed:

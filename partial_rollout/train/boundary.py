@@ -1,4 +1,4 @@
-"""Puts off the end of a step's rollout where the cost model says that it pays."""
+"""Puts off the end of a step's rollout, and stops starting prompts before it, where the cost model says it pays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from partial_rollout.core.cost_model import BoundaryPlan, EngineProgress, given_speed, plan_boundary, with_siblings
+from partial_rollout.core.cost_model import (
+    BoundaryPlan,
+    EngineProgress,
+    given_speed,
+    plan_boundary,
+    why_not_start,
+    with_siblings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,13 +28,28 @@ SLACK_S = 0.05
 
 
 class Boundary:
-    """`wait` between taking a batch and draining the engines."""
+    """`look` while a batch is waited for, then `wait` between taking it and draining the engines."""
 
-    def __init__(self, fleet: ReplicaFleet, costs: CostsConfig, note: Callable[[dict[str, Any]], None]) -> None:
-        """`note` is told what was decided for every request, and why."""
+    def __init__(self, fleet: ReplicaFleet, costs: CostsConfig, note: Callable[[str, dict[str, Any]], None]) -> None:
+        """`note` is told of every event what was decided, and why."""
         self._fleet = fleet
         self._costs = costs
         self._note = note
+        self._is_paused = False
+
+    def look(self, num_missing: int, num_slots: int, pause_starts: Callable[[], None]) -> None:
+        """Call `pause_starts`, at most once a round, when no prompt that starts now can pay before the batch is done.
+
+        `num_missing` prompts are missing from the batch.
+        """
+        if self._is_paused or num_missing < 1:
+            return
+        engines = [engine for replica in self._progress() for engine in replica]
+        why = why_not_start(engines, num_missing, num_slots // len(engines))
+        if why:
+            self._is_paused = True
+            pause_starts()
+            self._note("starts_paused", {"reason": why})
 
     def wait(self, num_slots: int) -> dict[str, float]:
         """Let requests end whose interruption would cost more; `num_slots` are those of all engines. Returns metrics.
@@ -35,7 +57,8 @@ class Boundary:
         Raises:
             WaitTimeout: a server did not answer.
         """
-        started_s = time.monotonic()
+        started_s, was_paused = time.monotonic(), self._is_paused
+        self._is_paused = False
         replicas = self._progress()
         num_engines = sum(len(engines) for engines in replicas)
         plans = [[plan_boundary(engine, num_slots // num_engines) for engine in engines] for engines in replicas]
@@ -45,8 +68,9 @@ class Boundary:
             limit_s = PATIENCE * max(plan.wait_s for plan in every) + SLACK_S
             num_late = self._fleet.let_end([_ends(engines) for engines in plans], limit_s)
         waited_s = time.monotonic() - started_s
-        self._note(_describe(every, waited_s, num_late))
-        return _metrics(every, [engine for engines in replicas for engine in engines], waited_s, num_late)
+        self._note("boundary", _describe(every, waited_s, num_late))
+        metrics = _metrics(every, [engine for engines in replicas for engine in engines], waited_s, num_late)
+        return metrics | {"partial_rollout/boundary/starts_paused": float(was_paused)}
 
     def _progress(self) -> list[list[EngineProgress]]:
         replicas = self._fleet.progress()

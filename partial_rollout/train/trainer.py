@@ -84,14 +84,14 @@ class PartialRolloutTrainer(PPOTrainer):
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
         wait = self.settings.tail.boundary == "cost"
-        self.boundary = Boundary(self.fleet, self.settings.costs, self._note_boundary) if wait else None
+        self.boundary = Boundary(self.fleet, self.settings.costs, self._note) if wait else None
         self._send_weights()
         self._report_step("open")
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train as verl does, between starting the claim loops and a bounded shutdown."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
-        look = self.slot_tuner.look if self.slot_tuner else None
+        look = self._look if self.slot_tuner or self.boundary else None
         self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, look)
         try:
             super().fit(agent_loop_manager)
@@ -116,9 +116,8 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt what is unfinished and release the engines' memory."""
-        slots = num_slots(self.config)
+        slots = self._num_slots
         if self.slot_tuner is not None:
-            slots = self.slot_tuner.num_slots
             self.slot_tuner.look()
             self._pending_sync_metrics |= self.slot_tuner.metrics()
         self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
@@ -215,6 +214,19 @@ class PartialRolloutTrainer(PPOTrainer):
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
 
+    @property
+    def _num_slots(self) -> int:
+        return self.slot_tuner.num_slots if self.slot_tuner is not None else num_slots(self.config)
+
+    def _look(self) -> None:
+        """At intervals while a batch is waited for."""
+        if self.slot_tuner is not None:
+            self.slot_tuner.look()
+        if self.boundary is not None:
+            batch = self.config.data.train_batch_size
+            num_missing = batch - self._ask(self.manager.statistics.remote()).done
+            self.boundary.look(num_missing, self._num_slots, lambda: self._ask(self.manager.pause_starts.remote(batch)))
+
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
         if not self.settings.slots.adaptive:
             return None
@@ -229,9 +241,6 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _note_slots(self, decision: SlotDecision) -> None:
         self._note("slots", dataclasses.asdict(decision))
-
-    def _note_boundary(self, fields: dict[str, Any]) -> None:
-        self._note("boundary", fields)
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         if self.settings.event_log:

@@ -15,6 +15,7 @@ from partial_rollout.core.cost_model import (
     given_speed,
     is_worth_starting,
     plan_boundary,
+    why_not_start,
     with_siblings,
 )
 
@@ -124,8 +125,16 @@ def test_the_boundary_is_expected_when_the_last_missing_prompt_has_its_last_resp
 
 
 def test_a_prompt_shortly_before_the_boundary_makes_fewer_tokens_than_it_costs() -> None:
-    assert is_worth_starting(FLAT, 10.0, num_prompt_tokens=1000, num_slots=8)
-    assert not is_worth_starting(FLAT, 0.5, num_prompt_tokens=1000, num_slots=8)
+    assert is_worth_starting(FLAT, 10.0, 1000, 8)
+    assert not is_worth_starting(FLAT, 0.5, 1000, 8)
+
+
+def test_why_no_prompt_starts() -> None:
+    near = EngineProgress(FLAT, (request("a", done=95, context=1095),), history=[100])
+    assert why_not_start([near], 1, 8) == "the batch is expected in 0.05 s, too soon for a prompt of 1000 tokens"
+    far = EngineProgress(FLAT, (request("a"),), history=[])
+    assert why_not_start([far], 1, 8) == ""
+    assert why_not_start([near], 2, 8) == why_not_start([EngineProgress(FLAT)], 1, 8) == ""
 
 
 REQUESTS = st.lists(

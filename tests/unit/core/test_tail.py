@@ -226,6 +226,23 @@ def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
     assert trainer.claim() == ["p4", "p5", "p10", "p11"]
 
 
+def test_paused_starts_go_on_with_the_next_round_and_when_a_batch_is_no_longer_on_its_way() -> None:
+    trainer = Trainer(Partial(2 * BATCH))
+    trainer.begin()
+    trainer.claim(free_slots=BATCH)
+    trainer.queue.pause_starts(BATCH)
+    assert (trainer.claim(), trainer.queue.is_claimable) == ([], False)
+    trainer.fail("p0")
+    assert trainer.claim() == ["p0"]
+    trainer.finish("p0", "p1", "p2", "p3")
+    assert trainer.claim() == []
+    assert len(taken(trainer.take())) == BATCH
+    assert trainer.claim() == ["p4", "p5", "p6", "p7"]
+    trainer.queue.pause_starts(0)
+    trainer.begin()
+    assert len(trainer.claim()) == BATCH
+
+
 # ---- nothing is lost, nothing waits for ever ----
 
 

@@ -10,6 +10,7 @@ from partial_rollout.core.cost_model import EngineProgress, EngineSpeed, Running
 from partial_rollout.train.boundary import PATIENCE, SLACK_S, Boundary
 
 SPEED = EngineSpeed(steps=((1.0, 0.01), (64.0, 0.01)), prefill_tokens_per_s=1000)
+FAST = EngineSpeed(SPEED.steps, prefill_tokens_per_s=10_000)
 
 
 def engine(*lefts: int, speed: EngineSpeed = SPEED) -> EngineProgress:
@@ -32,7 +33,8 @@ class Fleet:
 
 def wait(fleet: Fleet, costs: CostsConfig | None = None) -> tuple[dict[str, float], dict[str, Any]]:
     noted: list[dict[str, Any]] = []
-    metrics = Boundary(cast("Any", fleet), costs or CostsConfig(), noted.append).wait(num_slots=64)
+    boundary = Boundary(cast("Any", fleet), costs or CostsConfig(), lambda event, fields: noted.append(fields))
+    metrics = boundary.wait(num_slots=64)
     return {key.removeprefix("partial_rollout/boundary/"): value for key, value in metrics.items()}, noted[0]
 
 
@@ -62,3 +64,21 @@ def test_given_costs_replace_measured_ones():
     metrics, _ = wait(fleet, CostsConfig(decode_step_ms=0.1, decode_request_ms=0.001, prefill_tokens_per_s=10.0))
     assert metrics["let_end"] == 1
     assert metrics["prefill_tokens_per_s"] == 10.0
+
+
+def test_starts_are_paused_once_a_round_when_the_batch_is_near():
+    noted: list[tuple[str, dict[str, Any]]] = []
+    paused: list[None] = []
+    fleet = Fleet([[engine(5, 900, speed=FAST)]])
+    boundary = Boundary(cast("Any", fleet), CostsConfig(), lambda event, fields: noted.append((event, fields)))
+    boundary.look(2, 8, lambda: paused.append(None))
+    assert (paused, noted) == ([], [])  # the second prompt needs 9 s more
+    boundary.look(0, 8, lambda: paused.append(None))
+    assert paused == []
+    for _ in range(2):
+        boundary.look(1, 8, lambda: paused.append(None))
+    reason = "the batch is expected in 0.05 s, too soon for a prompt of 1000 tokens"
+    assert (len(paused), noted) == (1, [("starts_paused", {"reason": reason})])
+    assert boundary.wait(8)["partial_rollout/boundary/starts_paused"] == 1
+    boundary.look(1, 8, lambda: paused.append(None))
+    assert len(paused) == 2
