@@ -8,9 +8,17 @@ taken away as trajectories end, and until then there is no further decrease.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.core.cost_model import EngineSpeed
 
 DECREASE = 0.75
 """A preempted request is computed again from its prompt on, so it pays to leave the pressure quickly."""
+WORTH = 0.1
+"""A raise must bring this share of what it would if decode steps took no longer: more slots also mean older tokens."""
 STEP_SHARE = 8
 """The first budget is raised by one part of so many: a doubling takes eight rises."""
 
@@ -75,13 +83,19 @@ class SlotController:
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
         self._num_preemptions = self._num_tokens = 0
 
-    def observe(self, load: EngineLoad, slots_in_use: int) -> SlotDecision:
-        """Decide on the next budget; `slots_in_use` are trajectories in generation over all workers."""
+    def observe(self, load: EngineLoad, slots_in_use: int, speeds: Sequence[EngineSpeed] = ()) -> SlotDecision:
+        """Decide on the next budget.
+
+        `slots_in_use` are trajectories in generation over all workers; `speeds` of the engines, as far as they are
+        known, say whether more slots would bring more tokens.
+        """
         # An engine that was started again counts from 0.
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         before = self.budget
         self.budget, reason = self._next(load, preempted, slots_in_use)
+        if self.budget > before and not self._is_worth(before, speeds):
+            self.budget, reason = before, f"more slots than {before} bring hardly more tokens"
         self._num_tokens = load.num_tokens
         return SlotDecision(before, self.budget, reason)
 
@@ -99,6 +113,13 @@ class SlotController:
         if self.budget >= self._bounds.most:
             return self.budget, "at the upper bound"
         return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
+
+    def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:
+        """Whether an engine would be faster with its share of the new budget; as long as none is known, yes."""
+        known = [speed for speed in speeds if len(speed.steps) > 1]
+        shares = before / max(len(speeds), 1), self.budget / max(len(speeds), 1)
+        gains = [speed.tokens_per_s(shares[1]) / speed.tokens_per_s(shares[0]) - 1 for speed in known]
+        return not known or max(gains) >= WORTH * (self.budget / before - 1)
 
     def _lower(self, slots_in_use: int, why: str) -> tuple[int, str]:
         if slots_in_use > self.budget:

@@ -261,6 +261,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
             num_finished=self._num_finished,
             last_drain_s=self._admission.last_drain_s,
             load=engine_load(num_generated_tokens),
+            speed=self._meter.speed(),
         )
 
     @control

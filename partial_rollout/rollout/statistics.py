@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from partial_rollout.core.cost_model import EngineSpeed
     from partial_rollout.core.gate import GateStatistics
     from partial_rollout.core.slots import EngineLoad
 
@@ -37,3 +38,5 @@ class RolloutStatistics:
     """Duration of the last drain, 0 before the first."""
     load: EngineLoad
     """By vLLM's own statistics; zeros where they are off."""
+    speed: EngineSpeed
+    """As measured by the tokens that it hands over."""

@@ -52,8 +52,9 @@ class SlotTuner:
         Raises:
             WaitTimeout: a server, the manager or a worker did not answer.
         """
-        load = reduce(add, [each.load for each in self._fleet.statistics()], EngineLoad())
-        decision = self._controller.observe(load, self._slots_in_use())
+        statistics = self._fleet.statistics()
+        load = reduce(add, [each.load for each in statistics], EngineLoad())
+        decision = self._controller.observe(load, self._slots_in_use(), [each.speed for each in statistics])
         self._remember(load)
         if decision.change:
             logger.info("slots %d -> %d: %s", decision.before, decision.after, decision.reason)

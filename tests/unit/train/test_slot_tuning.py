@@ -12,6 +12,7 @@ pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+from partial_rollout.core.cost_model import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds
 from partial_rollout.train.slot_tuning import SlotTuner
 
@@ -30,7 +31,7 @@ class World:
     noted: list[SlotDecision] = field(default_factory=list)
 
     def statistics(self) -> list[Any]:
-        return [SimpleNamespace(load=load) for load in self.loads]
+        return [SimpleNamespace(load=load, speed=EngineSpeed()) for load in self.loads]
 
     def resize(self, num_slots: int) -> None:
         self.resized.append(num_slots)
