@@ -98,7 +98,7 @@ class Trajectories(Protocol):
         ...
 
     def forget(self, claim: Claim) -> None:
-        """All trajectories of the claim have ended."""
+        """The claim has ended and the manager knows; until then a checkpoint needs its tokens."""
         ...
 
 
@@ -123,7 +123,7 @@ class ClaimLoop:
         self._manager = manager
         self._store = store
         self._trajectories = trajectories
-        self._reporter = Reporter(manager, worker_id, self._status)
+        self._reporter = Reporter(manager, worker_id, self._status, trajectories.forget)
         self.holds = Holds(self.slots, self._reporter.changed)
         self._claiming: asyncio.Task[None] | None = None
         self._supervisor: Supervisor | None = None
@@ -207,7 +207,6 @@ class ClaimLoop:
 
     async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
         self.holds.end(claim.claim_id)
-        self._trajectories.forget(claim)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         fatal = next((error for error in errors if isinstance(error, FATAL_ERRORS)), None)
         if fatal is not None:
@@ -216,6 +215,7 @@ class ClaimLoop:
         if not errors:
             self._reporter.finish(claim, summaries)
             return
+        self._trajectories.forget(claim)
         # Before the claim is given back: from then on another worker may write these keys.
         await self._store.clear([summary.key for summary in summaries])
         if any(isinstance(error, RunEnded) for error in errors):

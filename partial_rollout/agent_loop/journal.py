@@ -27,8 +27,8 @@ _current: ContextVar[_Trajectory | None] = ContextVar("partial_rollout_journal",
 
 
 class _Trajectory:
-    def __init__(self, uid: str, saved: Sequence[GenerationState]) -> None:
-        self.uid = uid
+    def __init__(self, claim_id: int, uid: str, saved: Sequence[GenerationState]) -> None:
+        self.claim_id, self.uid = claim_id, uid
         self._saved = deque(saved)
         self.generations: list[ResumableGeneration] = []
 
@@ -56,7 +56,7 @@ class Journals:
     """Journals of one worker's trajectories: `start` in the trajectory's task, `forget` when its group has ended."""
 
     def __init__(self) -> None:
-        self._running: dict[str, dict[str, _Trajectory]] = {}
+        self._running: dict[int, dict[str, _Trajectory]] = {}
         self._saved: Saved = {}
         self._warned = False
         self.oldest_version: int | None = None
@@ -66,16 +66,16 @@ class Journals:
         """Let trajectories that start from now on go on from `saved`, each once: a further attempt begins afresh."""
         self._saved = dict(saved)
 
-    def start(self, uid: str, session: int) -> None:
+    def start(self, claim_id: int, uid: str, session: int) -> None:
         """The current task, and what it starts, runs this trajectory."""
         key = f"{uid}_{session}"
-        trajectory = _Trajectory(uid, self._saved.pop(key, ()))
-        self._running.setdefault(uid, {})[key] = trajectory
+        trajectory = _Trajectory(claim_id, uid, self._saved.pop(key, ()))
+        self._running.setdefault(claim_id, {})[key] = trajectory
         _current.set(trajectory)
 
-    def forget(self, uid: str) -> None:
-        """The prompt's group has ended."""
-        self._running.pop(uid, None)
+    def forget(self, claim_id: int) -> None:
+        """The claim's group has ended; a later claim on the same prompt has a journal of its own."""
+        self._running.pop(claim_id, None)
 
     def record(self, generation: ResumableGeneration) -> None:
         """A generate call begins; it may be given saved tokens."""
@@ -95,7 +95,7 @@ class Journals:
         trajectory = _current.get()
         if trajectory is None or self.oldest_version is None:
             return
-        group = self._running.get(trajectory.uid, {}).values()
+        group = self._running.get(trajectory.claim_id, {}).values()
         oldest = min((version for each in group for version in each.versions()), default=self.oldest_version)
         if oldest < self.oldest_version:
             raise TooStale(f"prompt {trajectory.uid} has tokens of version {oldest}, allowed: {self.oldest_version}")

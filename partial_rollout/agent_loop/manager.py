@@ -119,8 +119,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def journals(self) -> Saved:
         """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`."""
         calls = [worker.journals.remote() for worker in self.agent_loop_workers]
-        self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)
-        return merge(cast("list[tuple[Saved, Saved]]", ray.get(calls)))
+        answers = self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)
+        return merge(cast("list[tuple[Saved, Saved]]", answers))
 
     def restore_journals(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
@@ -155,5 +155,5 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         )
 
     @staticmethod
-    def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> None:
-        wait_for_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
+    def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+        return wait_for_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")

@@ -34,7 +34,15 @@ class Reporter:
     Under light load every group is its own call; under heavy load they coalesce by themselves, with no timer.
     """
 
-    def __init__(self, manager: Manager, worker_id: str, status: Callable[[], WorkerStatus]) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        worker_id: str,
+        status: Callable[[], WorkerStatus],
+        acknowledged: Callable[[Claim], None],
+    ) -> None:
+        """`acknowledged` is called with each claim whose group the manager has taken in or refused."""
+        self._acknowledged = acknowledged
         self._manager = manager
         self._worker_id = worker_id
         self._status = status
@@ -63,4 +71,6 @@ class Reporter:
             stale = await self._manager.finish_many(finished)
             if stale:
                 logger.warning("worker %s finished prompts that are no longer its own: %s", self._worker_id, stale)
+            for claim, _ in finished:
+                self._acknowledged(claim)
         await self._manager.report_worker(self._worker_id, self._status())

@@ -129,7 +129,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         """One trajectory by verl's agent loop, scored and stored."""
         trace = start_trace()
-        self._journals.start(claim.uid, session)
+        self._journals.start(claim.claim_id, claim.uid, session)
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -142,8 +142,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return summaries(f"{claim.uid}_{session}", outputs, trace)
 
     def forget(self, claim: Claim) -> None:
-        """The claim's group has ended."""
-        self._journals.forget(claim.uid)
+        """The claim has ended."""
+        self._journals.forget(claim.claim_id)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""

@@ -23,7 +23,7 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
     sampled the token. A step's staleness is that of its oldest token.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    stale_steps = [trained_version - trajectory.min_version for trajectory in trajectories]
+    stale_steps = [max(0, trained_version - trajectory.min_version) for trajectory in trajectories]
     stale_tokens, num_tokens = _stale_tokens(trajectories, trained_version)
     histogram = _staleness_histogram(trajectories, trained_version)
     lags = [lag for trajectory in trajectories for lag in kv_lags(trajectory.version_spans, trajectory.context_spans)]
@@ -52,7 +52,8 @@ def _staleness_histogram(trajectories: Sequence[TrajectorySummary], trained_vers
     labels = [*map(str, range(OLDEST_CLASS)), f"{OLDEST_CLASS}+"]
     counts = dict.fromkeys(labels, 0)
     for span in (span for trajectory in trajectories for span in trajectory.version_spans):
-        counts[labels[min(trained_version - span.version, OLDEST_CLASS)]] += span.num_tokens
+        age = max(0, trained_version - span.version)  # a negative index would count from the end
+        counts[labels[min(age, OLDEST_CLASS)]] += span.num_tokens
     return counts
 
 

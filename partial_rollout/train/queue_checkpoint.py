@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 import transfer_queue as tq
 
 from partial_rollout.core.resume import GenerationState
@@ -55,7 +56,7 @@ def save_queue(snapshot: QueueSnapshot, config: DictConfig, step: int) -> None:
 
 def save_tokens(saved: Saved, config: DictConfig, step: int) -> None:
     """Write the tokens of unfinished trajectories atomically."""
-    _write(msgspec.msgpack.encode(saved), config, step, TOKENS)
+    _write(msgspec.msgpack.encode(saved, enc_hook=_plain), config, step, TOKENS)
 
 
 def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved:
@@ -70,7 +71,10 @@ def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved
     try:
         saved = msgspec.msgpack.decode(path.read_bytes(), type=dict[str, list[GenerationState]])
     except (msgspec.DecodeError, OSError) as error:
-        raise DataError(f"token checkpoint {path} is unreadable ({error}); resume from an earlier step") from error
+        raise DataError(
+            f"token checkpoint {path} is unreadable ({error}); delete it to generate its unfinished responses again, "
+            "or resume from an earlier step"
+        ) from error
     return {key: calls for key, calls in saved.items() if key.rsplit("_", 1)[0] in unfinished}
 
 
@@ -124,6 +128,15 @@ def restore_queue(
     statistics = call(manager.restore.remote(kept))
     logger.info("restored the prompt queue: %s", statistics)
     return statistics.in_flight
+
+
+def _plain(value: Any) -> int | float:
+    """Token ids and log-probs of agent loops and engines that compute with numpy."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    raise NotImplementedError(f"{type(value).__name__} in a trajectory's journal")
 
 
 def _write(content: bytes, config: DictConfig, step: int, name: str) -> None:

@@ -56,10 +56,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         manager: ActorHandle,
         agent_loops: PartialRolloutAgentLoopManager,
         settings: PartialRolloutConfig,
+        mini_batch: int,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to the prompt manager and the workers; `look` is called at intervals while a batch is waited for."""
+        """Connect to the prompt manager and the workers.
+
+        A mini-batch has `mini_batch` trajectories; `look` is called at intervals while a batch is waited for.
+        """
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
+        self._mini_batch = mini_batch
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Take `batch_size` prompt groups; blocks until they are done.
@@ -93,7 +98,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     def _mask_stale(self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str) -> int:
         oldest = self._bound.oldest(trained_version)
         return call_bounded(
-            lambda: mask_stale_tokens(trajectories, oldest_version=oldest, partition_id=partition_id),
+            lambda: mask_stale_tokens(
+                trajectories, oldest_version=oldest, partition_id=partition_id, mini_batch=self._mini_batch
+            ),
             timeout_s=self._settings.timeouts.call_s,
             who_waits="trainer waits for TransferQueue to mask stale tokens",
         )

@@ -21,11 +21,14 @@ MASKS = ("response_mask", "loss_mask")
 """verl stores the same mask under both names."""
 
 
-def mask_stale_tokens(trajectories: Sequence[TrajectorySummary], *, oldest_version: int, partition_id: str) -> int:
+def mask_stale_tokens(
+    trajectories: Sequence[TrajectorySummary], *, oldest_version: int, partition_id: str, mini_batch: int
+) -> int:
     """Zero the loss masks of tokens that weights before `oldest_version` sampled; returns how many there were.
 
     A trajectory of several outputs is masked as a whole if one of its tokens is too old: its spans do not say which
-    output a token is in. A batch of which nothing would be left is not masked, because its loss would be undefined.
+    output a token is in. The loss of a mini-batch without a token is 0 / 0, and who will be in one is decided later: so
+    fewer than `mini_batch` trajectories are masked as a whole, and none of a batch that would have nothing left.
     """
     outputs = Counter(_session(trajectory) for trajectory in trajectories)
     stale = [trajectory for trajectory in trajectories if trajectory.min_version < oldest_version]
@@ -38,9 +41,10 @@ def mask_stale_tokens(trajectories: Sequence[TrajectorySummary], *, oldest_versi
         masked(row, trajectory.version_spans if outputs[_session(trajectory)] == 1 else (), oldest_version)
         for row, trajectory in zip(before, stale, strict=True)
     ]
+    for at in _spared(stale, after, len(trajectories), mini_batch):
+        after[at] = before[at]
     num_masked = sum(int(row.sum()) for row in before) - sum(int(row.sum()) for row in after)
-    if len(stale) == len(trajectories) and not any(bool(row.any()) for row in after):
-        logger.warning("all %d tokens of a batch are older than max_staleness allows: trained as they are", num_masked)
+    if not num_masked:
         return 0
     mask = torch.nested.as_nested_tensor(after, layout=torch.jagged)
     tq.kv_batch_put(
@@ -63,6 +67,19 @@ def masked(row: torch.Tensor, spans: Sequence[VersionSpan], oldest_version: int)
     copy = row.clone()
     copy[sampled[stale[: len(sampled)]]] = 0
     return copy
+
+
+def _spared(
+    stale: Sequence[TrajectorySummary], after: Sequence[torch.Tensor], num_trajectories: int, mini_batch: int
+) -> list[int]:
+    """Which of the stale trajectories are not masked, least stale first: all or as many as mini-batches need."""
+    empty = [at for at, row in enumerate(after) if not bool(row.any())]
+    num_spared = len(empty) if len(empty) == num_trajectories else len(empty) - mini_batch + 1
+    if num_spared <= 0:
+        return []
+    what = "%d of %d trajectories have no token within max_staleness: %d are trained as they are"
+    logger.warning(what, len(empty), num_trajectories, num_spared)
+    return sorted(empty, key=lambda at: -stale[at].max_version)[:num_spared]
 
 
 def _session(trajectory: TrajectorySummary) -> str:

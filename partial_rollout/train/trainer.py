@@ -92,7 +92,9 @@ class PartialRolloutTrainer(PPOTrainer):
         """Train as verl does, between starting the claim loops and a bounded shutdown."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
         look = self._look if self.slot_tuner or self.boundary else None
-        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, look)
+        models = self.config.actor_rollout_ref
+        mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
+        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, mini_batch, look)
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -187,7 +189,7 @@ class PartialRolloutTrainer(PPOTrainer):
             return 0
         tokens = load_tokens(snapshot, self.config, step)
         self.agent_loop_manager.restore_journals(tokens)
-        logger.info("%d unfinished trajectories go on from the checkpoint's tokens", len(tokens))
+        logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
         return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
     def _save_checkpoint(self) -> None:

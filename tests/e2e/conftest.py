@@ -20,7 +20,7 @@ import pytest
 from partial_rollout.run.quickstart import make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
@@ -52,14 +52,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def traced(task: Path, folder: Path, *, num_rows: int, every: int) -> list[str]:
     """Options for the task's first rows in their order, of which every so manieth has long responses."""
-    frame = pd.read_parquet(task / "train.parquet").head(num_rows)
-    lengths = [LONG if row % every == every - 1 else SHORT for row in range(num_rows)]
-    info = zip(frame["extra_info"], lengths, strict=True)
-    frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
-    frame["agent_name"] = "length_trace_agent"
-    frame.to_parquet(folder / "traced.parquet")
-    agents = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks/trace_agent.yaml'}"
-    return [f"data.train_files={folder / 'traced.parquet'}", "data.shuffle=False", agents]
+    return with_lengths(task, folder, [LONG if row % every == every - 1 else SHORT for row in range(num_rows)])
 
 
 def is_conserved(step: dict[str, Any]) -> bool:
@@ -67,6 +60,21 @@ def is_conserved(step: dict[str, Any]) -> bool:
     queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}
     in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "deferred", "done"))
     return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
+
+
+def with_lengths(task: Path, folder: Path, lengths: Sequence[int]) -> list[str]:
+    """Options for the task's first rows in their order, with these response lengths."""
+    frame = pd.read_parquet(task / "train.parquet").head(len(lengths))
+    info = zip(frame["extra_info"], lengths, strict=True)
+    frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
+    frame["agent_name"] = "length_trace_agent"
+    frame.to_parquet(folder / "traced.parquet")
+    agents = ROOT / "benchmarks/trace_agent.yaml"
+    return [
+        "data.shuffle=False",
+        f"data.train_files={folder / 'traced.parquet'}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+    ]
 
 
 def run_job(task: Path, folder: Path, *overrides: str) -> Job:

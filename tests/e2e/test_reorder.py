@@ -52,7 +52,7 @@ def test_deferred_groups_are_trained_together_with_the_tokens_they_had(task: Pat
     _check(second, range(5, 9))
     assert _kinds(second.steps) == ["long", "short", "short", "short"]
     assert any(key.startswith("val-core/") for key in second.steps[1])
-    assert "32 unfinished trajectories go on from the checkpoint's tokens" in second.output
+    assert "32 unfinished trajectories have tokens in the checkpoint" in second.output
     # The oldest tokens are of the first weights, those of the first round: nothing was generated again.
     assert second.steps[0]["partial_rollout/staleness_steps/max"] == 4
     long_round = second.events[4]

@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from partial_rollout.main_ppo import INTERRUPTED_CODE
@@ -65,6 +66,7 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     # A mean over mini-batches, which have different numbers of rows.
     assert all(step["actor/packing_rows"] * 2 == step["packing/micro_batches"] for step in second.steps)
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
+    _check_saved_tokens_were_trained(second, tmp_path / "checkpoints/global_step_10")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
 
 
@@ -74,6 +76,20 @@ def _check_ended_cleanly(job: Job, *, steps: range) -> None:
     assert job.survivors == []
     assert [step["training/global_step"] for step in job.steps] == list(steps)
     assert all(is_conserved(step) for step in job.steps)
+
+
+def _check_saved_tokens_were_trained(job: Job, checkpoint: Path) -> None:
+    """In the first batch after a restart, the tokens of older weights are those that the checkpoint has."""
+    queue = json.loads((checkpoint / "partial_rollout/queue.json").read_text())
+    saved = msgspec.msgpack.decode((checkpoint / "partial_rollout/tokens.msgpack").read_bytes())
+    uids = set(job.events[10]["uids"])
+    waiting = [trajectory for group in queue["done"] if group["uid"] in uids for trajectory in group["trajectories"]]
+    done = sum(span["num_tokens"] for trajectory in waiting for span in trajectory["version_spans"])
+    replayed = sum(
+        len(call["token_ids"]) for key, calls in saved.items() if key.rsplit("_", 1)[0] in uids for call in calls
+    )
+    assert replayed > 0
+    assert job.steps[0]["partial_rollout/stale_tokens"] == done + replayed
 
 
 def _check_every_row_was_given_out_twice(events: list[dict], checkpoint: Path) -> None:

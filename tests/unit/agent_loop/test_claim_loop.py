@@ -44,15 +44,17 @@ async def running(worker: FakeWorker, *claims):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_group_is_finished_with_all_its_trajectories():
+async def test_a_group_is_finished_with_all_its_trajectories_and_forgotten_after_that():
     worker = FakeWorker()
+    worker.on_finish = lambda: worker.calls.append(f"forgotten: {worker.forgotten}")
     async with running(worker, make_claim()):
         worker.gates.open("a_1")
         await settle()
         assert worker.calls == []
         worker.gates.open("a_0")
         await settle()
-        assert worker.calls == ["finish a: a_0_0 a_1_0"]
+        assert worker.calls == ["forgotten: []", "finish a: a_0_0 a_1_0"]
+        assert worker.forgotten == ["a"]
 
 
 async def test_each_trajectory_frees_its_own_slot():

@@ -24,7 +24,7 @@ async def in_trajectory(journals: Journals, *generations: ResumableGeneration, s
     """A task of its own, as each trajectory is."""
 
     async def run() -> None:
-        journals.start("a", session)
+        journals.start(1, "a", session)
         for each in generations:
             journals.record(each)
 
@@ -74,7 +74,7 @@ async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() 
     journals, other = Journals(), generation(1)
 
     async def run(session: int, call: ResumableGeneration) -> None:
-        journals.start("a", session)
+        journals.start(1, "a", session)
         journals.record(call)
         call.add(segment(5, end="aborted"))
         journals.require_fresh()
@@ -85,13 +85,13 @@ async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() 
             journals.require_fresh()
 
     async def sibling_without_tokens() -> None:
-        journals.start("a", 1)
+        journals.start(1, "a", 1)
         journals.record(other)
         with pytest.raises(TooStale):
             journals.require_fresh()
 
     async def another_prompt() -> None:
-        journals.start("b", 0)
+        journals.start(2, "b", 0)
         journals.require_fresh()
 
     await asyncio.create_task(run(0, generation(1, 2)))
@@ -100,10 +100,22 @@ async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() 
     journals.require_fresh()  # no trajectory at all: validation
 
 
+async def test_a_claim_that_ends_late_does_not_take_the_journal_of_the_next_one() -> None:
+    journals = await two_turns()
+
+    async def again() -> None:
+        journals.start(2, "a", 0)
+        journals.record(generation(7))
+
+    await asyncio.create_task(again())
+    journals.forget(1)
+    assert journals.states() == {"a_0": [generation(7).state()]}
+
+
 async def test_an_ended_group_is_forgotten() -> None:
     journals = await two_turns()
-    journals.forget("a")
-    journals.forget("unknown")
+    journals.forget(1)
+    journals.forget(99)
     assert journals.states() == {}
 
 
@@ -140,7 +152,7 @@ async def test_a_further_attempt_begins_afresh() -> None:
     journals, again = Journals(), generation(1, 2)
     journals.restore((await two_turns()).states())
     await in_trajectory(journals, generation(1, 2))
-    journals.forget("a")
+    journals.forget(1)
     await in_trajectory(journals, again)
     assert again.token_ids == []
 
@@ -157,6 +169,6 @@ async def test_a_checkpoint_holds_what_nobody_has_started_again_and_nothing_that
         "b_0": saved["b_0"],
         "c_0": saved["c_0"],
     }
-    workers[1].forget("a")
+    workers[1].forget(1)
     assert list(merge([(each.states(), each.unclaimed()) for each in workers])) == ["b_0", "c_0"]
     assert merge([]) == {}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class _Manager:
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
+        self.acknowledged: list[Claim] = []
         self.open = asyncio.Event()
         self.called = asyncio.Event()
         self.reported = asyncio.Event()
@@ -35,22 +36,24 @@ def _claim(uid: str) -> Claim:
 
 async def test_groups_that_finish_during_a_call_go_with_the_next_one() -> None:
     manager = _Manager()
-    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1))
+    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append)
     running = asyncio.create_task(reporter.run())
     reporter.finish(_claim("a"), [])
     await asyncio.wait_for(manager.called.wait(), 5)
     for uid in "bcd":
         reporter.finish(_claim(uid), [])
+    assert manager.acknowledged == []  # a checkpoint still needs its tokens
     manager.called.clear()
     manager.open.set()
     await asyncio.wait_for(manager.called.wait(), 5)
     assert manager.batches == [["a"], ["b", "c", "d"]]
+    assert manager.acknowledged[0].uid == "a"
     running.cancel()
 
 
 async def test_a_change_alone_is_reported() -> None:
     manager = _Manager()
-    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1))
+    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append)
     running = asyncio.create_task(reporter.run())
     reporter.changed()
     await asyncio.wait_for(manager.reported.wait(), 5)

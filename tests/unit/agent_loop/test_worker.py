@@ -141,7 +141,7 @@ class ReplayBuffer(PartialRolloutReplayBuffer):
         self.num_ended = num_ended
         timeouts = SimpleNamespace(batch_s=60)
         self.waits = []
-        self.bind(None, SimpleNamespace(wait_validation=self.waits.append), SimpleNamespace(timeouts=timeouts))
+        self.bind(None, SimpleNamespace(wait_validation=self.waits.append), SimpleNamespace(timeouts=timeouts), 1)
 
     def get_sampleable_count(self, global_steps, partition_id):
         assert (self.waits, partition_id) == ([60], "val")

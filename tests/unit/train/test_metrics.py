@@ -28,6 +28,8 @@ def test_counts_stale_tokens_and_resumed_trajectories() -> None:
     histogram = {key[-2:]: value for key, value in metrics.items() if "staleness_tokens" in key}
     assert histogram == {"/0": 20, "/1": 0, "/2": 20, "/3": 0, "/4": 0, "5+": 0}
     assert group_metrics([group], trained_version=70)["partial_rollout/staleness_tokens/5+"] == 40
+    newer = {key: value for key, value in group_metrics([group], trained_version=4).items() if "staleness_" in key}
+    assert (newer["partial_rollout/staleness_tokens/0"], newer["partial_rollout/staleness_steps/max"]) == (40, 0)
     deferred = dataclasses.replace(group, num_deferrals=3)
     assert group_metrics([group, deferred], trained_version=7)["partial_rollout/deferrals/mean"] == 1.5
     assert metrics["partial_rollout/deferrals/max"] == 0

@@ -7,6 +7,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 from fake_transfer_queue import FakeTransferQueue
 from omegaconf import DictConfig, OmegaConf
@@ -192,11 +193,17 @@ def test_tokens_of_unfinished_prompts_are_loaded_as_they_were(tmp_path: Path) ->
     assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [STATE], "ongoing_1": []}
 
 
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
+    state = GenerationState([np.int64(1)], [np.int64(5)], [np.float32(-0.5)], [], None, 0, 0)
+    save_tokens({"ongoing_0": [state]}, config(tmp_path), STEP)
+    assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [state]}
+
+
 def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
     save_tokens({"ongoing_0": [STATE]}, config(tmp_path), STEP)
     path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS)
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match=f"{path} is unreadable"):
+    with pytest.raises(DataError, match=f"{path} is unreadable .*truncated.*; delete it .*, or resume from"):
         load_tokens(saved_queue(), config(tmp_path), STEP)
 
 

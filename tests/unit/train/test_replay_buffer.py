@@ -102,7 +102,7 @@ class World:
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
         workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
         settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
-        buffer.bind(cast("Any", Manager(list(answers))), workers, settings)
+        buffer.bind(cast("Any", Manager(list(answers))), workers, settings, mini_batch=1)
         return buffer
 
 

@@ -1,0 +1,51 @@
+"""Slots that follow the engine's load, and boundaries that reckon, on real verl, vLLM and Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.conftest import FLAG, is_conserved, run_job, with_lengths
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LENGTHS = [60, 90, 120, 150] * 24
+VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+BLOCK_SIZE, NUM_BLOCKS = 16, 160
+"""Room for some twenty of these responses with their prompts; a batch has 32."""
+FIRST, MOST = 8, 64
+pytestmark = pytest.mark.e2e
+
+
+def test_slots_rise_until_the_cache_is_full_and_boundaries_wait_for_what_is_about_to_end(
+    task: Path, tmp_path: Path
+) -> None:
+    job = run_job(
+        task, tmp_path, FLAG, *with_lengths(task, tmp_path, LENGTHS), "trainer.total_training_steps=8",
+        f"{VLLM}.block_size={BLOCK_SIZE}", f"{VLLM}.num_gpu_blocks_override={NUM_BLOCKS}",
+        "partial_rollout.slots.adaptive=True", "partial_rollout.slots.interval_s=0.3",
+        f"partial_rollout.num_slots={FIRST}", "partial_rollout.stream_interval=8", "partial_rollout.tail.boundary=cost",
+    )  # fmt: skip
+    assert job.code == 0, job.output[-4000:]
+    assert job.survivors == []
+    assert all(is_conserved(step) for step in job.steps)
+
+    changes = [event for event in job.events if event["event"] == "slots"]
+    assert [change["before"] for change in changes] == [FIRST, *(change["after"] for change in changes[:-1])]
+    assert all(4 <= change["after"] <= MOST and change["after"] % 4 == 0 for change in changes)
+    lowered = [change for change in changes if change["after"] < change["before"]]
+    assert lowered
+    assert all("KV cache" in change["reason"] or "preempted" in change["reason"] for change in lowered)
+    assert max(change["after"] for change in changes) > FIRST
+    assert job.steps[-1]["partial_rollout/slots/num"] == changes[-1]["after"]
+    assert sum(step["partial_rollout/slots/lowered"] for step in job.steps) == len(lowered)
+
+    boundaries = [event for event in job.events if event["event"] == "boundary"]
+    assert [boundary["step"] for boundary in boundaries] == list(range(1, 9))
+    decisions = [request for boundary in boundaries for request in boundary["requests"]]
+    assert {request["ends"] for request in decisions} == {True, False}
+    assert all(request["reason"].startswith("wait: " if request["ends"] else "interrupt: ") for request in decisions)
+    ended = [sum(request["ends"] for request in boundary["requests"]) for boundary in boundaries]
+    assert [step["partial_rollout/boundary/let_end"] for step in job.steps] == ended
