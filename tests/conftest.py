@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from partial_rollout.run.cpu_environment import apply_cpu_environment
 
 apply_cpu_environment()  # before any test imports what reads these variables
+
+settings.register_profile("untimed", deadline=None)  # a busy machine makes no test fail
+settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e")
