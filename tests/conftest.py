@@ -14,7 +14,7 @@ from partial_rollout.run.cpu_environment import apply_cpu_environment
 apply_cpu_environment()  # before any test imports what reads these variables
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "e2e")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = "tests/e2e/test_training.py"
