@@ -49,8 +49,8 @@ class WindowPlan:
         """Raise ConfigError for a range that no window of this size fits."""
         if self.size < 0 or self.first < 0 or self.first + self.size > self.last:
             raise ConfigError(
-                f"algorithm.sde_window_size={self.size} does not fit algorithm.sde_window_range="
-                f"[{self.first}, {self.last}]: size may be 0 to {max(0, self.last - self.first)}"
+                f"algorithm.sde_window_size={self.size} does not fit from algorithm.sde_window_first={self.first} to "
+                f"algorithm.sde_window_last={self.last}: must be 0 to {max(0, self.last - self.first)}"
             )
 
     def draw(self, *key: int | str) -> SdeWindow:

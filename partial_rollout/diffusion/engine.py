@@ -49,6 +49,8 @@ class HoldableEngine(DiffusionEngine):
             return self._hold(timeout, **(kwargs or {}))
         if method == RELEASE:
             with self._cv:
+                # Else the loop may wake to schedule what was aborted, whose state the worker has given away.
+                self._drain_abort_queue()
                 self._holdable.release()
                 self._cv.notify_all()
             return None

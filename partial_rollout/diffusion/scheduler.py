@@ -19,7 +19,7 @@ class HoldableScheduler(StepScheduler):
         super().__init__()
         self._held = False
         self._unreported: set[str] = set()
-        """Finished while held: the worker learns of them with the next step, which drops their state there."""
+        """Finished before or while held: the worker learns of them with the next step, and drops their state."""
 
     def hold(self) -> None:
         """Schedule nothing until `release`; new requests wait."""
@@ -36,7 +36,7 @@ class HoldableScheduler(StepScheduler):
 
     def has_requests(self) -> bool:
         """Whether `schedule` has anything to say: a held engine must sleep, not spin."""
-        return bool(self._finished_req_ids) if self._held else super().has_requests()
+        return bool(self._aborted()) if self._held else super().has_requests()
 
     def schedule(self) -> DiffusionSchedulerOutput:
         """One cycle; held, an empty one with the ids of those who were aborted since the last."""
@@ -46,14 +46,18 @@ class HoldableScheduler(StepScheduler):
                 output.finished_req_ids |= self._unreported
                 self._unreported = set()
             return output
-        finished = set(self._finished_req_ids)
+        aborted = self._aborted()
+        self._unreported |= self._finished_req_ids
         self._finished_req_ids.clear()
-        self._unreported |= finished
         return DiffusionSchedulerOutput(
             step_id=self._step_id,
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData.make_empty(),
-            finished_req_ids=finished,
+            finished_req_ids=aborted,
             num_running_reqs=len(self._running),
             num_waiting_reqs=len(self._waiting),
         )
+
+    def _aborted(self) -> set[str]:
+        """Finished requests that the engine has not answered: those that ended by themselves it has forgotten."""
+        return {request_id for request_id in self._finished_req_ids if request_id in self._request_states}

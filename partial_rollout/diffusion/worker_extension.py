@@ -14,6 +14,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 
 from partial_rollout.diffusion.qwen_image import sample_of
 from partial_rollout.diffusion.snapshot import pack
+from partial_rollout.diffusion.worker_channel import channel_name
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver
@@ -73,11 +74,6 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
             raise WeightMismatch(f"{len(missing)} of {len(expected)} parameters were not sent: {named}")
         pipeline.weight_version = version
         return version
-
-
-def channel_name(rank: int) -> str:
-    """Name of the weight channel to one worker of a server."""
-    return f"diffusion worker {rank}"
 
 
 def _under_prefix(receiver: WeightReceiver) -> Iterator[tuple[str, torch.Tensor]]:

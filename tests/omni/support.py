@@ -15,8 +15,9 @@ from partial_rollout.core.sampling import SampleRequest, SamplingLimits
 from partial_rollout.core.sde_window import SdeWindow
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.policy import log_probs, steps_of
+from partial_rollout.diffusion.prompts import to_ids
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
-from partial_rollout.diffusion.worker_extension import channel_name
+from partial_rollout.diffusion.worker_channel import channel_name
 from partial_rollout.weights.sender import WeightSender
 from tests.omni.stepping_engine import SCRIPT
 
@@ -26,14 +27,10 @@ if TYPE_CHECKING:
 
     from partial_rollout.diffusion.result import SampleResult
 
-CALL_S = 60.0
+CALL_S = 20.0
 NUM_STEPS = 10
 NOISE_LEVEL = 0.7
 PATCH = 8
-TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
 
 
 class Rig:
@@ -52,9 +49,9 @@ class Rig:
         return self.loop.run_until_complete(asyncio.wait_for(call, CALL_S))
 
     def request(self, name: str, *, prompt: str = "a red square", **changes: Any) -> SampleRequest:
-        ids = tuple(self.tokenizer(TEMPLATE.format(prompt))["input_ids"])
+        ids = to_ids(self.tokenizer, prompt)
         if changes.pop("guided", False):
-            changes |= {"negative_ids": tuple(self.tokenizer(TEMPLATE.format(" "))["input_ids"]), "true_cfg_scale": 4.0}
+            changes |= {"negative_ids": to_ids(self.tokenizer, " "), "true_cfg_scale": 4.0}
         given = {"seed": sum(name.encode()), "height": 64, "width": 64, "num_steps": NUM_STEPS}
         given |= {"window": SdeWindow(0, NUM_STEPS), "noise_level": NOISE_LEVEL}
         return SampleRequest(request_id=name, prompt_ids=ids, **(given | changes))
