@@ -8,7 +8,7 @@ PYTEST := $(VENV_PYTHON) -m pytest
 ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
 WORKERS ?= 2
-BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/bench_*.py)))
+BENCHMARKS := $(filter-out bench_diffusion,$(basename $(notdir $(wildcard benchmarks/bench_*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench config clean
@@ -53,8 +53,9 @@ test-omni: setup-omni ## tests with a real vllm-omni engine on the CPU
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-bench: setup ## the benchmarks; the results replace those in benchmarks/results
+bench: setup-omni ## the benchmarks; the results replace those in benchmarks/results
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
+	$(OMNI_PYTHON) -m benchmarks.bench_diffusion --json benchmarks/results/bench_diffusion.json
 
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(VENV_PYTHON) -m partial_rollout.main_ppo --cfg job

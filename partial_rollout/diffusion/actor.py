@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from partial_rollout.diffusion.groups import advantages
 from partial_rollout.diffusion.policy import StepBatch, log_probs, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from partial_rollout.diffusion.config import DiffusionConfig
+    from partial_rollout.diffusion.groups import Group
     from partial_rollout.diffusion.result import SampleResult
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-MIN_STD = 1e-4
-"""A group whose rewards are all equal teaches nothing; its advantages must stay 0 through rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Images to one prompt, with their rewards."""
-
-    prompt: str
-    results: tuple[SampleResult, ...]
-    rewards: tuple[float, ...]
-
-
-def advantages(rewards: Sequence[Sequence[float]], limit: float) -> torch.Tensor:
-    """Rewards of groups, normalised within each: [sum of group sizes], between -limit and limit (GRPO)."""
-    normal = [(np.asarray(group) - np.mean(group)) / (np.std(group) + MIN_STD) for group in rewards]
-    return torch.tensor(np.concatenate(normal), dtype=torch.float32).clamp(-limit, limit)
 
 
 class FlowGrpoActor:

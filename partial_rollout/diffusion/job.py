@@ -22,7 +22,7 @@ import numpy as np
 
 from partial_rollout.core.sampling import SampleRequest
 from partial_rollout.core.sde_window import NO_WINDOW
-from partial_rollout.diffusion.actor import FlowGrpoActor, Group
+from partial_rollout.diffusion.groups import Group
 from partial_rollout.diffusion.prompts import to_ids
 from partial_rollout.errors import WaitTimeout
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from partial_rollout.diffusion.actor import FlowGrpoActor
     from partial_rollout.diffusion.config import DiffusionConfig
     from partial_rollout.diffusion.contract import Adapter
     from partial_rollout.diffusion.replicas import Replicas, Sampled
 
-Reward = "Callable[[Sequence[np.ndarray[Any, Any]], Sequence[str]], Sequence[float]]"
 SEED_LIMIT = 2**31
 
 
