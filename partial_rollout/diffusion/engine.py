@@ -18,8 +18,9 @@ BOUNDARY = "denoising_boundary"
 class HoldableEngine(DiffusionEngine):
     """Takes two calls of its own among those to the workers: AsyncOmni offers no other way to an engine.
 
-    HOLD    from now on no step starts; answered when none is running, with the names in `arrivals` that have not come
-            here yet and of all that have not begun. It must not wait for them: they would wait behind it
+    HOLD    from now on no step starts; answered when none is running, with the names in `arrivals` (of all requests
+            that were sent here and not answered) that have not come yet, and the names of all that have not begun.
+            It must not wait for the missing ones: they would wait behind it
     RELEASE steps go on
 
     The answer to HOLD is sure because the call behind it is worked off by the thread that takes the steps.

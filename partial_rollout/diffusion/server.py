@@ -147,7 +147,7 @@ class DiffusionServer:
         """
         self._require_stepwise()
         async with self._control:
-            await self._hold_engine(holder, [])
+            await self._hold_engine(holder, self._admission.in_flight_ids())
 
     async def release(self, holder: str = "update") -> None:
         """Go on taking steps, unless somebody else wants the engine held."""
