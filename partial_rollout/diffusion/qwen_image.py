@@ -50,7 +50,7 @@ class QwenImageRollout(QwenImagePipeline):
         if options.snapshot is None:
             self._start(state, options)
         else:
-            self._restore(state, unpack(options.snapshot, self.device))
+            self._restore(state, unpack(options.snapshot, self.device, options.name))
         state.txt_seq_lens = txt_seq_lens_from_embeds(state.prompt_embeds)
         state.negative_txt_seq_lens = txt_seq_lens_from_embeds(state.negative_prompt_embeds)
         state.prompt_embeds_mask = _full_mask(state.prompt_embeds)

@@ -62,7 +62,6 @@ def pack(state: SampleState) -> bytes:
         "window": [options.window.start, options.window.stop],
         "noise_level": options.noise_level,
         "sde_type": options.sde_type,
-        "name": options.name,
         "versions": sample.versions,
         "step_index": state.step_index,
         "height": state.height,
@@ -73,17 +72,17 @@ def pack(state: SampleState) -> bytes:
     return save(tensors, metadata={"header": json.dumps(header)})
 
 
-def unpack(data: bytes, device: torch.device) -> SampleState:
+def unpack(data: bytes, device: torch.device, name: str) -> SampleState:
     """The sample with its tensors on `device`; its generator is where it was.
+
+    `name` is that of the request which goes on: every attempt has a name of its own, and is found by it.
 
     Raises:
         DataError: no snapshot, one of another format, or one whose generator belongs to a device that is not here.
     """
     header, tensors = read_header(data), _load(data)
     generator = _generator(header["generator_device"], tensors.pop("generator"))
-    options = SampleOptions(
-        SdeWindow(*header["window"]), header["noise_level"], header["sde_type"], None, header["name"]
-    )
+    options = SampleOptions(SdeWindow(*header["window"]), header["noise_level"], header["sde_type"], None, name)
     sample = Sample(options, generator, versions=list(header["versions"]))
     for name in LISTS:
         stacked = tensors.pop(PREFIX[name], None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 
 import pytest
@@ -50,7 +51,7 @@ def test_continued_from_a_snapshot_it_is_the_same_walk(step):
     whole, start = begin()
     end = walk(whole, start, range(8))
     interrupted, start = begin()
-    saved = unpack(pack(state(interrupted, walk(interrupted, start, range(step)), step)), CPU)
+    saved = unpack(pack(state(interrupted, walk(interrupted, start, range(step)), step)), CPU, "r#1")
     resumed = walk(saved.sample, saved.tensors["latents"], range(saved.step_index, 8))
     assert torch.equal(resumed, end)
     assert saved.sample.versions == whole.versions == [0] * 4 + [1] * 4
@@ -60,10 +61,10 @@ def test_continued_from_a_snapshot_it_is_the_same_walk(step):
 
 def test_everything_else_comes_back():
     sample, latents = begin()
-    saved = unpack(pack(state(sample, latents, 0)), CPU)
+    saved = unpack(pack(state(sample, latents, 0)), CPU, "r#1")
     assert (saved.height, saved.width, saved.num_steps) == (16, 32, 8)
     assert (saved.do_true_cfg, saved.true_cfg_scale) == (True, 4.0)
-    assert saved.sample.options == sample.options
+    assert saved.sample.options == dataclasses.replace(sample.options, name="r#1")
     assert saved.tensors["prompt_embeds"].dtype == torch.bfloat16
     assert saved.sample.latents == []
 
@@ -77,9 +78,9 @@ def test_other_bytes_are_refused():
     data = pack(state(*begin(), 0))
     for wrong in (b"", b"abc", struct.pack("<Q", 4) + b"null", data[8:], data[:20]):
         with pytest.raises(DataError, match="no snapshot"):
-            unpack(wrong, CPU)
+            unpack(wrong, CPU, "r#1")
     with pytest.raises(DataError, match="damaged"):
-        unpack(data[:-4], CPU)
+        unpack(data[:-4], CPU, "r#1")
     with pytest.raises(DataError, match="format 2"):
         read_header(data.replace(b'\\"format\\": 1', b'\\"format\\": 2'))
 
@@ -87,7 +88,7 @@ def test_other_bytes_are_refused():
 def test_a_generator_of_a_device_that_is_not_here_is_named():
     data = pack(state(*begin(), 0)).replace(b'\\"generator_device\\": \\"cpu\\"', b'\\"generator_device\\": \\"xpu\\"')
     with pytest.raises(DataError, match="xpu generator.*generator_device=cpu"):
-        unpack(data, CPU)
+        unpack(data, CPU, "r#1")
 
 
 def test_what_is_outside_the_window_is_not_logged_but_versioned():
