@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,8 @@ class DiffusionServer:
         self._numbers = itertools.count()
         self._interrupted: dict[str, bytes | None] = {}
         self._version = self._num_finished = self._num_interrupted = 0
+        # Inherited, it would be the port of every server on this machine.
+        os.environ.pop("MASTER_PORT", None)
         self._omni = AsyncOmni(
             model=options.model_path,
             dtype=options.dtype,

@@ -51,6 +51,7 @@ class FakeOmni:
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
         if method == HOLD:
+            self.expected = kwargs["arrivals"]
             self.late -= 1
             if self.late < 0:
                 self.here = set(self.queues)
@@ -150,6 +151,7 @@ async def test_after_a_drain_requests_park_until_the_server_resumes(server):
 async def test_an_update_in_place_leaves_requests_alone(server):
     [task] = await start(server, "r")
     await server.hold()
+    assert FakeOmni.instance.expected == ["r#0"]  # else a later drain would take it for a request that never came
     await server.receive_weights(1, 5.0)
     await server.release()
     assert FakeOmni.instance.calls == [HOLD, "receive_weights", RELEASE]
