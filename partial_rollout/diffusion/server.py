@@ -187,13 +187,13 @@ class DiffusionServer:
         """
         async with self._control:
             self._weights.require_receivable(ENGINE_NAME)
-            self._weights.begun(f"the update to version {version}")
+            self._weights.begun(version, f"the update to version {version}")
             try:
                 await self._call("receive_weights", timeout_s, version=version, timeout_s=timeout_s)
             except (EngineError, WaitTimeout) as error:
-                self._weights.failed(str(error))
+                self._weights.failed(str(error), version)
                 raise WeightUpdateError(f"version {version} did not reach {ENGINE_NAME}: {error}") from error
-            self._weights.succeeded()
+            self._weights.succeeded(version)
             self._version = version
             return version
 
