@@ -91,6 +91,14 @@ def test_a_generator_of_a_device_that_is_not_here_is_named():
         unpack(data, CPU, "r#1")
 
 
+def test_the_log_begins_with_the_latents_before_the_window():
+    sample, start = begin()
+    before = walk(sample, start, range(2))
+    walk(sample, before, range(2, 8))
+    assert len(sample.latents) == len(WINDOW) + 1
+    assert torch.equal(sample.latents[0], before)
+
+
 def test_what_is_outside_the_window_is_not_logged_but_versioned():
     sample, latents = begin(SdeWindow(3, 3))
     walk(sample, latents, range(8))
