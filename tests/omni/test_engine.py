@@ -121,9 +121,11 @@ async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
     await asyncio.to_thread(reached.wait, CALL_S)
     assert await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"]) == {"missing": [], "unstarted": []}
     [taken] = await call(engine, "take")
-    for name in taken:
-        engine.abort_queue.put(name)  # as `abort` does, before the loop has woken
-    await call(engine, RELEASE)
+    await call(engine, "boundary")
+    with engine._cv:  # the loop sleeps or stands before its schedule, and sees both at once
+        for name in taken:
+            engine.abort_queue.put(name)
+        engine.collective_rpc(RELEASE)
     new = start(engine, "new")
     assert (await asyncio.wait_for(new, CALL_S)).output == "new"
     outputs = await asyncio.wait_for(asyncio.gather(*tasks), CALL_S)
