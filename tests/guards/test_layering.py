@@ -15,6 +15,8 @@ CONTRACTS = ("types", "errors", "config")
 ROOMS_WITH = {
     "verl": {"integrations", "rollout", "weights", "train", "agent_loop", "diffusion", "run", "main_ppo"},
     "vllm": {"integrations", "rollout", "weights"},
+    "vllm_omni": {"integrations", "diffusion"},
+    "diffusers": {"diffusion", "run"},
 }
 HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy", "omegaconf", "asyncio")
 
@@ -56,6 +58,7 @@ def test_imports_point_inward():
         ("runtime/x.py", "import verl.utils"),
         ("train/x.py", "from vllm import LLM"),
         ("observability/x.py", "import vllm"),
+        ("rollout/x.py", "import vllm_omni.diffusion"),
     ],
 )
 def test_the_guard_sees_it(path: str, text: str):

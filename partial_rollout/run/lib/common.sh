@@ -18,7 +18,7 @@ setting() {
   SETTINGS+=("$(printf '  %-24s %s (%s)' "$name" "$meaning" "$default")")
 }
 
-setting PARTIAL_ROLLOUT 1 "0 runs verl's sync trainer on the same settings"
+setting PARTIAL_ROLLOUT 1 "0 runs the baseline on the same settings: verl's sync trainer, or whole requests for images"
 setting PARTIAL_ROLLOUT_DRY_RUN 0 "1 prints the command instead of running it"
 
 fail() {

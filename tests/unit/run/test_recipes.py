@@ -15,8 +15,8 @@ from partial_rollout.mode import is_enabled, read_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "partial_rollout" / "run"
-RECIPES = sorted(path.name for path in RUN.glob("run_*.sh") if not path.stem.endswith("_baseline"))
-ALL = sorted(path.name for path in RUN.glob("run_*.sh"))
+ALL = sorted(path.name for path in RUN.glob("run_*.sh") if "image" not in path.stem)
+RECIPES = [name for name in ALL if not name.endswith("_baseline.sh")]
 FLAG = "+async_training.partial_rollout=True"
 HOME = "/somebody/home"
 PRIVATE_PATH = re.compile(r"(?<![\w~}])/(root|work|home|mnt|data|Users|scratch)/")

@@ -1,0 +1,196 @@
+"""What do step-wise execution and interruptions between denoise steps cost and save?
+
+Three servers on the tiny Qwen-Image, in processes of their own, take turns in every round: whole requests one by one,
+whole requests batched, and step-wise. First all images are asked for at once, then at random times (the same for all).
+Then the step-wise server's images are interrupted once, half-way: held in place, by snapshot, or started anew.
+
+    make setup-omni
+    .venv-cpu/omni/bin/python -m benchmarks.bench_diffusion --rounds 7 --json benchmarks/results/bench_diffusion.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import circumstances, store
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+MODES = {
+    "whole, one by one": {"step_execution": False, "max_num_seqs": 1},
+    "whole, batched": {"step_execution": False, "max_num_seqs": 8},
+    "step-wise": {"step_execution": True, "max_num_seqs": 8},
+}
+WAYS = ("not interrupted", "hold", "snapshot", "regenerate")
+SIZE, PATCH = 64, 8
+START_S = 240.0
+
+
+def start_servers(model: Path) -> dict[str, Any]:
+    """One actor for each mode."""
+    import ray
+
+    from partial_rollout.core.sampling import SamplingLimits
+    from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+    from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
+
+    servers = {}
+    for mode, how in MODES.items():
+        options = ServerOptions(
+            model_path=str(model),
+            adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=how["step_execution"]),
+            limits=SamplingLimits(sizes=((SIZE, SIZE),), multiple=PATCH, max_steps=100),
+            dtype="float32",
+            max_num_seqs=how["max_num_seqs"],
+        )
+        servers[mode] = ray.remote(DiffusionServer).options(max_concurrency=1000).remote(options)
+    ray.get([server.statistics.remote() for server in servers.values()], timeout=START_S)
+    return servers
+
+
+def make_requests(number: int, steps: int) -> list[Any]:
+    """Requests with prompts of unlike lengths."""
+    from partial_rollout.core.sampling import SampleRequest
+    from partial_rollout.core.sde_window import SdeWindow
+
+    return [
+        SampleRequest(
+            request_id=f"r{index}",
+            prompt_ids=tuple(range(10, 190 + 5 * (index % 8))),
+            seed=index,
+            height=SIZE,
+            width=SIZE,
+            num_steps=steps,
+            window=SdeWindow(0, 2),
+            noise_level=0.7,
+        )
+        for index in range(number)
+    ]
+
+
+async def generate(server: Any, requests: list[Any], arrivals_s: list[float]) -> dict[str, float]:
+    """Ask for each image at its time; images per second and what a caller waits for one."""
+    started_s = time.perf_counter()
+
+    async def one(request: Any, arrival_s: float) -> float:
+        await asyncio.sleep(max(0.0, started_s + arrival_s - time.perf_counter()))
+        asked_s = time.perf_counter()
+        await server.generate.remote(request)
+        return time.perf_counter() - asked_s
+
+    waits = await asyncio.gather(*(one(*pair) for pair in zip(requests, arrivals_s, strict=True)))
+    elapsed_s = time.perf_counter() - started_s
+    rate = len(requests) / elapsed_s
+    return {"images_per_s": rate, "wait_median_s": statistics.median(waits), "wait_max_s": max(waits)}
+
+
+async def interrupted(server: Any, requests: list[Any], way: str, after_s: float) -> dict[str, float]:
+    """Interrupt all requests once; seconds until all are done, and the denoise steps that were thrown away."""
+    started_s = time.perf_counter()
+    tasks = [asyncio.ensure_future(to_future(server.generate.remote(request))) for request in requests]
+    await asyncio.sleep(after_s)
+    stop: Any = server.hold if way == "hold" else server.drain
+    go_on: Any = server.release if way == "hold" else server.resume
+    wasted, pause_s = 0, 0.0
+    if way != "not interrupted":
+        begun_s = time.perf_counter()
+        await stop.remote()
+        await go_on.remote()
+        pause_s = time.perf_counter() - begun_s
+    outcomes = await asyncio.gather(*tasks)
+    if way in ("snapshot", "regenerate"):
+        again = [(item, out) for item, out in zip(requests, outcomes, strict=True) if hasattr(out, "snapshot")]
+        wasted = sum(out.step_index for _, out in again) if way == "regenerate" else 0
+        kept = [item.resumed_from(out.snapshot if way == "snapshot" else None) for item, out in again]
+        await asyncio.gather(*(to_future(server.generate.remote(request)) for request in kept))
+    return {"seconds": time.perf_counter() - started_s, "pause_s": pause_s, "wasted_steps": wasted}
+
+
+async def to_future(reference: Any) -> Any:
+    """An object reference as a coroutine."""
+    return await reference
+
+
+async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; every number of every round."""
+    requests = make_requests(options.images, options.steps)
+    clock, arrivals_s = random.Random(0), [0.0]
+    while len(arrivals_s) < len(requests):
+        arrivals_s.append(arrivals_s[-1] + clock.expovariate(1 / options.gap_s))
+    together = make_requests(MODES["step-wise"]["max_num_seqs"], options.steps)
+    found: dict[str, Any] = {"at_once": {}, "spread": {}, "interrupted": {}}
+    server, after_s = servers["step-wise"], 0.0
+    for number in range(options.rounds + 1):
+        for scenario, times_s in (("at_once", [0.0] * len(requests)), ("spread", arrivals_s)):
+            for mode in MODES:
+                row = await generate(servers[mode], requests, times_s)
+                found[scenario].setdefault(mode, []).append(row)
+        for way in WAYS:
+            row = await interrupted(server, together, way, after_s)
+            found["interrupted"].setdefault(way, []).append(row)
+            if way == "not interrupted":
+                after_s = row["seconds"] / 2
+        print(f"round {number} of {options.rounds}" + (" (warm-up, not counted)" if number == 0 else ""), flush=True)
+    return {name: {key: rows[1:] for key, rows in block.items()} for name, block in found.items()}
+
+
+def summary(rounds: dict[str, Any]) -> dict[str, Any]:
+    """Median, least and most over rounds of every number."""
+    return {
+        name: {
+            key: {
+                field: [statistics.median(values), min(values), max(values)]
+                for field in rows[0]
+                for values in [[row[field] for row in rows]]
+            }
+            for key, rows in block.items()
+        }
+        for name, block in rounds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--gap-s", type=float, default=0.1, help="mean time between arrivals, when they are spread")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+
+    import ray
+
+    from partial_rollout.run.tiny_qwen_image.make_checkpoint import make_checkpoint
+
+    result = circumstances(options)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        servers = start_servers(Path(folder))
+        rounds = asyncio.run(measure(servers, options))
+        ray.get([server.shutdown.remote() for server in servers.values()], timeout=START_S)
+        ray.shutdown()
+    result |= {"summary": summary(rounds), "rounds": rounds}
+    for name, block in result["summary"].items():
+        for key, fields in block.items():
+            print(name, key, {field: round(values[0], 4) for field, values in fields.items()}, sep=" | ")
+    store(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

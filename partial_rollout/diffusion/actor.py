@@ -1,0 +1,121 @@
+"""The model in training: advantages, the clipped loss over SDE steps, and the weights that are sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from partial_rollout.diffusion.groups import advantages
+from partial_rollout.diffusion.policy import StepBatch, log_probs, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from partial_rollout.diffusion.config import DiffusionConfig
+    from partial_rollout.diffusion.groups import Group
+    from partial_rollout.diffusion.result import SampleResult
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+class FlowGrpoActor:
+    """diffusers' transformer with its optimizer (Flow-GRPO, arXiv 2505.05470)."""
+
+    def __init__(self, config: DiffusionConfig, patch: int) -> None:
+        """Load the transformer; `patch` is how many pixels a latent token's side has."""
+        self._config, self._patch = config, patch
+        model, actor = config.model, config.actor
+        self.device = torch.device(actor.device)
+        dtype = getattr(torch, model.dtype)
+        self.transformer: Any = QwenImageTransformer2DModel.from_pretrained(
+            model.path, subfolder="transformer", torch_dtype=dtype
+        )
+        self.transformer.to(self.device)
+        if actor.gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
+        if model.lora_rank:
+            self._add_lora()
+        trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=actor.lr, weight_decay=actor.weight_decay)
+
+    def update(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One training step on whole groups; return its metrics."""
+        algorithm, rollout = self._config.algorithm, self._config.rollout
+        results = [result for group in groups for result in group.results]
+        batch = steps_of(
+            results,
+            patch=self._patch,
+            noise_level=algorithm.noise_level,
+            sde_type=algorithm.sde_type,
+            true_cfg_scale=rollout.true_cfg_scale,
+        )
+        per_sample = advantages([group.rewards for group in groups], algorithm.max_advantage)
+        gains = per_sample.repeat_interleave(torch.tensor([len(result.window) for result in results]))
+        sampled = torch.cat([_known(result) for result in results])
+        with torch.no_grad():
+            old = torch.cat([log_probs(self.transformer, part).cpu() for part, _ in self._parts(batch, 0, len(batch))])
+        # Under the weights that are trained now, against those that sampled, which are older for resumed samples.
+        weights = torch.exp(old - sampled).clamp(max=algorithm.rollout_is_threshold)
+        losses = [
+            self._optimize(batch, begin, end, gains=gains * weights, old=old)
+            for begin, end in self._mini_batches(batch)
+        ]
+        return {
+            "actor/loss": float(np.mean([loss for loss, _ in losses])),
+            "actor/grad_norm": float(np.mean([norm for _, norm in losses])),
+            "actor/rollout_ratio_deviation": float((torch.exp(old - sampled) - 1).abs().max()),
+        }
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight by its name in the checkpoint; adapters are merged while they are read."""
+        if self._config.model.lora_rank:
+            self.transformer.fuse_lora()
+        try:
+            for name, tensor in self.transformer.state_dict().items():
+                if "lora_" not in name:
+                    yield name.replace(".base_layer.", "."), tensor.detach()
+        finally:
+            if self._config.model.lora_rank:
+                self.transformer.unfuse_lora()
+
+    def _add_lora(self) -> None:
+        from peft import LoraConfig
+
+        model = self._config.model
+        self.transformer.requires_grad_(False)
+        self.transformer.add_adapter(
+            LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=list(LORA_TARGETS))
+        )
+
+    def _optimize(
+        self, batch: StepBatch, begin: int, end: int, *, gains: torch.Tensor, old: torch.Tensor
+    ) -> tuple[float, float]:
+        """One optimizer step on steps `begin` to `end`; return its loss and the norm of its gradient."""
+        clip, total = self._config.algorithm.clip_ratio, 0.0
+        self._optimizer.zero_grad(set_to_none=True)
+        for part, rows in self._parts(batch, begin, end):
+            gain = gains[rows].to(self.device)
+            ratio = torch.exp(log_probs(self.transformer, part) - old[rows].to(self.device))
+            loss = -torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain).sum() / (end - begin)
+            loss.backward()
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.transformer.parameters(), self._config.actor.max_grad_norm)
+        self._optimizer.step()
+        return total, float(norm)
+
+    def _mini_batches(self, batch: StepBatch) -> list[tuple[int, int]]:
+        bounds = np.linspace(0, len(batch), self._config.actor.num_mini_batches + 1).astype(int)
+        return [(int(begin), int(end)) for begin, end in zip(bounds[:-1], bounds[1:], strict=True) if end > begin]
+
+    def _parts(self, batch: StepBatch, begin: int, end: int) -> Iterator[tuple[StepBatch, slice]]:
+        """Micro-batches."""
+        for first in range(begin, end, self._config.actor.micro_batch_size):
+            last = min(first + self._config.actor.micro_batch_size, end)
+            yield batch.rows(first, last), slice(first, last)
+
+
+def _known(result: SampleResult) -> torch.Tensor:
+    return torch.zeros(0) if result.log_probs is None else result.log_probs

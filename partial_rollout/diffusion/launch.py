@@ -1,0 +1,126 @@
+"""Starts what a diffusion job consists of: Ray, the servers, the training model."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from huggingface_hub import snapshot_download
+from transformers import Qwen2Tokenizer
+
+from partial_rollout.core.sampling import SamplingLimits
+from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.contract import resolve
+from partial_rollout.diffusion.job import DiffusionJob
+from partial_rollout.diffusion.prompts import read_prompts
+from partial_rollout.diffusion.replicas import Replicas
+from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
+from partial_rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from partial_rollout.diffusion.config import DiffusionConfig
+    from partial_rollout.diffusion.contract import Adapter
+
+MAX_CONCURRENCY = 10_000
+"""Calls in one server at the same time: parked and running requests, and the control calls that must get through."""
+CONTROL_TIMEOUT_S = 120.0
+MAX_STEPS = 200
+
+
+@contextmanager
+def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
+    """A job on servers that run; they are gone on exit.
+
+    Raises:
+        ConfigError: the algorithm, the reward, or a file of the model is not there.
+        DataError: there are no prompts.
+    """
+    reward, prompts = load_function(config.trainer.reward), read_prompts(config.data.prompts)
+    adapter = resolve(config.model.architecture, config.algorithm.name, step_execution=config.rollout.step_execution)
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(config.model.path))
+    patch = pixels_per_token(folder)
+    started_here = not ray.is_initialized()
+    if started_here:
+        ray.init(include_dashboard=False, log_to_driver=False)
+    servers: list[Any] = []
+    try:
+        servers += _start_servers(config, adapter, patch)
+        replicas = Replicas(
+            servers, workers_per_server=max(1, config.rollout.gpus_per_server), timeout_s=CONTROL_TIMEOUT_S
+        )
+        yield DiffusionJob(
+            config,
+            adapter=adapter,
+            replicas=replicas,
+            actor=FlowGrpoActor(config, patch),
+            tokenizer=Qwen2Tokenizer.from_pretrained(folder / "tokenizer"),
+            prompts=prompts,
+            reward=reward,
+        )
+    finally:
+        _stop(servers)
+        if started_here:
+            ray.shutdown()
+
+
+def load_function(path: str) -> Any:
+    """What an import path `package.module.function` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.reward={path!r} cannot be imported ({error}): must be the import path of a function"
+        ) from error
+
+
+def pixels_per_token(folder: Path) -> int:
+    """Pixels of the side of a latent token: what the VAE halves, and the transformer's patch of 2.
+
+    Raises:
+        ConfigError: the folder has no VAE.
+    """
+    path = folder / "vae" / "config.json"
+    try:
+        vae = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model.path: {path} cannot be read ({error}): a pipeline of diffusers is needed") from error
+    return 2 ** len(vae["temperal_downsample"]) * 2
+
+
+def _start_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> list[Any]:
+    """Servers that have answered."""
+    rollout = config.rollout
+    options = ServerOptions(
+        model_path=config.model.path,
+        adapter=adapter,
+        limits=SamplingLimits(sizes=((rollout.height, rollout.width),), multiple=patch, max_steps=MAX_STEPS),
+        dtype=config.model.dtype,
+        max_num_seqs=rollout.max_num_seqs,
+        num_gpus=max(1, rollout.gpus_per_server),
+    )
+    actor_class: Any = ray.remote(DiffusionServer).options(
+        num_cpus=1, num_gpus=rollout.gpus_per_server, max_concurrency=MAX_CONCURRENCY
+    )
+    servers = [actor_class.remote(options) for _ in range(rollout.num_servers)]
+    ray.get([server.statistics.remote() for server in servers], timeout=config.trainer.timeout_s)
+    return servers
+
+
+def _stop(servers: list[Any]) -> None:
+    ended = [server.shutdown.remote() for server in servers]
+    ray.wait(ended, num_returns=len(ended), timeout=CONTROL_TIMEOUT_S) if ended else None
+    for server in servers:
+        ray.kill(server)

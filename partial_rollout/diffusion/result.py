@@ -1,0 +1,65 @@
+"""A finished image with its trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from partial_rollout.core.sde_window import SdeWindow
+from partial_rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm_omni.outputs import OmniRequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """What a server answers; tensors are on the CPU. K is the number of SDE steps, N that of all steps."""
+
+    request_id: str
+    image: np.ndarray[Any, Any]
+    """[H, W, 3], uint8."""
+    final: torch.Tensor
+    """[1, T, C], fp32: the latents that the image was decoded from."""
+    window: SdeWindow
+    latents: torch.Tensor | None
+    """[K + 1, T, C], fp32: before the window and after each of its steps; None for an empty window, as the next two."""
+    log_probs: torch.Tensor | None
+    """[K], fp32, of the rollout."""
+    timesteps: torch.Tensor | None
+    """[K], fp32."""
+    sigmas: torch.Tensor
+    """[N + 1], fp32."""
+    versions: tuple[int, ...]
+    """Weight version that predicted each of the N steps."""
+    prompt_embeds: torch.Tensor
+    """[1, L, D], without padding."""
+    negative_prompt_embeds: torch.Tensor | None
+    """[1, L', D], with guidance only."""
+
+
+def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
+    """Read vllm-omni's output.
+
+    Raises:
+        EngineError: it holds no image; the message has its error.
+    """
+    trajectory = (output.multimodal_output or {}).get("trajectory")
+    if not output.images or trajectory is None:
+        raise EngineError(f"request {request_id!r} came back without an image: {getattr(output, 'error', None)}")
+    return SampleResult(
+        request_id=request_id,
+        image=np.asarray(output.images[0]),
+        final=trajectory["final"],
+        window=SdeWindow(*trajectory["window"]),
+        latents=trajectory["latents"],
+        log_probs=trajectory["log_probs"],
+        timesteps=trajectory["timesteps"],
+        sigmas=trajectory["sigmas"],
+        versions=tuple(trajectory["versions"]),
+        prompt_embeds=trajectory["prompt_embeds"],
+        negative_prompt_embeds=trajectory.get("negative_prompt_embeds"),
+    )

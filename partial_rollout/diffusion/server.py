@@ -1,0 +1,298 @@
+"""One replica: AsyncOmni behind the gate of the text replicas, with the same words for interrupting it.
+
+Two ways to interrupt the requests between denoise steps:
+
+    hold / release           in place: requests stay in the engine's memory; for updates of weights alone
+    drain / resume           out of it: each request comes back as a snapshot, and new ones park at the gate; for
+                             releasing the engine's memory and moving requests to another replica
+
+Everything runs on one event loop; AsyncOmni keeps its engine and the thread of the denoise steps behind queues.
+
+| waits                       | for                                   | unblocked by                          |
+|-----------------------------|---------------------------------------|---------------------------------------|
+| generate                    | the gate, the image                   | resume; a denoise step, drain's abort |
+| hold, drain                 | arrivals, the end of the running step | the engine, `timeout_s`               |
+| receive_weights             | the sender                            | the channel's `timeout_s`             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from partial_rollout.core.engine_weights import EngineWeights
+from partial_rollout.core.hold import Hold
+from partial_rollout.core.sampling import Interrupted, SampleRequest
+from partial_rollout.diffusion.engine import HOLD, RELEASE
+from partial_rollout.diffusion.result import SampleResult, to_result
+from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
+from partial_rollout.diffusion.snapshot import read_header
+from partial_rollout.errors import DrainTimeout, EngineError, WaitTimeout, WeightUpdateError
+from partial_rollout.rollout.admission import Admission
+from partial_rollout.weights.directory import ChannelDirectory
+from partial_rollout.weights.shared_slots import remove_abandoned_segments
+
+if TYPE_CHECKING:
+    from partial_rollout.core.gate import GateStatistics
+    from partial_rollout.core.sampling import SamplingLimits
+    from partial_rollout.diffusion.contract import Adapter
+    from partial_rollout.weights.directory import ChannelAddress
+
+ENGINE_NAME = "the diffusion engine"
+WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
+DRAIN = "drain"
+SLACK_S = 5.0
+"""Bounded calls to the engine bound themselves; this much later the wait for their answer ends as well."""
+
+ARRIVAL_INTERVAL_S = 0.01
+"""AsyncOmni does not tell when a request has reached the engine; a drain that overtook one asks again so much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What one server is started with."""
+
+    model_path: str
+    adapter: Adapter
+    limits: SamplingLimits
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 8
+    """Requests that share a batch."""
+    num_gpus: int = 1
+    engine_backend: str = "partial_rollout.diffusion.engine.HoldableEngine"
+    """Import path of the engine class."""
+    timeout_s: float = 60.0
+    """Of a hold, a drain or a release."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """Counts of one server at one moment."""
+
+    gate: GateStatistics
+    version: int
+    """Weight version the engine holds."""
+    holders: list[str]
+    """Who wants the engine held."""
+    num_finished: int
+    num_interrupted: int
+    last_drain_s: float
+
+
+class DiffusionServer:
+    """Plain class; becomes an actor where it is created. Used from one event loop."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        """Start the engine, which takes seconds to minutes."""
+        self.options = options
+        self._channels = ChannelDirectory()
+        remove_abandoned_segments()
+        self._channels.address.export()
+        self._weights, self._hold, self._admission = EngineWeights(), Hold(), Admission()
+        self._control = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._interrupted: dict[str, bytes | None] = {}
+        self._version = self._num_finished = self._num_interrupted = 0
+        # Inherited, it would be the port of every server on this machine.
+        os.environ.pop("MASTER_PORT", None)
+        self._omni = AsyncOmni(
+            model=options.model_path,
+            dtype=options.dtype,
+            enforce_eager=options.dtype == "float32",
+            step_execution=options.adapter.stepwise,
+            max_num_seqs=options.max_num_seqs,
+            num_gpus=options.num_gpus,
+            custom_pipeline_args={"pipeline_class": options.adapter.pipeline},
+            engine_backend=options.engine_backend,
+            worker_extension_cls=WORKER_EXTENSION,
+        )
+
+    async def generate(self, request: SampleRequest) -> SampleResult | Interrupted:
+        """Generate one image; a request that is interrupted comes back with where to go on.
+
+        Raises:
+            DataError: the request would break the batch it shares.
+            EngineError: the engine failed, or holds half an update.
+        """
+        self.options.limits.check(request)
+        name = f"{request.request_id}#{next(self._numbers)}"
+        ticket = await self._admission.enter(name)
+        if ticket is None:
+            raise EngineError(f"request {request.request_id!r} was turned away: {ENGINE_NAME} is shutting down")
+        epoch = self._admission.epoch
+        try:
+            self._weights.require_whole(ENGINE_NAME)
+            self._admission.arrived(ticket)
+            output = await self._run(name, request)
+        finally:
+            interrupted = name in self._interrupted
+            snapshot = self._interrupted.pop(name, None)
+            self._admission.leave(ticket)
+        if interrupted:
+            self._num_interrupted += 1
+            kept = snapshot or request.snapshot
+            return Interrupted(kept, read_header(kept)["step_index"] if kept else 0, epoch)
+        self._num_finished += 1
+        return to_result(request.request_id, output)
+
+    async def hold(self, holder: str = "update") -> None:
+        """Stop taking denoise steps, in place; requests stay where they are, new ones wait in the engine.
+
+        Raises:
+            WaitTimeout: the running step did not end in time.
+        """
+        self._require_stepwise()
+        async with self._control:
+            await self._hold_engine(holder, self._admission.in_flight_ids())
+
+    async def release(self, holder: str = "update") -> None:
+        """Go on taking steps, unless somebody else wants the engine held."""
+        async with self._control:
+            await self._release_engine(holder)
+
+    async def drain(self) -> list[str]:
+        """Close the gate and interrupt every request; return their names. Afterwards the engine holds none.
+
+        Raises:
+            DrainTimeout: some are still there after `timeout_s`; names them. The gate stays shut.
+        """
+        self._require_stepwise()
+        async with self._control:
+            return await self._admission.close_and_drain(self._interrupt_all, self.options.timeout_s)
+
+    async def resume(self) -> None:
+        """Let the engine run and open the gate.
+
+        Raises:
+            IllegalTransition: a drain has not finished.
+            EngineDead: the engine holds half an update.
+        """
+        async with self._control:
+            self._weights.require_settled(ENGINE_NAME)
+            await self._release_engine(DRAIN)
+            self._admission.open_nowait()
+
+    async def receive_weights(self, version: int, timeout_s: float) -> int:
+        """Receive one whole update by the channel to each worker; later steps carry `version`.
+
+        Raises:
+            WeightUpdateError: it did not arrive whole; from now on the engine refuses requests.
+        """
+        async with self._control:
+            self._weights.require_receivable(ENGINE_NAME)
+            self._weights.begun(version, f"the update to version {version}")
+            try:
+                await self._call("receive_weights", timeout_s, version=version, timeout_s=timeout_s)
+            except (EngineError, WaitTimeout) as error:
+                self._weights.failed(str(error), version)
+                raise WeightUpdateError(f"version {version} did not reach {ENGINE_NAME}: {error}") from error
+            self._weights.succeeded(version)
+            self._version = version
+            return version
+
+    def weight_channel(self) -> ChannelAddress:
+        """Where a sender meets this server's workers."""
+        return self._channels.address
+
+    def statistics(self) -> ServerStatistics:
+        """Counts."""
+        return ServerStatistics(
+            gate=self._admission.statistics(),
+            version=self._version,
+            holders=self._hold.holders,
+            num_finished=self._num_finished,
+            num_interrupted=self._num_interrupted,
+            last_drain_s=self._admission.last_drain_s,
+        )
+
+    def shutdown(self) -> None:
+        """Turn away who waits, end the engine."""
+        self._admission.reject()
+        self._omni.shutdown()
+        self._channels.remove()
+
+    async def _run(self, name: str, request: SampleRequest) -> Any:
+        output = None
+        async for item in self._omni.generate(_prompt(request), _sampling_params(name, request), name):
+            output = item
+        if output is None:
+            raise EngineError(f"{ENGINE_NAME} ended request {request.request_id!r} without an answer")
+        return output
+
+    async def _interrupt_all(self) -> None:
+        """Take every request out of the engine; those that were done by then end by themselves."""
+        names = [name for name in self._admission.in_flight_ids() if name not in self._interrupted]
+        unstarted = await self._hold_engine(DRAIN, names)
+        taken: dict[str, bytes] = await self._call("take_samples", self.options.timeout_s)
+        self._interrupted.update(dict.fromkeys(unstarted))
+        self._interrupted.update(taken)
+        await self._omni.abort([name for name in names if name in self._interrupted])
+
+    async def _hold_engine(self, holder: str, arrivals: list[str]) -> list[str]:
+        """Hold, and see all of `arrivals` come in; return the names of the requests that have not begun."""
+        self._hold.hold(holder)
+        deadline_s = time.monotonic() + self.options.timeout_s
+        while (answer := await self._call(HOLD, self.options.timeout_s, arrivals=arrivals))["missing"]:
+            if time.monotonic() > deadline_s:
+                raise DrainTimeout(f"{ENGINE_NAME} never got the requests {answer['missing']}, which were sent to it")
+            await asyncio.sleep(ARRIVAL_INTERVAL_S)
+        self._hold.boundary()
+        return answer["unstarted"]
+
+    async def _release_engine(self, holder: str) -> None:
+        if self._hold.release(holder):
+            await self._call(RELEASE, self.options.timeout_s)
+
+    async def _call(self, method: str, limit_s: float, **kwargs: Any) -> Any:
+        """The first worker's answer to a call to all, or the engine's own.
+
+        Raises:
+            EngineError: a worker reports a failure.
+            WaitTimeout: no answer in time.
+        """
+        call = self._omni.collective_rpc(method, timeout=limit_s, kwargs=kwargs)
+        try:
+            [answer] = await asyncio.wait_for(call, limit_s + SLACK_S)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
+            raise WaitTimeout(f"{ENGINE_NAME} has not answered {method!r} within {limit_s + SLACK_S:g} s") from None
+        reports = answer if isinstance(answer, list) else [answer]
+        for report in reports:
+            error = getattr(report, "error", None) or (report.get("error") if isinstance(report, dict) else None)
+            if error:
+                raise EngineError(f"{method!r} failed in {ENGINE_NAME}: {error}")
+        return getattr(reports[0], "value", reports[0])
+
+    def _require_stepwise(self) -> None:
+        if not self.options.adapter.stepwise:
+            raise EngineError(
+                f"{ENGINE_NAME} runs whole requests and cannot be interrupted between denoise steps "
+                "(set rollout.step_execution=true)"
+            )
+
+
+def _prompt(request: SampleRequest) -> Any:
+    prompt: dict[str, Any] = {"prompt": "", "prompt_token_ids": list(request.prompt_ids)}
+    if request.negative_ids is not None:
+        prompt |= {"negative_prompt": "", "negative_prompt_token_ids": list(request.negative_ids)}
+    return prompt
+
+
+def _sampling_params(name: str, request: SampleRequest) -> OmniDiffusionSamplingParams:
+    options = SampleOptions(request.window, request.noise_level, request.sde_type, request.snapshot, name)
+    return OmniDiffusionSamplingParams(
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.num_steps,
+        seed=request.seed,
+        # A generator on the CPU draws the same noise everywhere, and its state can go to any replica.
+        generator_device="cpu",
+        true_cfg_scale=request.true_cfg_scale,
+        extra_args={OPTIONS_KEY: options},
+    )

@@ -1,0 +1,88 @@
+"""Runs inside vllm-omni's workers: snapshots of the requests there, and new weights.
+
+No method raises: an exception in a call to the workers ends the thread that all calls go through. What went wrong is
+returned instead, as a `Report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from partial_rollout.diffusion.qwen_image import sample_of
+from partial_rollout.diffusion.snapshot import pack
+from partial_rollout.diffusion.worker_channel import channel_name
+from partial_rollout.errors import WeightMismatch
+from partial_rollout.weights.directory import ChannelAddress
+from partial_rollout.weights.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+PREFIX = "transformer."
+"""Of the trained component's parameters in the pipeline."""
+NUM_NAMED_PARAMETERS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """A worker's answer."""
+
+    value: Any = None
+    error: str | None = None
+    """Class and message of what went wrong; None: nothing did."""
+
+
+class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
+    """Mixed into vllm-omni's DiffusionWorker."""
+
+    model_runner: Any
+    rank: int
+
+    def denoising_boundary(self) -> None:
+        """Nothing; its answer says that no denoise step is running."""
+
+    def take_samples(self) -> Report:
+        """Snapshots by request name of all that have begun; their state here is gone then, as before they came."""
+        return _reported(self._take_samples)
+
+    def receive_weights(self, *, version: int, timeout_s: float) -> Report:
+        """One whole update of the transformer by our channel; the steps after it carry `version`."""
+        return _reported(lambda: self._receive(version, timeout_s))
+
+    def _take_samples(self) -> dict[str, bytes]:
+        runner = self.model_runner
+        states = [state for state in runner.state_cache.values() if state.latents is not None]
+        packed = {sample_of(state).options.name: pack(runner.pipeline.state_of(state)) for state in states}
+        runner.state_cache.clear()
+        return packed
+
+    def _receive(self, version: int, timeout_s: float) -> int:
+        pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()
+        channel = channel_name(self.rank)
+        receiver = WeightReceiver(address, channel, round=version, timeout_s=timeout_s, device=pipeline.device)
+        with receiver, torch.no_grad():
+            loaded = pipeline.load_weights(_under_prefix(receiver))
+        expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}
+        missing = sorted(expected - loaded)
+        if missing:
+            named = ", ".join(missing[:NUM_NAMED_PARAMETERS])
+            raise WeightMismatch(f"{len(missing)} of {len(expected)} parameters were not sent: {named}")
+        pipeline.weight_version = version
+        return version
+
+
+def _under_prefix(receiver: WeightReceiver) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in receiver.tensors():
+        yield PREFIX + name, tensor
+
+
+def _reported(call: Callable[[], Any]) -> Report:
+    try:
+        return Report(value=call())
+    except Exception as error:  # noqa: BLE001 - raised again by whoever asked, see the head of this file
+        return Report(error=f"{type(error).__name__}: {error}")

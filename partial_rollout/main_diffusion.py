@@ -1,0 +1,79 @@
+"""`python -m partial_rollout.main_diffusion`: FlowGRPO or MixGRPO of an image model (configs/diffusion.yaml)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import OmegaConf
+
+from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.errors import UserError
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.diffusion.config import TrainerConfig
+    from partial_rollout.diffusion.job import DiffusionJob
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+METRICS = "metrics.jsonl"
+
+
+@hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
+def main(config: DictConfig) -> None:
+    """Train; a mistake of the user's is one line and exit code 2."""
+    try:
+        settings = DiffusionConfig.from_mapping(read_block(config))
+        from partial_rollout.diffusion.launch import launched
+
+        folder = Path(settings.trainer.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with launched(settings) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
+            asyncio.run(train(job, settings.trainer, metrics_file))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_block(config: DictConfig) -> dict[str, Any]:
+    """The composed configuration as plain values; what is missing is named by OmegaConf."""
+    block: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return block
+
+
+async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO) -> None:
+    """All steps, with the pictures before and after and a line of metrics for each step."""
+    from partial_rollout.diffusion.pictures import save_grid
+
+    folder = Path(trainer.output_dir)
+    if trainer.num_pictures:
+        save_grid(await job.pictures(trainer.num_pictures), folder / "before.png")
+    for _ in range(trainer.total_training_steps):
+        metrics = await job.step()
+        metrics_file.write(json.dumps(metrics) + "\n")
+        metrics_file.flush()
+        print(describe(metrics, trainer.total_training_steps), flush=True)
+    await job.end()
+    if trainer.num_pictures:
+        save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
+
+
+def describe(metrics: dict[str, float], total: int) -> str:
+    """One line for people."""
+    return (
+        f"step {metrics['step']:.0f}/{total} | reward {metrics['reward/mean']:.3f} "
+        f"| gen {metrics['timing/generate_s']:.1f} s | train {metrics['timing/train_s']:.1f} s "
+        f"| resumed {metrics['partial_rollout/resumed']:.0f} "
+        f"| stale {metrics['partial_rollout/stale_step_share']:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The tiny Qwen-Image of the CPU job: its checkpoint, its reward, its training."""

@@ -1,0 +1,52 @@
+"""One step-wise server for all tests of this folder, and what whole-request execution generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm_omni", reason="vllm-omni is in an environment of its own: make test-omni")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.omni.support import Rig
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint."""
+    from partial_rollout.run.tiny_qwen_image.make_checkpoint import make_checkpoint
+
+    path = tmp_path_factory.mktemp("qwen-image")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_qwen_image: Path) -> dict[str, Any]:
+    """Results of whole-request execution, by request id; its engine is gone before the step-wise one starts."""
+    from tests.omni.support import Rig
+
+    rig = Rig(tiny_qwen_image, step_execution=False)
+    requests = [
+        rig.request("plain"),
+        rig.request("guided", guided=True),
+        rig.request("other", prompt="a rather long description of a green circle"),
+    ]
+    results = {request.request_id: rig.generate(request)[0] for request in requests}
+    results["together"] = rig.generate(requests[0], requests[2])
+    rig.close()
+    return results
+
+
+@pytest.fixture(scope="session")
+def rig(tiny_qwen_image: Path, whole: dict[str, Any]) -> Iterator[Rig]:
+    """The step-wise server; tests leave it running, its gate open, with the checkpoint's weights."""
+    from tests.omni.support import Rig
+
+    rig = Rig(tiny_qwen_image, step_execution=True)
+    yield rig
+    rig.close()

@@ -1,0 +1,84 @@
+"""The training model: what it learns from, and which weights it sends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from partial_rollout.core.sde_window import SdeWindow
+from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.diffusion.groups import Group
+from partial_rollout.diffusion.policy import log_probs, steps_of
+from partial_rollout.diffusion.result import SampleResult
+from tests.omni.support import NOISE_LEVEL, PATCH, training_model
+
+SIGMAS = torch.tensor([1.0, 0.7, 0.4, 0.0])
+
+
+def make_actor(path, **model):
+    blocks = {
+        "model": {"path": str(path), "dtype": "float32", **model},
+        "data": {"prompts": "p"},
+        "trainer": {"output_dir": "o", "reward": "a.b"},
+        "algorithm": {"sde_window_last": 2, "clip_ratio": 0.2},
+        "actor": {"device": "cpu", "gradient_checkpointing": False, "micro_batch_size": 3, "lr": 1e-3},
+        "rollout": {"num_steps": 3},
+    }
+    return FlowGrpoActor(DiffusionConfig.from_mapping(blocks), PATCH)
+
+
+def walk(transformer, seed):
+    """A trajectory of two SDE steps that the transformer itself takes, with prompts of unlike lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    result = SampleResult(
+        request_id=str(seed),
+        image=np.zeros((64, 64, 3), dtype=np.uint8),
+        final=draw(1, 64, 16),
+        window=SdeWindow(0, 2),
+        latents=draw(3, 64, 16),
+        log_probs=torch.zeros(2),
+        timesteps=SIGMAS[:2] * 1000,
+        sigmas=SIGMAS,
+        versions=(0, 0, 0),
+        prompt_embeds=draw(1, 5 + seed, 32),
+        negative_prompt_embeds=None,
+    )
+    with torch.no_grad():
+        known = log_probs(transformer, steps_of([result], patch=PATCH, noise_level=NOISE_LEVEL, sde_type="sde"))
+    result.log_probs.copy_(known)
+    return result
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}])
+def test_an_update_makes_better_images_likelier(tiny_qwen_image, model):
+    actor = make_actor(tiny_qwen_image, **model)
+    results = tuple(walk(actor.transformer, seed) for seed in range(2))
+    batch = steps_of(results, patch=PATCH, noise_level=NOISE_LEVEL, sde_type="sde")
+    with torch.no_grad():
+        before = log_probs(actor.transformer, batch)
+    first = actor.update([Group("p", results, (0.0, 1.0))])
+    for _ in range(3):
+        actor.update([Group("p", results, (0.0, 1.0))])
+    with torch.no_grad():
+        gain = (log_probs(actor.transformer, batch) - before).reshape(2, 2).mean(dim=1)
+    assert gain[1] > gain[0]
+    assert first["actor/rollout_ratio_deviation"] < 1e-4
+    assert first["actor/grad_norm"] > 0
+
+
+def test_adapters_are_sent_merged_under_the_checkpoints_names(tiny_qwen_image):
+    actor, original = make_actor(tiny_qwen_image, lora_rank=4), training_model(tiny_qwen_image).state_dict()
+    untouched = {name: tensor.clone() for name, tensor in actor.weights()}
+    assert untouched.keys() == original.keys()
+    assert all(torch.equal(untouched[name], original[name]) for name in original)
+    results = tuple(walk(actor.transformer, seed) for seed in range(2))
+    for _ in range(2):  # an adapter's second matrix starts at 0, so the first update moves that one only
+        actor.update([Group("p", results, (0.0, 1.0))])
+    sent = {name: tensor.clone() for name, tensor in actor.weights()}
+    changed = {name for name in original if not torch.equal(sent[name], original[name])}
+    assert changed
+    assert all(".attn." in name and name.endswith(".weight") for name in changed)
+    assert all(torch.allclose(tensor, sent[name], atol=1e-6) for name, tensor in actor.weights())

@@ -1,0 +1,143 @@
+"""The engine's loop with its hold, over an executor that only counts steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.diffusion_engine import DiffusionExecutionMode
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from partial_rollout.diffusion.engine import HOLD, RELEASE, HoldableEngine
+from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
+
+CALL_S = 10.0
+
+
+class CountingExecutor:
+    """Takes steps when it is given permits; remembers who was in each."""
+
+    def __init__(self):
+        self.steps, self.permits, self.progress, self.state = [], threading.Semaphore(0), {}, set()
+        self.after_step = lambda number: None
+
+    def execute_step(self, output):
+        self.permits.acquire(timeout=CALL_S)
+        self.state -= output.finished_req_ids
+        self.state |= {new.request_id for new in output.scheduled_new_reqs}
+        rows = []
+        for name in output.scheduled_request_ids:
+            assert name in self.state, f"a step of {name}, whose state was given away"
+            self.progress[name] = self.progress.get(name, 0) + 1
+            done = self.progress[name] >= 3
+            rows.append(RunnerOutput(name, self.progress[name], done, DiffusionOutput(output=name) if done else None))
+        self.steps.append(sorted(output.scheduled_request_ids))
+        self.after_step(len(self.steps))
+        return BatchRunnerOutput.from_list(rows)
+
+    def collective_rpc(self, method, **_):
+        if method == "take":
+            taken, self.state = self.state, set()
+            return [taken]
+        return [None]
+
+    def remove_diffusion_kv_requests(self, request_ids):
+        pass
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def engine():
+    engine = HoldableEngine.__new__(HoldableEngine)
+    engine.od_config = SimpleNamespace(step_execution=True, max_num_seqs=4, streaming_output=False)
+    engine.execution_mode = DiffusionExecutionMode.STEP_BATCH
+    engine.executor = CountingExecutor()
+    engine._init_scheduler(engine.od_config)
+    engine._init_runtime_state()
+    engine._init_execute_fn()
+    yield engine
+    engine.executor.permits.release(100)
+    engine.close()
+
+
+def start(engine, name):
+    params = OmniDiffusionSamplingParams(
+        num_inference_steps=3, seed=0, extra_args={OPTIONS_KEY: SampleOptions(name=f"{name}#0")}
+    )
+    stream = engine.async_add_req_and_stream_response(
+        OmniDiffusionRequest(prompt={"prompt": ""}, sampling_params=params, request_id=name)
+    )
+
+    async def last():
+        async for output in stream:
+            found = output
+        return found
+
+    return asyncio.ensure_future(last())
+
+
+async def call(engine, method, **kwargs):
+    return await asyncio.to_thread(engine.collective_rpc, method, CALL_S, (), kwargs or None)
+
+
+async def test_held_between_steps_nothing_runs_and_released_everybody_goes_on(engine):
+    await engine._check_and_start_background_loop()
+    assert (await call(engine, HOLD, arrivals=[]))["unstarted"] == []
+    tasks = [start(engine, name) for name in "ab"]
+    answer = await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"])
+    assert answer == {"missing": ["c#0"], "unstarted": ["a#0", "b#0"]}
+    engine.executor.permits.release(1)
+    await call(engine, "boundary")
+    assert engine.executor.steps == []
+    await call(engine, RELEASE)
+    engine.executor.permits.release(2)
+    assert [output.output for output in await asyncio.wait_for(asyncio.gather(*tasks), CALL_S)] == ["a", "b"]
+    assert engine.executor.steps == [["a", "b"]] * 3
+
+
+async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
+    """Aborts are on their way when the release comes: no step may run without its state."""
+    await engine._check_and_start_background_loop()
+    await call(engine, HOLD, arrivals=[])
+    tasks = [start(engine, name) for name in "abc"]
+    await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"])
+    engine.executor.permits.release(100)
+    reached = threading.Event()
+
+    def hold_after_the_first(number):
+        if number == 1:
+            engine.scheduler.hold()
+            reached.set()
+
+    engine.executor.after_step = hold_after_the_first
+    await call(engine, RELEASE)
+    await asyncio.to_thread(reached.wait, CALL_S)
+    assert await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"]) == {"missing": [], "unstarted": []}
+    [taken] = await call(engine, "take")
+    await call(engine, "boundary")
+    with engine._cv:  # the loop sleeps or stands before its schedule, and sees both at once
+        for name in taken:
+            engine.abort_queue.put(name)
+        engine.collective_rpc(RELEASE)
+    new = start(engine, "new")
+    assert (await asyncio.wait_for(new, CALL_S)).output == "new"
+    outputs = await asyncio.wait_for(asyncio.gather(*tasks), CALL_S)
+    assert all(output.aborted for output in outputs)
+    assert engine.executor.steps == [["a", "b", "c"]] + [["new"]] * 3
+    assert engine.worker_thread.is_alive()
+
+
+async def test_held_an_abort_is_answered_at_once(engine):
+    await engine._check_and_start_background_loop()
+    await call(engine, HOLD, arrivals=[])
+    task = start(engine, "a")
+    await call(engine, HOLD, arrivals=["a#0"])
+    engine.abort("a")
+    assert (await asyncio.wait_for(task, CALL_S)).aborted

@@ -1,0 +1,154 @@
+"""Interrupted between any two denoise steps and resumed, a request ends as if it had not been."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from partial_rollout.core.engine_weights import EngineWeights
+from partial_rollout.core.sampling import Interrupted
+from partial_rollout.errors import EngineDead, WeightUpdateError
+from tests.omni.support import NUM_STEPS, first_difference, training_model
+
+STEPS = [1, 4, NUM_STEPS - 1]
+
+
+def assert_equal(result, reference):
+    for field in ("final", "latents", "log_probs", "timesteps"):
+        assert torch.equal(getattr(result, field), getattr(reference, field)), field
+    assert (result.image == reference.image).all()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_held_in_place_and_released_it_is_bit_exact(rig, step):
+    async def held():
+        [task] = await rig.stop_after(rig.request("held"), cycles=step)
+        await rig.server.hold()
+        assert not task.done()
+        await rig.server.release()
+        return await task
+
+    [reference] = rig.generate(rig.request("held"))
+    assert_equal(rig.run(held()), reference)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("guided", [False, True])
+def test_from_a_snapshot_it_is_bit_exact(rig, step, guided):
+    request = rig.request("snapshot", guided=guided)
+
+    async def interrupted():
+        [task] = await rig.stop_after(request, cycles=step)
+        names = await rig.server.drain()
+        outcome = await task
+        parked = asyncio.ensure_future(rig.server.generate(request.resumed_from(outcome.snapshot)))
+        await asyncio.sleep(0)
+        assert rig.server.statistics().gate.parked == 1
+        await rig.server.resume()
+        return names, outcome, await parked
+
+    [reference] = rig.generate(request)
+    names, outcome, result = rig.run(interrupted())
+    assert isinstance(outcome, Interrupted)
+    assert outcome.step_index == step
+    assert [name.partition("#")[0] for name in names] == ["snapshot"]
+    assert_equal(result, reference)
+
+
+def test_interrupted_twice_and_with_company_it_is_as_without(rig):
+    """Two requests of unlike prompts and ages: what is resumed is padded anew, and nobody else's noise is used."""
+    requests = [rig.request("a"), rig.request("b", prompt="a much longer prompt than the other one")]
+
+    async def once(requests, cycles):
+        tasks = await rig.stop_after(*requests, cycles=cycles)
+        await rig.server.drain()
+        outcomes = await asyncio.gather(*tasks)
+        await rig.server.resume()
+        return [request.resumed_from(outcome.snapshot) for request, outcome in zip(requests, outcomes, strict=True)]
+
+    references = rig.generate_scripted(*requests)
+    resumed = rig.run(once(rig.run(once(requests, 3)), 4))
+    for result, reference in zip(rig.generate_scripted(*resumed), references, strict=True):
+        assert_equal(result, reference)
+
+
+def test_a_request_that_had_not_begun_comes_back_without_a_snapshot(rig):
+    async def drained():
+        tasks = await rig.begin(rig.request("early"))
+        await rig.server.drain()
+        await rig.server.release("test")
+        await rig.server.resume()
+        return await tasks[0]
+
+    assert rig.run(drained()) == Interrupted(None, 0, rig.server.statistics().gate.epoch - 1)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_after_an_update_the_first_new_latents_are_the_first_after_it(rig, tiny_qwen_image, in_place):
+    step, request = 4, rig.request("updated")
+
+    async def updated():
+        [task] = await rig.stop_after(request, cycles=step)
+        if in_place:
+            await rig.server.hold()
+            version = await rig.update(training_model(tiny_qwen_image, noise=0.05))
+            await rig.server.release()
+            return version, await task
+        await rig.server.drain()
+        outcome = await task
+        version = await rig.update(training_model(tiny_qwen_image, noise=0.05))
+        await rig.server.resume()
+        return version, await rig.server.generate(request.resumed_from(outcome.snapshot))
+
+    [reference] = rig.generate(request)
+    before = reference.versions[0]
+    try:
+        version, result = rig.run(updated())
+    finally:
+        rig.run(rig.update(training_model(tiny_qwen_image)))
+    assert version == before + 1
+    assert result.versions == (before,) * step + (version,) * (NUM_STEPS - step)
+    # latents[0] are those before the first step.
+    assert first_difference(result.latents, reference.latents) == step + 1
+
+
+def test_an_abandoned_request_leaves_nothing_behind_and_its_id_can_be_used_at_once(rig):
+    async def abandoned():
+        [task] = await rig.stop_after(rig.request("again"), cycles=3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await rig.server.release()
+        tasks = await rig.begin(rig.request("again"))
+        await rig.server.release("test")
+        return await tasks[0]
+
+    [reference] = rig.generate(rig.request("again"))
+    assert_equal(rig.run(abandoned()), reference)
+    assert rig.server.statistics().gate.in_flight == 0
+
+
+def test_a_snapshot_fits_its_own_request_only(rig):
+    async def drained():
+        [task] = await rig.stop_after(rig.request("fits"), cycles=2)
+        await rig.server.drain()
+        outcome = await task
+        await rig.server.resume()
+        return outcome.snapshot
+
+    snapshot = rig.run(drained())
+    with pytest.raises(Exception, match="its snapshot has"):
+        rig.generate(rig.request("fits", height=32).resumed_from(snapshot))
+    with pytest.raises(Exception, match="damaged snapshot|no snapshot"):
+        rig.generate(rig.request("fits").resumed_from(snapshot[: len(snapshot) // 3]))
+
+
+def test_after_half_an_update_the_engine_refuses(tiny_qwen_image, rig):
+    transformer = training_model(tiny_qwen_image)
+    with pytest.raises(WeightUpdateError, match=r"1 of \d+ parameters were not sent: transformer.proj_out.bias"):
+        rig.run(rig.update(transformer, leave_out="proj_out.bias"))
+    with pytest.raises(EngineDead, match="half an update"):
+        rig.generate(rig.request("late"))
+    rig.server._weights = EngineWeights()

@@ -1,0 +1,41 @@
+"""The job of the CPU recipe, shorter: the reward rises, and rollout and training agree while it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_STEPS = 16
+ENDS = 4
+"""Training steps at each end whose rewards are compared."""
+
+
+def test_the_recipe_trains(repository: Path, tiny_qwen_image: Path, tmp_path: Path):
+    recipe = repository / "partial_rollout" / "run" / "run_qwen_image_flow_grpo_cpu.sh"
+    folder = tmp_path / "venv" / "omni" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    settings = {"VENV": str(tmp_path / "venv"), "SKIP_SETUP": "1", "OUTPUT_DIR": str(tmp_path / "run")}
+    command = ["bash", str(recipe), f"trainer.total_training_steps={NUM_STEPS}", "rollout.interrupt=snapshot"]
+    environment = os.environ | settings | {"MODEL_PATH": str(tiny_qwen_image)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [row["step"] for row in metrics] == list(range(1, NUM_STEPS + 1))
+    rewards = [row["reward/mean"] for row in metrics]
+    assert statistics.mean(rewards[-ENDS:]) > statistics.mean(rewards[:ENDS])
+    # Nothing has been updated in the first step: the training model computes the rollout's log-probs again.
+    assert metrics[0]["actor/rollout_ratio_deviation"] < 1e-4
+    assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
+    assert sum(row["partial_rollout/snapshots"] for row in metrics) > 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "before.png", "after.png"}
+    assert f"step {NUM_STEPS}/{NUM_STEPS} | reward" in done.stdout

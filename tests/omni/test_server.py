@@ -1,0 +1,205 @@
+"""The server's gate, hold and weights over an AsyncOmni without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from partial_rollout.core.sampling import Interrupted, SampleRequest, SamplingLimits
+from partial_rollout.core.sde_window import NO_WINDOW
+from partial_rollout.diffusion import server as server_module
+from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+from partial_rollout.diffusion.engine import HOLD, RELEASE
+from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
+from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
+from partial_rollout.diffusion.snapshot import SampleState, pack
+from partial_rollout.diffusion.worker_extension import Report
+from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WeightUpdateError
+
+TRAJECTORY = {
+    "final": torch.zeros(1, 2, 4),
+    "window": (0, 0),
+    "latents": None,
+    "log_probs": None,
+    "timesteps": None,
+    "sigmas": torch.tensor([1.0, 0.0]),
+    "versions": [0],
+    "prompt_embeds": torch.zeros(1, 1, 1),
+}
+
+
+class FakeOmni:
+    """Requests reach it late, as they reach an engine through queues, and end when they are told to."""
+
+    instance: FakeOmni
+
+    def __init__(self, **_):
+        FakeOmni.instance = self
+        self.queues, self.params, self.calls, self.here, self.begun = {}, {}, [], set(), set()
+        self.late, self.update_error, self.is_shut_down = 0, None, False
+        self.arrivals = asyncio.Queue()
+
+    async def generate(self, prompt, params, name):
+        self.queues[name], self.params[name] = asyncio.Queue(), params
+        self.arrivals.put_nowait(name)
+        yield await self.queues[name].get()
+
+    async def collective_rpc(self, method, timeout, kwargs):
+        self.calls.append(method)
+        if method == HOLD:
+            self.expected = kwargs["arrivals"]
+            self.late -= 1
+            if self.late < 0:
+                self.here = set(self.queues)
+            missing = sorted(set(kwargs["arrivals"]) - self.here)
+            return [{"missing": missing, "unstarted": sorted(self.here - self.begun - self.finished)}]
+        if method == "take_samples":
+            return [[Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]]
+        if method == "receive_weights":
+            return [[Report(value=kwargs["version"], error=self.update_error)]]
+        return [None]
+
+    @property
+    def finished(self):
+        return {name for name, queue in self.queues.items() if not queue.empty()}
+
+    async def abort(self, names):
+        for name in names:
+            self.queues[name].put_nowait(SimpleNamespace(images=[], multimodal_output={}))
+
+    def finish(self, name):
+        output = SimpleNamespace(images=[np.zeros((8, 8, 3))], multimodal_output={"trajectory": TRAJECTORY})
+        self.queues[name].put_nowait(output)
+
+    def snapshot(self, name):
+        sample = Sample(self.params[name].extra_args[OPTIONS_KEY], torch.Generator())
+        return pack(SampleState(sample, 2, 8, 8, False, 1.0, {"timesteps": torch.zeros(3)}))
+
+    def shutdown(self):
+        self.is_shut_down = True
+
+
+@pytest.fixture
+def omni(monkeypatch, tmp_path):
+    monkeypatch.setattr(server_module, "AsyncOmni", FakeOmni)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def server(omni):
+    server = make_server()
+    yield server
+    server.shutdown()
+    assert FakeOmni.instance.is_shut_down
+
+
+def make_server(*, stepwise=True, timeout_s=10.0):
+    return DiffusionServer(
+        ServerOptions(
+            model_path="m",
+            adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=stepwise),
+            limits=SamplingLimits(sizes=((8, 8),), multiple=8, max_steps=3),
+            timeout_s=timeout_s,
+        )
+    )
+
+
+def request(name):
+    return SampleRequest(request_id=name, prompt_ids=(1,), seed=0, height=8, width=8, num_steps=3, window=NO_WINDOW)
+
+
+async def start(server, *names):
+    tasks = [asyncio.ensure_future(server.generate(request(name))) for name in names]
+    for _ in names:
+        await FakeOmni.instance.arrivals.get()
+    return tasks
+
+
+async def test_a_drain_brings_back_each_as_it_stands(server):
+    tasks = await start(server, "begun", "waiting", "done")
+    begun, waiting, done = list(FakeOmni.instance.queues)
+    FakeOmni.instance.begun = {begun, done}
+    FakeOmni.instance.late = 2
+    FakeOmni.instance.finish(done)
+    assert await server.drain() == [begun, waiting, done]
+    first, second, third = await asyncio.gather(*tasks)
+    assert (first.step_index, second) == (2, Interrupted(None, 0, 0))
+    assert first.snapshot is not None
+    assert third.request_id == "done"
+    assert FakeOmni.instance.calls == [HOLD] * 3 + ["take_samples"]
+    statistics = server.statistics()
+    assert (statistics.num_finished, statistics.num_interrupted, statistics.gate.in_flight) == (1, 2, 0)
+    assert statistics.holders == ["drain"]
+
+
+async def test_after_a_drain_requests_park_until_the_server_resumes(server):
+    await server.drain()
+    parked = asyncio.ensure_future(server.generate(request("late")))
+    await asyncio.sleep(0)
+    assert server.statistics().gate.parked == 1
+    await server.resume()
+    await FakeOmni.instance.arrivals.get()
+    FakeOmni.instance.finish(*FakeOmni.instance.queues)
+    assert (await parked).request_id == "late"
+    assert FakeOmni.instance.calls[-1] == RELEASE
+
+
+async def test_an_update_in_place_leaves_requests_alone(server):
+    [task] = await start(server, "r")
+    await server.hold()
+    assert FakeOmni.instance.expected == ["r#0"]  # else a later drain would take it for a request that never came
+    await server.receive_weights(1, 5.0)
+    await server.release()
+    assert FakeOmni.instance.calls == [HOLD, "receive_weights", RELEASE]
+    assert server.statistics().version == 1
+    FakeOmni.instance.finish(*FakeOmni.instance.queues)
+    assert (await task).request_id == "r"
+
+
+async def test_a_drain_during_an_update_goes_on_when_both_let_go(server):
+    await server.hold()
+    await server.drain()
+    await server.release()
+    assert RELEASE not in FakeOmni.instance.calls
+    await server.resume()
+    assert FakeOmni.instance.calls[-1] == RELEASE
+
+
+async def test_half_an_update_ends_all_use(server):
+    FakeOmni.instance.update_error = "WeightMismatch: x"
+    with pytest.raises(WeightUpdateError, match="version 1 did not reach .* WeightMismatch: x"):
+        await server.receive_weights(1, 5.0)
+    with pytest.raises(EngineDead):
+        await server.generate(request("r"))
+    with pytest.raises(EngineDead):
+        await server.receive_weights(2, 5.0)
+    assert server.statistics().gate.in_flight == 0
+
+
+async def test_a_request_that_never_arrives_is_named(omni):
+    server = make_server(timeout_s=0.0)
+    [task] = await start(server, "lost")
+    FakeOmni.instance.late = 10**6
+    with pytest.raises(DrainTimeout, match="lost#0|still in the engine"):
+        await server.drain()
+    task.cancel()
+    server.shutdown()
+
+
+async def test_whole_requests_cannot_be_held(omni):
+    server = make_server(stepwise=False)
+    with pytest.raises(EngineError, match=r"rollout\.step_execution=true"):
+        await server.hold()
+    server.shutdown()
+
+
+async def test_an_answer_without_an_image_is_an_error(server):
+    [task] = await start(server, "r")
+    [name] = FakeOmni.instance.queues
+    await FakeOmni.instance.abort([name])
+    with pytest.raises(EngineError, match="without an image"):
+        await task

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.core.hold import Hold, HoldState
+from partial_rollout.errors import IllegalTransition
+
+
+def test_it_holds_at_a_boundary_and_runs_when_released():
+    hold = Hold()
+    assert hold.hold("update")
+    assert hold.state is HoldState.HOLDING
+    hold.boundary()
+    assert hold.state is HoldState.HELD
+    assert hold.release("update")
+    assert hold.state is HoldState.RUNNING
+
+
+def test_the_last_holder_decides():
+    hold = Hold()
+    hold.hold("update")
+    hold.boundary()
+    assert not hold.hold("drain")
+    assert not hold.release("update")
+    assert hold.state is HoldState.HELD
+    assert hold.holders == ["drain"]
+    assert hold.release("drain")
+
+
+def test_a_hold_that_never_reached_a_boundary_can_be_let_go():
+    hold = Hold()
+    hold.hold("update")
+    assert hold.release("update")
+    assert not hold.release("update")
+
+
+def test_a_running_engine_has_no_boundary():
+    with pytest.raises(IllegalTransition, match="boundary"):
+        Hold().boundary()

@@ -1,0 +1,172 @@
+"""The loop of a job, with replicas that finish images when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+from partial_rollout.diffusion.groups import advantages
+from partial_rollout.diffusion.job import DiffusionJob
+from partial_rollout.diffusion.replicas import Sampled
+from partial_rollout.errors import EngineError, WaitTimeout
+from tests.unit.diffusion.results import make_result
+
+
+class FakeReplicas:
+    """Finishes the first `ready` images at once; the others when they are released."""
+
+    def __init__(self, ready):
+        self.ready, self.events, self.requests, self.waiting = ready, [], [], []
+        self.version, self.failure = 0, None
+
+    async def sample(self, request):
+        self.requests.append(request)
+        if self.failure:
+            raise self.failure
+        versions = (self.version,)
+        if self.ready <= 0:
+            self.waiting.append(asyncio.get_running_loop().create_future())
+            await self.waiting[-1]
+            versions += (self.version,)
+        self.ready -= 1
+        return Sampled(make_result(request.request_id, versions, level=len(self.requests)), 0)
+
+    async def hold(self):
+        self.events.append("hold")
+
+    async def drain(self):
+        self.events.append("drain")
+
+    async def update(self, weights, version, device, limit_s):
+        self.events.append(f"update {version}")
+        self.version = version
+
+    async def release(self):
+        self.events.append("release")
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def resume(self):
+        self.events.append("resume")
+
+
+class FakeActor:
+    device = "cpu"
+
+    def __init__(self, events):
+        self.events, self.trained = events, []
+
+    def update(self, groups):
+        self.events.append("train")
+        self.trained.append(groups)
+        return {"actor/loss": 0.0}
+
+    def weights(self):
+        return []
+
+
+def fake_tokenizer(text):
+    return {"input_ids": list(text.encode())}
+
+
+def make_job(replicas, **blocks):
+    given = {
+        "model": {"path": "m"},
+        "data": {"prompts": "p"},
+        "trainer": {"output_dir": "o", "reward": "a.b", "train_batch_size": 2, "timeout_s": 30.0},
+        "rollout": {"n": 2},
+    }
+    for name, block in blocks.items():
+        given[name] = given.get(name, {}) | block
+    config = DiffusionConfig.from_mapping(given)
+    stepwise = config.rollout.step_execution
+    return DiffusionJob(
+        config,
+        adapter=resolve(QWEN_IMAGE, config.algorithm.name, step_execution=stepwise),
+        replicas=replicas,
+        actor=FakeActor(replicas.events),
+        tokenizer=fake_tokenizer,
+        prompts=["one", "two"],
+        reward=lambda images, prompts: [float(image.mean()) for image in images],
+    )
+
+
+async def test_a_step_interrupts_trains_updates_and_goes_on():
+    replicas = FakeReplicas(ready=4)
+    job = make_job(replicas)
+    metrics = await job.step()
+    assert replicas.events == ["hold", "train", "update 1", "release"]
+    assert len(replicas.requests) == 8  # two groups of two to train, and as many ahead
+    assert metrics["partial_rollout/groups_in_flight"] == 2
+    assert metrics["partial_rollout/resumed"] == 0
+    assert metrics["partial_rollout/stale_step_share"] == 0.0
+    await job.end()
+
+
+async def test_what_was_interrupted_is_trained_in_the_next_step_and_counted():
+    replicas = FakeReplicas(ready=4)
+    job = make_job(replicas)
+    await job.step()
+    metrics = await job.step()
+    trained = [result.request_id for groups in job._actor.trained for group in groups for result in group.results]
+    assert len(set(trained)) == len(trained) == 8
+    assert metrics["partial_rollout/resumed"] == 4
+    assert metrics["partial_rollout/stale_step_share"] == 0.5
+    await job.end()
+
+
+async def test_snapshots_are_the_other_way():
+    replicas = FakeReplicas(ready=8)
+    job = make_job(replicas, rollout={"interrupt": "snapshot"})
+    await job.step()
+    assert replicas.events == ["drain", "train", "update 1", "resume"]
+    await job.end()
+
+
+async def test_whole_requests_are_not_interrupted():
+    replicas = FakeReplicas(ready=4)
+    job = make_job(replicas, rollout={"step_execution": False, "prefetch_factor": 1})
+    await job.step()
+    assert replicas.events == ["train", "update 1"]
+    assert len(replicas.requests) == 4
+
+
+@pytest.mark.parametrize(("algorithm", "shared"), [("mix_grpo", True), ("flow_grpo", False)])
+async def test_mix_grpo_shares_a_window_in_a_step_over_all_its_requests(algorithm, shared):
+    replicas = FakeReplicas(ready=10**6)
+    job = make_job(replicas, algorithm={"name": algorithm}, rollout={"n": 8})
+    seen = []
+    for _ in range(4):
+        before = len(replicas.requests)
+        await job.step()
+        await asyncio.sleep(0)
+        seen.append({request.window for request in replicas.requests[before:]})
+    assert all(len(windows) == 1 for windows in seen) == shared
+    assert len(set.union(*seen)) > 1
+    await job.end()
+
+
+async def test_a_failed_request_ends_the_run():
+    replicas = FakeReplicas(ready=0)
+    replicas.failure = EngineError("gone")
+    job = make_job(replicas)
+    with pytest.raises(EngineError, match="gone"):
+        await job.step()
+    await job.end()
+
+
+async def test_a_batch_that_does_not_come_is_named():
+    job = make_job(FakeReplicas(ready=2), trainer={"timeout_s": 0.01})
+    with pytest.raises(WaitTimeout, match="the trainer has 1 of 2 groups"):
+        await job.step()
+    await job.end()
+
+
+def test_advantages_compare_within_a_group():
+    found = advantages([[1.0, 3.0], [10.0, 10.0], [0.0, 100.0]], limit=0.5)
+    assert found.tolist() == [-0.5, 0.5, 0.0, 0.0, -0.5, 0.5]
+    assert advantages([[1.0, 3.0]], limit=5).tolist() == pytest.approx([-1.0, 1.0], abs=1e-3)
