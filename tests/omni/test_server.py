@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
 from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WeightUpdateError
+from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 TRAJECTORY = {
     "final": torch.zeros(1, 2, 4),
@@ -87,6 +89,9 @@ class FakeOmni:
 def omni(monkeypatch, tmp_path):
     monkeypatch.setattr(server_module, "AsyncOmni", FakeOmni)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # A server exports them to its process, where the real server of other tests lives as well: put back afterwards.
+    monkeypatch.setenv(DIRECTORY_VARIABLE, os.environ.get(DIRECTORY_VARIABLE, ""))
+    monkeypatch.setenv(SECRET_VARIABLE, os.environ.get(SECRET_VARIABLE, ""))
 
 
 @pytest.fixture
