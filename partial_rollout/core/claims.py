@@ -47,7 +47,7 @@ class ClaimBook:
         entry.claimed_at = self._clock()
         if entry.begun is None:
             entry.begun = self.ages.begin(None)
-        meta, attempt = entry.meta, 1 + entry.failures + entry.losses
+        meta, attempt = entry.meta, 1 + entry.failures + entry.restarts + entry.losses
         claim = Claim(meta.uid, self.next_id, worker_id, meta.num_trajectories, meta.global_step, attempt)
         self.next_id += 1
         entry.claim = claim
