@@ -36,6 +36,8 @@ class Claim:
     global_step: int
     attempt: int
     """1 for the first try; grows when a group failed, lost its tokens to the staleness bound or its worker was lost."""
+    goes_on: bool = False
+    """The first claim since a checkpoint was loaded: its trajectories may go on from the tokens saved there."""
 
 
 @dataclass(frozen=True, slots=True)

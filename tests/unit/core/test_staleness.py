@@ -183,6 +183,22 @@ def test_a_pause_of_starts_does_not_hold_back_what_an_update_waits_for() -> None
     assert len(trainer.take().groups) == BATCH
 
 
+def test_only_the_first_claim_since_a_restart_goes_on_from_saved_tokens() -> None:
+    """A second attempt begins afresh, whichever worker gets it."""
+    trainer = started("restart")
+    assert not any(claim.goes_on for claim in trainer.claims.values())
+    trainer.restart()
+    trainer.restart()  # unclaimed, they are in the next checkpoint too
+    trainer.begin()
+    trainer.claim()
+    assert {uid for uid, claim in trainer.claims.items() if claim.goes_on} == {"p4", "p5", "p6", "p7"}
+    trainer.queue.expire(trainer.claims.pop("p4"))
+    trainer.queue.fail(trainer.claims.pop("p5"))
+    trainer.queue.give_back(trainer.claims.pop("p6"))
+    trainer.claim()
+    assert [trainer.claims[uid].goes_on for uid in ("p4", "p5", "p6", "p7")] == [False, False, False, True]
+
+
 # ---- contradictions ----
 
 
