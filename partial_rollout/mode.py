@@ -118,7 +118,8 @@ def slot_bounds(config: DictConfig) -> SlotBounds:
         f"at least rollout.n={group} for each of {rollout.agent.num_workers} agent-loop workers, and with "
         f"{BLOCK}.num_slots between them",
     )
-    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group)
+    num_workers = rollout.agent.num_workers
+    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group, num_workers)
 
 
 def slots_per_worker(config: DictConfig) -> int:
