@@ -199,6 +199,11 @@ class CostsConfig:
         other = f"given with {BLOCK}.costs.decode_request_ms, or neither: a step of k requests takes step + k x request"
         _require((step is None) == (request is None), "costs.decode_step_ms", step, other)
 
+    @property
+    def are_given(self) -> bool:
+        """Whether nothing is left to be measured."""
+        return None not in (self.decode_step_ms, self.decode_request_ms, self.prefill_tokens_per_s)
+
 
 WEIGHT_BACKENDS = ("auto", "channel", "verl")
 
@@ -257,6 +262,17 @@ class PartialRolloutConfig:
         _require(self.num_slots is None or self.num_slots >= 1, "num_slots", self.num_slots, "null or at least 1")
         _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "at least 1")
         _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        policy, restarts = self.tail.policy, self.tail.past_staleness == "restart"
+        again = f"at least 2 with {BLOCK}.tail.past_staleness=restart; to try prompts once set past_staleness=drop"
+        _require(self.max_attempts > 1 or not restarts, "max_attempts", self.max_attempts, again)
+        unused = f"false with {BLOCK}.tail.policy={policy}, whose rounds start no more than there are slots for"
+        _require(policy == "partial" or not self.slots.adaptive, "slots.adaptive", self.slots.adaptive, unused)
+        unused = f"null with {BLOCK}.tail.boundary=now, which reckons with nothing"
+        for name, value in dataclasses.asdict(self.costs).items():
+            _require(value is None or self.tail.boundary == "cost", f"costs.{name}", value, unused)
 
     @classmethod
     def from_mapping(cls, block: Mapping[str, Any]) -> PartialRolloutConfig:

@@ -46,13 +46,15 @@ BEYOND_CHANNEL = {
 
 CHANNEL_DEVICES = ("cpu", "cuda")
 PREFIX_CACHING = ("rollout.enable_prefix_caching", "rollout.engine_kwargs.vllm.enable_prefix_caching")
+AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
+"""Keys below actor_rollout_ref with which a request's tokens come with its end."""
 HANDS_OVER: dict[str, tuple[Any, ...]] = {
-    "rollout.enable_rollout_routing_replay": (None, False),
-    "rollout.mtp.enable_rollout": (None, False),
+    **dict.fromkeys(AT_THE_END, (None, False)),
+    **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
     "rollout.data_parallel_size": (None, 1),
     "rollout.engine_kwargs.vllm.stream_interval": (None, 1),
 }
-"""Keys below actor_rollout_ref, and their values, with which a request hands over its tokens while it stays."""
+"""Keys below actor_rollout_ref, and their values, with which a request can stay and hand over its tokens."""
 
 
 def is_enabled(config: DictConfig) -> bool:
@@ -116,7 +118,8 @@ def slot_bounds(config: DictConfig) -> SlotBounds:
         f"at least rollout.n={group} for each of {rollout.agent.num_workers} agent-loop workers, and with "
         f"{BLOCK}.num_slots between them",
     )
-    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group)
+    num_workers = rollout.agent.num_workers
+    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group, num_workers)
 
 
 def slots_per_worker(config: DictConfig) -> int:
@@ -216,6 +219,10 @@ def _check_tail(config: DictConfig) -> None:
         f"null, since prompts are fetched one by one. To generate more prompts than the {batch} of "
         f"data.train_batch_size, set {BLOCK}.tail.policy=reorder and {BLOCK}.tail.gen_batch_size={fetched}",
     )
+    for key in AT_THE_END if settings.tail.boundary == "cost" and not settings.costs.are_given else ():
+        value, way_out = OmegaConf.select(config, f"actor_rollout_ref.{key}"), f"or give all of {BLOCK}.costs"
+        given = f"actor_rollout_ref.{key}={value} with {BLOCK}.tail.boundary=cost"
+        _require(not value, given, f"False, as speeds are measured while tokens come ({way_out})")
 
 
 def _check_interrupt_mode(config: DictConfig) -> None:
@@ -234,9 +241,6 @@ def _check_interrupt_mode(config: DictConfig) -> None:
     for key, allowed in needed.items():
         value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
         _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{allowed[-1]} {way_out}")
-    for key in ADAPTER_RANKS if mode.stays else ():
-        rank = OmegaConf.select(config, f"actor_rollout_ref.{key}")
-        _require(not rank, f"actor_rollout_ref.{key}={rank} {chosen}", f"0 {way_out}")
 
 
 def _check_packing(config: DictConfig) -> None:

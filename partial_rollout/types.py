@@ -35,7 +35,9 @@ class Claim:
     num_trajectories: int
     global_step: int
     attempt: int
-    """1 for the first try; grows when a group failed or its worker was lost."""
+    """1 for the first try; grows when a group failed, lost its tokens to the staleness bound or its worker was lost."""
+    goes_on: bool = False
+    """The first claim since a checkpoint was loaded: its trajectories may go on from the tokens saved there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ class QueueSnapshot:
     """Weight version at which an unfinished prompt began, if it has."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts so far, by uid of an unfinished prompt that has any."""
+    restarts: dict[str, int] = field(default_factory=dict)
+    """Attempts so far whose tokens were past the staleness bound, by uid of an unfinished prompt that has any."""
     deferrals: dict[str, int] = field(default_factory=dict)
     """Deferrals so far, by uid of an unfinished prompt that has any."""
     next_claim_id: int = 1
@@ -197,6 +201,7 @@ class QueueSnapshot:
             deferred=kept(self.deferred),
             dropped=self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped},
             failures={uid: count for uid, count in self.failures.items() if uid not in uids},
+            restarts={uid: count for uid, count in self.restarts.items() if uid not in uids},
             deferrals={uid: count for uid, count in self.deferrals.items() if uid not in uids},
             begun={uid: version for uid, version in self.begun.items() if uid not in uids},
         )

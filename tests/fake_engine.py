@@ -27,7 +27,12 @@ def completion(token_ids: list[int], *, logprobs: list[Any] | None, finish_reaso
     )
 
 
-def output(token_ids: list[int], finish_reason: str | None = None, logprobs: list[Any] | None = None) -> RequestOutput:
+def output(
+    token_ids: list[int],
+    finish_reason: str | None = None,
+    logprobs: list[Any] | None = None,
+    num_cached_tokens: int = 0,
+) -> RequestOutput:
     """One streamed delta."""
     return RequestOutput(
         request_id="",
@@ -36,7 +41,7 @@ def output(token_ids: list[int], finish_reason: str | None = None, logprobs: lis
         prompt_logprobs=None,
         outputs=[completion(token_ids, logprobs=logprobs, finish_reason=finish_reason)],
         finished=finish_reason is not None,
-        num_cached_tokens=0,
+        num_cached_tokens=num_cached_tokens,
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
+    from partial_rollout.types import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,15 @@ class Journals:
         """Tokens that older weights sampled are past the staleness bound; None: there is none."""
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
-        """Let trajectories that start from now on go on from `saved`, each once: a further attempt begins afresh."""
+        """Let trajectories whose claims say so go on from `saved`; other workers have the same calls."""
         self._saved = dict(saved)
 
-    def start(self, claim_id: int, uid: str, session: int) -> None:
-        """The current task, and what it starts, runs this trajectory."""
-        key = f"{uid}_{session}"
-        trajectory = _Trajectory(claim_id, uid, self._saved.pop(key, ()))
-        self._running.setdefault(claim_id, {})[key] = trajectory
+    def start(self, claim: Claim, session: int) -> None:
+        """The current task, and what it starts, runs this trajectory; a further attempt begins afresh."""
+        key = f"{claim.uid}_{session}"
+        saved = self._saved.pop(key, ())
+        trajectory = _Trajectory(claim.claim_id, claim.uid, saved if claim.goes_on else ())
+        self._running.setdefault(claim.claim_id, {})[key] = trajectory
         _current.set(trajectory)
 
     def forget(self, claim_id: int) -> None:

@@ -129,7 +129,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         """One trajectory by verl's agent loop, scored and stored."""
         trace = start_trace()
-        self._journals.start(claim.claim_id, claim.uid, session)
+        self._journals.start(claim, session)
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},

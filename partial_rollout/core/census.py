@@ -9,7 +9,7 @@ from partial_rollout.core.lifecycle import UidRegister
 from partial_rollout.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics
 
@@ -49,10 +49,11 @@ class Census:
         self._next_order += 1
         return self._next_order
 
-    def take(self, uid: str) -> None:
-        """A prompt is trained."""
-        self._uids.retire(uid)
-        self.taken += 1
+    def take(self, uids: Iterable[str]) -> None:
+        """Prompts are trained."""
+        for uid in uids:
+            self._uids.retire(uid)
+            self.taken += 1
 
     def drop(self, uid: str, reason: str) -> None:
         """A prompt is gone for good."""

@@ -45,10 +45,11 @@ class ClaimBook:
         """Claim a pending prompt for `worker_id`."""
         entry.move(Event.CLAIM)
         entry.claimed_at = self._clock()
+        goes_on = entry.begun is not None
         if entry.begun is None:
             entry.begun = self.ages.begin(None)
-        meta, attempt = entry.meta, 1 + entry.failures + entry.losses
-        claim = Claim(meta.uid, self.next_id, worker_id, meta.num_trajectories, meta.global_step, attempt)
+        meta, attempt = entry.meta, 1 + entry.failures + entry.restarts + entry.losses
+        claim = Claim(meta.uid, self.next_id, worker_id, meta.num_trajectories, meta.global_step, attempt, goes_on)
         self.next_id += 1
         entry.claim = claim
         self.ongoing[claim.claim_id] = entry

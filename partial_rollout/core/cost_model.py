@@ -13,6 +13,7 @@ and what is left is prefill against an engine that empties.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from statistics import median_high
@@ -93,8 +94,8 @@ class RequestDecision:
     owner: str
     ends: bool
     """Let it end; otherwise it is interrupted."""
-    num_left: float
-    """Expected tokens to its end."""
+    num_left: float | None
+    """Expected tokens to its end; None if nothing says so."""
     reason: str
 
 
@@ -135,46 +136,52 @@ def with_siblings(engines: Sequence[EngineProgress]) -> list[EngineProgress]:
     return [replace(engine, finished=finished, history=history) for engine in engines]
 
 
-def expected_left(request: RunningRequest, siblings: Sequence[int], history: Sequence[int]) -> float:
+def expected_left(request: RunningRequest, siblings: Sequence[int], history: Sequence[int]) -> float | None:
     """Tokens to the request's end: the median of longer responses, its finished siblings' counted several times.
 
-    `history` is ascending. Without any longer response it is the rest of the budget.
+    `history` is ascending. None without any longer response: the rest of the budget is no estimate.
     """
     longer = list(history[bisect_right(history, request.num_done) :])
     longer += SIBLING_WEIGHT * [length for length in siblings if length > request.num_done]
     if not longer:
-        return request.num_left
+        return None
     return min(request.num_left, median_high(longer) - request.num_done)
 
 
 def plan_boundary(progress: EngineProgress, num_slots: int) -> BoundaryPlan:
     """Whom to let end before everything else is interrupted; `num_slots` is the engine's share of slots."""
-    speed, running = progress.speed, progress.running
+    speed = progress.speed
     if not speed.is_known:
         return BoundaryPlan(reason="speeds are not measured yet")
-    expected = [
-        (expected_left(each, progress.finished.get(each.owner, ()), progress.history), each) for each in running
-    ]
-    expected.sort(key=lambda pair: pair[0])
-    gains = _gains([left for left, _ in expected], [each.num_context for _, each in expected], speed, num_slots)
+    expected = [(_left_in(progress, each), each) for each in progress.running]
+    known = sorted(((left, each) for left, each in expected if left is not None), key=lambda pair: pair[0])
+    unknown = [each for left, each in expected if left is None]
+    lefts, contexts = [left for left, _ in known], [each.num_context for _, each in known]
+    gains = _gains(lefts, contexts, speed, num_slots=num_slots, num_others=len(unknown))
     num_ending = max(range(len(gains)), key=lambda num: gains[num][0])
     gain_s, wait_s = gains[num_ending]
-    decisions = tuple(
-        RequestDecision(each.request_id, each.owner, at < num_ending, left, _why(at < num_ending, left, each, speed))
-        for at, (left, each) in enumerate(expected)
-    )
-    return BoundaryPlan(wait_s, gain_s, decisions, f"waiting {wait_s:.3f} s gains {gain_s:.3f} s")
+    decisions = [_decision(each, speed, left, ends=at < num_ending) for at, (left, each) in enumerate(known)]
+    decisions += [_decision(each, speed, None, ends=False) for each in unknown]
+    return BoundaryPlan(wait_s, gain_s, tuple(decisions), f"waiting {wait_s:.3f} s gains {gain_s:.3f} s")
+
+
+def _left_in(progress: EngineProgress, request: RunningRequest) -> float | None:
+    return expected_left(request, progress.finished.get(request.owner, ()), progress.history)
 
 
 def _gains(
-    lefts: Sequence[float], contexts: Sequence[int], speed: EngineSpeed, num_slots: int
+    lefts: Sequence[float], contexts: Sequence[int], speed: EngineSpeed, *, num_slots: int, num_others: int
 ) -> list[tuple[float, float]]:
-    """Gain and wait in seconds of letting the first 0, 1, 2, ... requests end; `lefts` is ascending."""
-    full = speed.tokens_per_s(max(num_slots, len(lefts), 1))
+    """Gain and wait in seconds of letting the first 0, 1, 2, ... requests end; `lefts` is ascending.
+
+    `num_others` run meanwhile, and nobody knows for how long.
+    """
+    num_running = len(lefts) + num_others
+    full = speed.tokens_per_s(max(num_slots, num_running, 1))
     gains = [(0.0, 0.0)]
     wait_s = num_tokens = num_saved = last = 0.0
     for at, (left, context) in enumerate(zip(lefts, contexts, strict=True)):
-        batch = len(lefts) - at
+        batch = num_running - at
         wait_s += (left - last) * speed.step_s(batch)
         num_tokens += (left - last) * batch
         num_saved += context
@@ -184,10 +191,12 @@ def _gains(
     return gains
 
 
-def _why(ends: bool, left: float, request: RunningRequest, speed: EngineSpeed) -> str:
+def _decision(request: RunningRequest, speed: EngineSpeed, left: float | None, *, ends: bool) -> RequestDecision:
     prefill_s = speed.prefill_s(request.num_context)
+    tokens_left = "no response was longer" if left is None else f"{left:.0f} tokens left"
+    reason = f"{tokens_left}, prefilling {request.num_context} again takes {prefill_s:.3f} s"
     what = "wait" if ends else "interrupt"
-    return f"{what}: {left:.0f} tokens left, prefilling {request.num_context} again takes {prefill_s:.3f} s"
+    return RequestDecision(request.request_id, request.owner, ends, left, f"{what}: {reason}")
 
 
 def boundary_in_s(progress: Sequence[EngineProgress], num_groups: int) -> float | None:
@@ -201,11 +210,13 @@ def boundary_in_s(progress: Sequence[EngineProgress], num_groups: int) -> float 
             return None
         step_s = engine.speed.step_s(len(engine.running))
         for each in engine.running:
-            left = expected_left(each, engine.finished.get(each.owner, ()), engine.history)
-            ends[each.owner] = max(ends.get(each.owner, 0.0), left * step_s)
+            left = _left_in(engine, each)
+            seconds = math.inf if left is None else left * step_s
+            ends[each.owner] = max(ends.get(each.owner, 0.0), seconds)
     if num_groups < 1:
         return 0.0
-    return sorted(ends.values())[num_groups - 1] if num_groups <= len(ends) else None
+    end_s = sorted(ends.values())[num_groups - 1] if num_groups <= len(ends) else math.inf
+    return None if math.isinf(end_s) else end_s
 
 
 def is_worth_starting(speed: EngineSpeed, seconds_left: float, num_prompt_tokens: float, num_slots: int) -> bool:
@@ -214,12 +225,11 @@ def is_worth_starting(speed: EngineSpeed, seconds_left: float, num_prompt_tokens
     return num_tokens / speed.tokens_per_s(num_slots) > speed.prefill_s(num_prompt_tokens + num_tokens)
 
 
-def why_not_start(progress: Sequence[EngineProgress], num_groups: int, num_slots: int) -> str:
-    """Why no further prompt should start in this round, which lacks `num_groups` prompts; empty if they should.
+def why_not_start(progress: Sequence[EngineProgress], seconds: float | None, num_slots: int) -> str:
+    """Why no further prompt should start, the boundary being `seconds` away (`boundary_in_s`); empty if they should.
 
     `num_slots` is one engine's share.
     """
-    seconds = boundary_in_s(progress, num_groups)
     prompts = [each.num_context - each.num_done for engine in progress for each in engine.running]
     if seconds is None or not prompts:
         return ""

@@ -35,6 +35,8 @@ class _Request:
     num_prompt: int
     max_tokens: int
     since_s: float
+    waits: bool
+    """For its prefill, and so for its first token."""
     num_tokens: int = 0
 
     @property
@@ -59,7 +61,8 @@ class EngineMeter:
 
     The seconds of a decode step are those between two hand-overs of a request, by its tokens: they hold whatever the
     engine did besides, so they are what a token really takes at that load. One average for each power of two of the
-    batch size. Prefill is measured from a request's start to its first token, over all that wait for theirs.
+    batch size. Prefill is measured from a request's start to its first token, over all that wait for theirs, by the
+    tokens that no cache had.
     """
 
     def __init__(self) -> None:
@@ -73,20 +76,37 @@ class EngineMeter:
         self._prefill_s = self._prefilled = 0.0
         self._num_resumed = self._num_reprefilled = 0
 
-    def begin(self, request_id: str, now_s: float, origin: Origin, num_prompt: int, max_tokens: int) -> None:
-        """A request enters the engine; what `origin` goes on with is among the `num_prompt` tokens."""
-        self._requests[request_id] = _Request(origin, num_prompt, max_tokens, now_s)
-        self._prefilling(+1, now_s)
+    def begin(
+        self,
+        request_id: str,
+        now_s: float,
+        origin: Origin,
+        *,
+        num_prompt: int,
+        max_tokens: int,
+        stayed: bool = False,
+    ) -> None:
+        """A request enters the engine, or goes on in it if it `stayed` there.
 
-    def tokens(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """The engine has handed over tokens; requests that did not `begin` are left out."""
+        What `origin` goes on with is among the `num_prompt` tokens.
+        """
+        self._requests[request_id] = _Request(origin, num_prompt, max_tokens, now_s, waits=not stayed)
+        if not stayed:
+            self._prefilling(+1, now_s)
+
+    def tokens(self, request_id: str, num_tokens: int, now_s: float, num_cached: int = 0) -> None:
+        """The engine has handed over tokens; requests that did not `begin` are left out.
+
+        Of the request's prompt `num_cached` tokens were found in a cache.
+        """
         request = self._requests.get(request_id)
         if request is None or num_tokens < 1:
             return
-        if request.num_tokens == 0:
+        if request.waits:
+            request.waits = False
             self._prefilling(-1, now_s)
-            self._prefilled += request.num_prompt
-        else:
+            self._prefilled += max(0, request.num_prompt - num_cached)
+        elif request.num_tokens:
             self._decoded((now_s - request.since_s) / num_tokens)
         request.num_tokens += num_tokens
         request.since_s = now_s
@@ -94,7 +114,7 @@ class EngineMeter:
     def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
         """The request has left the engine, with its response complete or interrupted."""
         request = self._requests.pop(request_id)
-        if request.num_tokens == 0:
+        if request.waits:
             self._prefilling(-1, now_s)
         if is_complete:
             self._remember(request)

@@ -79,11 +79,20 @@ class Entry:
     order: int  # Admission number. Claims follow it, so a prompt given back is ahead of all fresher ones.
     state: State = State.NEW
     failures: int = 0
+    restarts: int = 0
     losses: int = 0
     deferrals: int = 0
     begun: int | None = None  # Weight version that generated when it began; None while it has no tokens.
     claimed_at: float = 0.0
     claim: Claim | None = None
+
+    def charge(self, *, is_restart: bool) -> int:
+        """Count an attempt that failed, or one whose tokens were too old; returns how many of its kind there were."""
+        if is_restart:
+            self.restarts += 1
+            return self.restarts
+        self.failures += 1
+        return self.failures
 
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""

@@ -68,7 +68,7 @@ class PromptQueue:
     @property
     def next_group_size(self) -> int:
         """Slots that the next pending prompt needs; 0 when none may be claimed."""
-        return self._rounds.next_group_size(len(self._claims.ongoing) + len(self._done))
+        return self._rounds.next_group_size(len(self._claims.ongoing) + len(self._done), self._is_due_pending)
 
     @property
     def is_claimable(self) -> bool:
@@ -85,8 +85,8 @@ class PromptQueue:
         self._claims.ages.version = version
         self._done.expire(version)
 
-    def pause_starts(self, num_groups: int) -> None:
-        """Until the next round nothing starts while a batch of `num_groups` is ongoing or done."""
+    def pause_starts(self, num_groups: int | None) -> None:
+        """Until the next round nothing starts while a batch of `num_groups` is ongoing or done; None ends the pause."""
         self._rounds.pause(num_groups)
 
     def num_due(self, num_groups: int) -> int:
@@ -177,7 +177,8 @@ class PromptQueue:
         if not self._can_take_now(num_groups):
             self._num_owed = self._num_missing(num_groups)
             return TakeResult(num_missing=self._num_owed)
-        groups = tuple(self._take_one(uid) for uid in self._rounds.choose(num_groups, self._done.in_order()))
+        groups = tuple(map(self._done.take, self._rounds.choose(num_groups, self._done.in_order())))
+        self._census.take(group.uid for group in groups)
         self._done.expire(self.version + 1)
         deferred: tuple[Claim, ...] = ()
         if self.policy.in_rounds:
@@ -190,8 +191,7 @@ class PromptQueue:
         """Restart groups that `take` called expired, whose rows are gone; returns the uids of those dropped instead."""
         dropped: list[str] = []
         for entry in self._done.discard():
-            entry.failures += 1
-            if self.bound.past == "restart" and entry.failures < self._max_attempts:
+            if self.bound.past == "restart" and entry.charge(is_restart=True) < self._max_attempts:
                 self._census.retry(TOO_STALE)
                 entry.move(Event.RESTART)
                 self._rounds.push(entry)
@@ -231,20 +231,19 @@ class PromptQueue:
     def _can_take_now(self, num_groups: int) -> bool:
         return self._rounds.can_choose(num_groups, len(self._done)) and not self.num_due(num_groups)
 
+    def _is_due_pending(self, num_groups: int) -> bool:
+        """Whether a batch may wait for a pending prompt: one that has tokens, of before a restart."""
+        return self._claims.ages.num_begun > len(self._claims.ongoing) and self.num_due(num_groups) > 0
+
     def _num_missing(self, num_groups: int) -> int:
         """Prompts without which the round cannot fill its batch."""
         return max(0, num_groups - len(self._done) - len(self._claims.ongoing) - self._rounds.num_startable)
 
     def _retry(self, claim: Claim, reason: str) -> bool:
         entry = self._claims.entry(claim)
-        entry.failures += 1
-        if entry.failures >= self._max_attempts:
+        if entry.charge(is_restart=reason == TOO_STALE) >= self._max_attempts:
             self.drop(claim, reason)
             return False
         self._census.retry(reason)
         self.give_back(claim)
         return True
-
-    def _take_one(self, uid: str) -> FinishedGroup:
-        self._census.take(uid)
-        return self._done.take(uid)

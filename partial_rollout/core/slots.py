@@ -58,6 +58,8 @@ class SlotBounds:
     kv_high: float
     group: int = 1
     """Trajectories of a prompt: the budget is a multiple of it, because they are claimed together."""
+    num_workers: int = 1
+    """Each has its share of the budget, and may have less than a group free that nobody can claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class SlotController:
             return self.budget, f"{load.waiting} requests wait in the engines"
         if load.num_tokens == self._num_tokens:
             return self.budget, "no token since the last look"
-        if slots_in_use <= self.budget - self._bounds.group:
+        if slots_in_use <= self.budget - self._bounds.num_workers * self._bounds.group:
             return self.budget, f"{self.budget - slots_in_use} slots are free"
         if self.budget >= self._bounds.most:
             return self.budget, "at the upper bound"

@@ -47,6 +47,7 @@ def save(rounds: Rounds, claims: ClaimBook, done: DoneGroups, census: Census) ->
         failed_attempts=census.retried[AGENT_LOOP_FAILED],
         restarted=census.retried[TOO_STALE],
         failures={entry.meta.uid: entry.failures for entry in unfinished if entry.failures},
+        restarts={entry.meta.uid: entry.restarts for entry in unfinished if entry.restarts},
         deferrals={entry.meta.uid: entry.deferrals for entry in unfinished if entry.deferrals},
         begun={entry.meta.uid: entry.begun for entry in unfinished if entry.begun is not None},
         next_claim_id=claims.next_id,
@@ -68,6 +69,7 @@ def _enter(meta: PromptMeta, snapshot: QueueSnapshot, claims: ClaimBook, census:
     """A pending entry, with what the snapshot says of its past."""
     entry = Entry(meta, order=census.enter(meta.uid))
     entry.failures, entry.deferrals = snapshot.failures.get(meta.uid, 0), snapshot.deferrals.get(meta.uid, 0)
+    entry.restarts = snapshot.restarts.get(meta.uid, 0)
     entry.move(Event.ADMIT)
     if meta.uid in snapshot.begun:
         entry.begun = claims.ages.begin(snapshot.begun[meta.uid])

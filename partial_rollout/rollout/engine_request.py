@@ -45,15 +45,18 @@ class EngineRequest:
     is_cut: bool = False
     """Whether its present segment was ended while the engine kept the request."""
 
-    async def segment(self, count: Callable[[int], None]) -> RequestOutput:
-        """The next segment, to the request's end or to where it is cut; `count` is told the tokens as they come."""
+    async def segment(self, count: Callable[[int, int], None]) -> RequestOutput:
+        """The next segment, to the request's end or to where it is cut.
+
+        `count` is told the tokens as they come, and how many of the prompt were found in a cache.
+        """
         merged: RequestOutput | None = None
         while merged is None or not merged.finished:
             output = self.queue.get_nowait() or await self.queue.get()
             for completion in output.outputs:
                 drop_repeated_logprobs(completion)
                 self.has_tokens = self.has_tokens or len(completion.token_ids) > 0
-                count(len(completion.token_ids))
+                count(len(completion.token_ids), output.num_cached_tokens or 0)
             if merged is None:
                 merged = output
             else:

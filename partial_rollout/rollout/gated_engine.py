@@ -95,11 +95,17 @@ class GatedEngine:
             request = await self._add(prompt, sampling_params, request_id, passage.cache_salt, options)
         self._running[request.queue.request_id] = request
         self._admission.arrived(passage.ticket)
-        num_prompt, max_tokens = len(prompt["prompt_token_ids"]), sampling_params.max_tokens
-        self._meter.begin(request_id, time.monotonic(), passage.origin, num_prompt, max_tokens)
+        self._meter.begin(
+            request_id,
+            time.monotonic(),
+            passage.origin,
+            num_prompt=len(prompt["prompt_token_ids"]),
+            max_tokens=sampling_params.max_tokens,
+            stayed=passage.went_on,
+        )
         has_left = is_complete = False
         try:
-            output = await request.segment(lambda num_tokens: self._count(request_id, num_tokens))
+            output = await request.segment(lambda *counts: self._count(request_id, *counts))
             has_left, is_complete = True, output.outputs[0].finish_reason != INTERRUPTED
         finally:
             self._meter.end(request_id, time.monotonic(), is_complete=is_complete)
@@ -119,9 +125,9 @@ class GatedEngine:
         queue = await self._engine.add_request(request_id, prompt, sampling_params, **options)
         return EngineRequest(queue, may_stay=self._mode.stays and not prompt.get("multi_modal_data"))
 
-    def _count(self, request_id: str, num_tokens: int) -> None:
+    def _count(self, request_id: str, num_tokens: int, num_cached: int) -> None:
         self.num_generated_tokens += num_tokens
-        self._meter.tokens(request_id, num_tokens, time.monotonic())
+        self._meter.tokens(request_id, num_tokens, time.monotonic(), num_cached)
 
     async def interrupt(self, *, clear_cache: bool) -> None:
         """Pause the engine and end all segments; requests stay in it or leave it as the mode says."""

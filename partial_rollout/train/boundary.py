@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 from partial_rollout.core.cost_model import (
     BoundaryPlan,
     EngineProgress,
+    boundary_in_s,
     given_speed,
     plan_boundary,
     why_not_start,
     with_siblings,
 )
+from partial_rollout.runtime.bounded import call_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from partial_rollout.config import CostsConfig
+    from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.train.fleet import ReplicaFleet
 
 PATIENCE = 2.0
-"""What is waited for may take this much longer than expected before it is interrupted after all."""
+"""What is waited for may take this much longer than expected before it is interrupted, or starts go on, after all."""
 SLACK_S = 0.05
 """And so much longer, for the calls."""
 
@@ -30,47 +32,81 @@ SLACK_S = 0.05
 class Boundary:
     """`look` while a batch is waited for, then `wait` between taking it and draining the engines."""
 
-    def __init__(self, fleet: ReplicaFleet, costs: CostsConfig, note: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        settings: PartialRolloutConfig,
+        note: Callable[[str, dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`note` is told of every event what was decided, and why."""
         self._fleet = fleet
-        self._costs = costs
+        self._costs, self._timeouts = settings.costs, settings.timeouts
         self._note = note
-        self._is_paused = False
+        self._clock = clock
+        self._paused_until_s: float | None = None
+        self._was_wrong = False
 
-    def look(self, num_missing: int, num_slots: int, pause_starts: Callable[[], None]) -> None:
-        """Call `pause_starts`, at most once a round, when no prompt that starts now can pay before the batch is done.
+    def look(self, num_missing: int, num_slots: int, pause: Callable[[bool], None]) -> None:
+        """Call `pause(True)` when no prompt pays that starts before the batch is done, `pause(False)` when one does.
 
+        A batch that takes much longer than expected ends the pause as well, and there is no other one in its round.
         `num_missing` prompts are missing from the batch.
         """
-        if self._is_paused or num_missing < 1:
+        is_paused = self._paused_until_s is not None
+        if self._was_wrong or (num_missing < 1 and not is_paused):
             return
         engines = [engine for replica in self._progress() for engine in replica]
-        why = why_not_start(engines, num_missing, num_slots // len(engines))
-        if why:
-            self._is_paused = True
-            pause_starts()
+        seconds = boundary_in_s(engines, num_missing)
+        why = why_not_start(engines, seconds, num_slots // len(engines))
+        if self._paused_until_s is not None and self._clock() >= self._paused_until_s:
+            self._was_wrong = True
+            self._resume(pause, f"the batch takes more than {PATIENCE:g} times as long as expected")
+        elif is_paused and not why:
+            self._resume(pause, "the batch is no longer expected so soon")
+        elif why and seconds is not None and not is_paused:
+            self._paused_until_s = self._clock() + PATIENCE * seconds + SLACK_S
+            pause(True)
             self._note("starts_paused", {"reason": why})
+
+    def _resume(self, pause: Callable[[bool], None], why: str) -> None:
+        self._paused_until_s = None
+        pause(False)
+        self._note("starts_resumed", {"reason": why})
 
     def wait(self, num_slots: int) -> dict[str, float]:
         """Let requests end whose interruption would cost more; `num_slots` are those of all engines. Returns metrics.
 
+        No replica is waited for longer than `timeouts.drain_s`.
+
         Raises:
             WaitTimeout: a server did not answer.
+            EngineDead: an engine is gone.
         """
-        started_s, was_paused = time.monotonic(), self._is_paused
-        self._is_paused = False
+        started_s, was_paused = self._clock(), self._paused_until_s is not None
+        self._paused_until_s, self._was_wrong = None, False
         replicas = self._progress()
         num_engines = sum(len(engines) for engines in replicas)
         plans = [[plan_boundary(engine, num_slots // num_engines) for engine in engines] for engines in replicas]
         every = [plan for engines in plans for plan in engines]
         num_late = 0
         if any(plan.ends for plan in every):
-            limit_s = PATIENCE * max(plan.wait_s for plan in every) + SLACK_S
-            num_late = self._fleet.let_end([_ends(engines) for engines in plans], limit_s)
-        waited_s = time.monotonic() - started_s
+            num_late = self._let_end(plans)
+        waited_s = self._clock() - started_s
         self._note("boundary", _describe(every, waited_s, num_late))
         metrics = _metrics(every, [engine for engines in replicas for engine in engines], waited_s, num_late)
         return metrics | {"partial_rollout/boundary/starts_paused": float(was_paused)}
+
+    def _let_end(self, plans: list[list[BoundaryPlan]]) -> int:
+        request_ids = [_ends(engines) for engines in plans]
+        expected_s = [max(plan.wait_s for plan in engines) for engines in plans]
+        limits_s = [min(PATIENCE * wait_s + SLACK_S, self._timeouts.drain_s) for wait_s in expected_s]
+        return call_bounded(
+            lambda: self._fleet.let_end(request_ids, limits_s),
+            timeout_s=max(limits_s) + 2 * self._timeouts.call_s,
+            who_waits="trainer waits at the boundary for requests to end",
+            check=self._fleet.require_health,
+        )
 
     def _progress(self) -> list[list[EngineProgress]]:
         replicas = self._fleet.progress()

@@ -41,13 +41,14 @@ class ReplicaFleet:
         """Running requests and measured speeds of every replica's servers."""
         return self._all("tell their progress", [r.progress() for r in self._replicas], self._timeouts.call_s)
 
-    def let_end(self, request_ids: Sequence[Sequence[str]], limit_s: float) -> int:
-        """Close every gate and wait for up to `limit_s` until these requests of each replica have ended.
+    def let_end(self, request_ids: Sequence[Sequence[str]], limits_s: Sequence[float]) -> int:
+        """Close every gate and wait until these requests of each replica have ended, up to each replica's limit.
 
         Returns the number of those that have not.
         """
-        calls = [replica.let_end(ids, limit_s) for replica, ids in zip(self._replicas, request_ids, strict=True)]
-        late = self._all("let requests end", calls, limit_s + self._timeouts.call_s)
+        asked = zip(self._replicas, request_ids, limits_s, strict=True)
+        calls = [replica.let_end(ids, limit_s) for replica, ids, limit_s in asked]
+        late = self._all("let requests end", calls, max(limits_s) + self._timeouts.call_s)
         return sum(len(ids) for ids in late)
 
     def resume(self) -> None:

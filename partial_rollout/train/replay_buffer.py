@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.train.stale_mask import StaleTokens
     from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 
 logger = logging.getLogger(__name__)
@@ -92,10 +93,14 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         metrics = group_metrics(groups, trained_version=global_steps - 1)
         if self._settings.tail.max_staleness is not None:
             members = [trajectory for _, trajectory in trajectories]
-            metrics["partial_rollout/masked_tokens"] = self._mask_stale(members, global_steps - 1, partition_id)
+            stale = self._mask_stale(members, global_steps - 1, partition_id)
+            metrics["partial_rollout/masked_tokens"] = stale.num_masked
+            metrics["partial_rollout/stale_tokens_trained"] = stale.num_trained
         return batch, metrics
 
-    def _mask_stale(self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str) -> int:
+    def _mask_stale(
+        self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str
+    ) -> StaleTokens:
         oldest = self._bound.oldest(trained_version)
         return call_bounded(
             lambda: mask_stale_tokens(

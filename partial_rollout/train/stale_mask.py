@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +22,18 @@ MASKS = ("response_mask", "loss_mask")
 """verl stores the same mask under both names."""
 
 
+@dataclass(frozen=True, slots=True)
+class StaleTokens:
+    """Tokens of a batch that are past the bound."""
+
+    num_masked: int = 0
+    num_trained: int = 0
+    """Those of trajectories that are trained as they are, lest a mini-batch has no token."""
+
+
 def mask_stale_tokens(
     trajectories: Sequence[TrajectorySummary], *, oldest_version: int, partition_id: str, mini_batch: int
-) -> int:
+) -> StaleTokens:
     """Zero the loss masks of tokens that weights before `oldest_version` sampled; returns how many there were.
 
     A trajectory of several outputs is masked as a whole if one of its tokens is too old: its spans do not say which
@@ -33,7 +43,7 @@ def mask_stale_tokens(
     outputs = Counter(_session(trajectory) for trajectory in trajectories)
     stale = [trajectory for trajectory in trajectories if trajectory.min_version < oldest_version]
     if not stale:
-        return 0
+        return StaleTokens()
     keys = [trajectory.key for trajectory in stale]
     rows = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["response_mask"])["response_mask"]
     before = list(rows.unbind())
@@ -41,18 +51,20 @@ def mask_stale_tokens(
         masked(row, trajectory.version_spans if outputs[_session(trajectory)] == 1 else (), oldest_version)
         for row, trajectory in zip(before, stale, strict=True)
     ]
-    for at in _spared(stale, after, len(trajectories), mini_batch):
+    spared = _spared(stale, after, len(trajectories), mini_batch)
+    num_trained = sum(int(before[at].sum()) for at in spared)
+    for at in spared:
         after[at] = before[at]
     num_masked = sum(int(row.sum()) for row in before) - sum(int(row.sum()) for row in after)
     if not num_masked:
-        return 0
+        return StaleTokens(num_trained=num_trained)
     mask = torch.nested.as_nested_tensor(after, layout=torch.jagged)
     tq.kv_batch_put(
         keys=keys,
         partition_id=partition_id,
         fields=TensorDict(dict.fromkeys(MASKS, mask), batch_size=[len(keys)]),
     )
-    return num_masked
+    return StaleTokens(num_masked, num_trained)
 
 
 def masked(row: torch.Tensor, spans: Sequence[VersionSpan], oldest_version: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ class PartialRolloutTrainer(PPOTrainer):
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
         wait = self.settings.tail.boundary == "cost"
-        self.boundary = Boundary(self.fleet, self.settings.costs, self._note) if wait else None
+        self.boundary = Boundary(self.fleet, self.settings, self._note) if wait else None
         self._send_weights()
         self._report_step("open")
 
@@ -227,7 +227,11 @@ class PartialRolloutTrainer(PPOTrainer):
         if self.boundary is not None:
             batch = self.config.data.train_batch_size
             num_missing = batch - self._ask(self.manager.statistics.remote()).done
-            self.boundary.look(num_missing, self._num_slots, lambda: self._ask(self.manager.pause_starts.remote(batch)))
+            self.boundary.look(num_missing, self._num_slots, self._pause_starts)
+
+    def _pause_starts(self, is_paused: bool) -> None:
+        batch = self.config.data.train_batch_size
+        self._ask(self.manager.pause_starts.remote(batch if is_paused else None))
 
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
         if not self.settings.slots.adaptive:

@@ -75,6 +75,13 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ({"tail": {"past_staleness": "drop"}}, "tail.past_staleness='drop' .*mask without a bound.*max_staleness"),
         ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
         ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
+        (
+            {"tail": {"max_staleness": 2, "past_staleness": "restart"}, "max_attempts": 1},
+            "max_attempts=1 .*at least 2 with .*past_staleness=restart.*drop",
+        ),
+        ({"slots": {"adaptive": True}, "tail": {"policy": "sync"}}, "slots.adaptive=True .*false with .*policy=sync"),
+        ({"slots": {"adaptive": True}, "tail": {"policy": "reorder"}}, "slots.adaptive=True .*false with .*=reorder"),
+        ({"costs": {"prefill_tokens_per_s": 5.0}}, "costs.prefill_tokens_per_s=5.0 .*null with .*tail.boundary=now"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
     ],
 )

@@ -10,21 +10,28 @@ from partial_rollout.agent_loop.journal import Journals, merge
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import TooStale
+from partial_rollout.types import Claim
 
 
 def generation(*prompt_ids: int, budget: int = 8) -> ResumableGeneration:
     return ResumableGeneration(list(prompt_ids), budget)
 
 
+def claim(uid: str, claim_id: int = 1, *, goes_on: bool = False) -> Claim:
+    return Claim(uid, claim_id, "w", num_trajectories=2, global_step=1, attempt=1, goes_on=goes_on)
+
+
 def segment(*token_ids: int, end: str = "completed") -> Segment:
     return Segment(list(token_ids), [-0.5] * len(token_ids), end, version=3, epoch=0, context=Context(3, FRESH))
 
 
-async def in_trajectory(journals: Journals, *generations: ResumableGeneration, session: int = 0) -> None:
+async def in_trajectory(
+    journals: Journals, *generations: ResumableGeneration, session: int = 0, goes_on: bool = True
+) -> None:
     """A task of its own, as each trajectory is."""
 
     async def run() -> None:
-        journals.start(1, "a", session)
+        journals.start(claim("a", goes_on=goes_on), session)
         for each in generations:
             journals.record(each)
 
@@ -74,7 +81,7 @@ async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() 
     journals, other = Journals(), generation(1)
 
     async def run(session: int, call: ResumableGeneration) -> None:
-        journals.start(1, "a", session)
+        journals.start(claim("a"), session)
         journals.record(call)
         call.add(segment(5, end="aborted"))
         journals.require_fresh()
@@ -85,13 +92,13 @@ async def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() 
             journals.require_fresh()
 
     async def sibling_without_tokens() -> None:
-        journals.start(1, "a", 1)
+        journals.start(claim("a"), 1)
         journals.record(other)
         with pytest.raises(TooStale):
             journals.require_fresh()
 
     async def another_prompt() -> None:
-        journals.start(2, "b", 0)
+        journals.start(claim("b", 2), 0)
         journals.require_fresh()
 
     await asyncio.create_task(run(0, generation(1, 2)))
@@ -104,7 +111,7 @@ async def test_a_claim_that_ends_late_does_not_take_the_journal_of_the_next_one(
     journals = await two_turns()
 
     async def again() -> None:
-        journals.start(2, "a", 0)
+        journals.start(claim("a", 2), 0)
         journals.record(generation(7))
 
     await asyncio.create_task(again())
@@ -155,6 +162,16 @@ async def test_a_further_attempt_begins_afresh() -> None:
     journals.forget(1)
     await in_trajectory(journals, again)
     assert again.token_ids == []
+
+
+async def test_another_worker_does_not_use_saved_calls_a_second_time() -> None:
+    """Its copy of them is there; and past a staleness bound they would be too old again."""
+    journals, again = Journals(), generation(1, 2)
+    journals.restore((await two_turns()).states())
+    journals.oldest_version = 4
+    await in_trajectory(journals, again, goes_on=False)
+    assert again.token_ids == []
+    assert journals.unclaimed() == {}
 
 
 async def test_a_checkpoint_holds_what_nobody_has_started_again_and_nothing_that_was_used_up() -> None:

@@ -11,9 +11,14 @@ pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 
+from partial_rollout.agent_loop import worker as worker_module
+from partial_rollout.agent_loop.holds import CURRENT_CLAIM
 from partial_rollout.agent_loop.trace import TrajectoryTrace
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker, summaries
-from partial_rollout.errors import ClusterError, DataError
+from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.core.interrupt import FRESH, Context
+from partial_rollout.core.resume import ResumableGeneration, Segment
+from partial_rollout.errors import ClusterError, DataError, TooStale
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
 from tests.fake_worker import make_claim
@@ -132,6 +137,45 @@ async def test_validation_raises_what_a_prompt_raised_after_all_have_ended():
     with pytest.raises(ConnectionError, match="TransferQueue is gone"):
         await ValidatingWorker().validate([prompt("c", ConnectionError("TransferQueue is gone")), prompt("d")])
     assert ended == ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+async def connected(monkeypatch):
+    """A worker by its real constructor, and verl's client as it is given to it."""
+    client = SimpleNamespace()
+
+    def verls_constructor(self):
+        self.llm_client = client
+
+    monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
+    monkeypatch.setattr(worker_module, "find_manager", lambda name, namespace: None)
+    return PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(), 4), client
+
+
+async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_too_stale(connected):
+    worker, client = connected
+    claim, call = make_claim("a"), ResumableGeneration([1], 8)
+
+    async def trajectory():
+        CURRENT_CLAIM.set(claim.claim_id)
+        worker._journals.start(claim, 0)
+        client.on_generation(call)
+        await client.before_segment()
+        call.add(Segment([5], [-0.5], "aborted", version=3, epoch=0, context=Context(3, FRESH)))
+        await worker.hold([], 3)
+        await client.before_segment()
+        await worker.hold([claim], 4)
+        await client.before_segment()
+
+    holds, slots = worker._claim_loop.holds, worker._claim_loop.slots
+    assert holds.begin(claim.claim_id)
+    slots.reserve(1)
+    task = asyncio.create_task(trajectory())
+    await slots.wait_free(4)  # a trajectory that is held back has none
+    assert (holds.num_waiting, task.done()) == (1, False)
+    assert not holds.begin(claim.claim_id)
+    with pytest.raises(TooStale, match="prompt a has tokens of version 3, allowed: 4"):
+        await task
 
 
 class ReplayBuffer(PartialRolloutReplayBuffer):

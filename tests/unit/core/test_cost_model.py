@@ -49,12 +49,12 @@ def test_what_is_given_comes_before_what_is_measured() -> None:
 @pytest.mark.parametrize(
     ("done", "siblings", "history", "left"),
     [
-        (0, [], [], 1000),
+        (0, [], [], None),
         (100, [], [50, 120, 140, 400], 40),
         (100, [105], [50, 120, 140, 400], 5),
         (100, [90], [50, 120, 140, 400], 40),
         (300, [310], [50, 120, 140], 10),
-        (500, [310], [50, 120, 140], 1000),
+        (500, [310], [50, 120, 140], None),
         (0, [], [5000], 1000),
     ],
     ids=[
@@ -67,7 +67,7 @@ def test_what_is_given_comes_before_what_is_measured() -> None:
         "budget",
     ],
 )
-def test_expected_tokens_to_the_end(done: int, siblings: list[int], history: list[int], left: float) -> None:
+def test_expected_tokens_to_the_end(done: int, siblings: list[int], history: list[int], left: float | None) -> None:
     assert expected_left(request("a", done=done), siblings, history) == left
 
 
@@ -110,6 +110,15 @@ def test_nothing_is_decided_before_speeds_are_known() -> None:
     assert (plan.ends, plan.reason) == ((), "speeds are not measured yet")
 
 
+def test_a_request_longer_than_all_that_ended_is_interrupted_whatever_is_left_of_its_budget() -> None:
+    """It shares the steps of those that are waited for."""
+    running = (request("longest", done=100, left=1), request("a", done=98))
+    plan = plan_boundary(EngineProgress(LINEAR, running, history=[100]), num_slots=64)
+    assert plan.ends == ("a",)
+    assert plan.wait_s == pytest.approx(2 * 0.002)
+    assert plan.decisions[1].reason == "interrupt: no response was longer, prefilling 1000 again takes 0.100 s"
+
+
 def test_the_boundary_is_expected_when_the_last_missing_prompt_has_its_last_response() -> None:
     running = (
         request("a0", owner="a", done=90),
@@ -121,6 +130,9 @@ def test_the_boundary_is_expected_when_the_last_missing_prompt_has_its_last_resp
     assert boundary_in_s([engine], 1) == pytest.approx(0.20)
     assert boundary_in_s([engine], 2) == pytest.approx(0.40)
     assert boundary_in_s([engine], 3) is None
+    assert (
+        boundary_in_s([EngineProgress(FLAT, (*running, request("c0", owner="c", done=100)), history=[100])], 3) is None
+    )
     assert boundary_in_s([EngineProgress(EngineSpeed(), running)], 1) is None
 
 
@@ -131,10 +143,9 @@ def test_a_prompt_shortly_before_the_boundary_makes_fewer_tokens_than_it_costs()
 
 def test_why_no_prompt_starts() -> None:
     near = EngineProgress(FLAT, (request("a", done=95, context=1095),), history=[100])
-    assert why_not_start([near], 1, 8) == "the batch is expected in 0.05 s, too soon for a prompt of 1000 tokens"
-    far = EngineProgress(FLAT, (request("a"),), history=[])
-    assert why_not_start([far], 1, 8) == ""
-    assert why_not_start([near], 2, 8) == why_not_start([EngineProgress(FLAT)], 1, 8) == ""
+    assert why_not_start([near], 0.05, 8) == "the batch is expected in 0.05 s, too soon for a prompt of 1000 tokens"
+    assert why_not_start([near], 10.0, 8) == ""
+    assert why_not_start([near], None, 8) == why_not_start([EngineProgress(FLAT)], 0.05, 8) == ""
 
 
 REQUESTS = st.lists(
@@ -149,9 +160,9 @@ REQUESTS = st.lists(
 def test_a_chosen_wait_gains_and_no_other_gains_more(
     running: list[RunningRequest], step_ms: float, request_ms: float, slots: int
 ) -> None:
-    """Without a history a request is expected to use its budget, so every wait can be reckoned step by step."""
+    """All that ended was longer than the budget, which is what is expected: every wait can be reckoned step by step."""
     speed = given_speed(FLAT, step_ms, request_ms, None)
-    plan = plan_boundary(EngineProgress(speed, tuple(running)), slots)
+    plan = plan_boundary(EngineProgress(speed, tuple(running), history=[1000]), slots)
     full_s = speed.step_s(max(slots, len(running))) / max(slots, len(running), 1)
 
     def gain(num_steps: int) -> float:

@@ -54,6 +54,27 @@ def test_prefill_is_measured_while_anybody_waits_for_a_first_token() -> None:
     assert meter.speed().prefill_tokens_per_s == pytest.approx(500 / 5)
 
 
+def test_what_is_found_in_a_cache_or_never_left_the_engine_is_not_prefilled() -> None:
+    """Eight siblings of 1,000 tokens: one computes the prompt. Another request goes on where it was, at once."""
+    meter = EngineMeter()
+    for index in range(8):
+        meter.begin(f"r{index}", 0.0, NOBODY, num_prompt=1000, max_tokens=9)
+    for index in range(8):
+        meter.tokens(f"r{index}", 1, 0.1, num_cached=1000 if index else 0)
+        meter.end(f"r{index}", 0.1, is_complete=True)
+    meter.begin("kept", 1.0, NOBODY, num_prompt=5000, max_tokens=9, stayed=True)
+    meter.tokens("kept", 1, 3.0)
+    meter.tokens("kept", 1, 3.5)
+    assert meter.speed().prefill_tokens_per_s == pytest.approx(10_000)
+    assert meter.speed().steps == ((1.0, pytest.approx(0.5)),)
+    meter.end("kept", 3.5, is_complete=True)
+    meter.begin("gone", 4.0, NOBODY, num_prompt=5000, max_tokens=9, stayed=True)
+    meter.end("gone", 5.0, is_complete=False)
+    meter.begin("r", 5.0, NOBODY, num_prompt=1000, max_tokens=9)
+    meter.tokens("r", 1, 5.1)
+    assert meter.speed().prefill_tokens_per_s == pytest.approx(10_000)
+
+
 def test_the_share_that_is_computed_again() -> None:
     meter = EngineMeter()
     assert meter.speed().reprefilled_share == 1.0

@@ -35,6 +35,13 @@ def test_a_decision_and_its_reason(load: EngineLoad, in_use: int, after: int, re
     assert decision.change == after - 64
 
 
+@pytest.mark.parametrize(("in_use", "after"), [(52, 64), (53, 72)])
+def test_slots_that_are_less_than_a_group_in_each_worker_are_not_free(in_use: int, after: int) -> None:
+    """Three workers of groups of 4: each may have 3 slots free that no prompt fits in."""
+    slots = SlotController(64, SlotBounds(least=12, most=128, kv_high=0.9, group=4, num_workers=3))
+    assert slots.observe(EngineLoad(num_tokens=1), in_use).after == after
+
+
 def test_preemptions_count_once_and_an_engine_that_starts_again_counts_from_zero() -> None:
     slots = controller()
     assert slots.observe(EngineLoad(num_preemptions=5), 64).after == 48

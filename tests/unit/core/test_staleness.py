@@ -122,6 +122,19 @@ def test_restart_gives_a_prompt_back_until_its_attempts_are_used_up() -> None:
     assert trainer.queue.statistics().dropped == {"too_stale": 1}
 
 
+def test_restarts_and_failures_have_a_count_each_and_both_are_in_a_checkpoint() -> None:
+    trainer = started("restart")
+    assert trainer.queue.expire(trainer.claims.pop("p4"))
+    trainer.claim()
+    assert trainer.claims["p4"].attempt == 2
+    assert trainer.queue.fail(trainer.claims.pop("p4"))
+    snapshot = trainer.queue.snapshot()
+    assert (snapshot.restarts, snapshot.failures) == ({"p4": 1}, {"p4": 1})
+    trainer.restart()
+    assert "p4" in trainer.claim()
+    assert not trainer.queue.expire(trainer.claims.pop("p4"))
+
+
 def test_a_done_group_that_is_restarted_begins_again_ahead_of_fresh_ones() -> None:
     trainer = started("restart", max_staleness=0)
     trainer.finish("p4")
@@ -151,6 +164,39 @@ def test_ages_survive_a_restart() -> None:
     assert trainer.queue.num_due(BATCH) == 4
     trainer.queue.give_back(trainer.claims.pop("p4"))  # its tokens are gone
     assert trainer.queue.num_due(BATCH) == 3
+
+
+def test_a_pause_of_starts_does_not_hold_back_what_an_update_waits_for() -> None:
+    """After a restart with fewer slots some of what must finish first is pending, and enough for a batch is ongoing."""
+    trainer = started("finish")
+    trainer.queue.version += 1
+    trainer.restart()
+    trainer.begin()
+    assert trainer.claim(free_slots=BATCH - 1) == ["p4", "p5", "p6"]
+    trainer.queue.give_back(trainer.claims.pop("p4"))  # its tokens are gone, and it is ahead of p7, which has some
+    trainer.claim(free_slots=1)
+    trainer.queue.pause_starts(BATCH - 1)
+    assert trainer.queue.num_due(BATCH) == 3
+    assert trainer.claim(free_slots=1) == ["p7"]
+    assert trainer.claim() == []
+    trainer.finish("p5", "p6", "p7", "p4")
+    assert len(trainer.take().groups) == BATCH
+
+
+def test_only_the_first_claim_since_a_restart_goes_on_from_saved_tokens() -> None:
+    """A second attempt begins afresh, whichever worker gets it."""
+    trainer = started("restart")
+    assert not any(claim.goes_on for claim in trainer.claims.values())
+    trainer.restart()
+    trainer.restart()  # unclaimed, they are in the next checkpoint too
+    trainer.begin()
+    trainer.claim()
+    assert {uid for uid, claim in trainer.claims.items() if claim.goes_on} == {"p4", "p5", "p6", "p7"}
+    trainer.queue.expire(trainer.claims.pop("p4"))
+    trainer.queue.fail(trainer.claims.pop("p5"))
+    trainer.queue.give_back(trainer.claims.pop("p6"))
+    trainer.claim()
+    assert [trainer.claims[uid].goes_on for uid in ("p4", "p5", "p6", "p7")] == [False, False, False, True]
 
 
 # ---- contradictions ----

@@ -12,13 +12,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.core.cost_model import RunningRequest
-from partial_rollout.core.engine_meter import Origin
+from partial_rollout.core.engine_meter import EngineMeter, Origin
 from partial_rollout.core.interrupt import Context
 from partial_rollout.errors import ConfigError, DataError, DrainTimeout, EngineDead, WeightUpdateError
 from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout.engine_request import drop_repeated_logprobs
 from partial_rollout.rollout.interruption import Interruption
 from tests.fake_engine import FakeServer, completion
+from tests.fake_engine import output as fake_output
 
 PARAMS = {"max_tokens": 50}
 LONG_S = 20.0
@@ -178,6 +179,7 @@ async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
     assert second.extra_fields["global_steps"] == 9
     assert second.extra_fields["context"] == Context(0, "keep_kv", 3)
     assert second.extra_fields["retained"] is None
+    assert (await server.progress()).speed.reprefilled_share == 0
     assert server.fake.calls == ["add a", "pause keep False", "resume"]
     assert (await server.rollout_statistics()).kept == 0
 
@@ -583,6 +585,37 @@ async def test_progress_knows_of_every_running_request_what_it_has_and_what_it_m
     await task
     progress = await server.progress()
     assert (progress.running, progress.finished) == ((), {"p": [5]})
+
+
+class NotingMeter(EngineMeter):
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def begin(self, *args, stayed, **kwargs):
+        self.noted.append(stayed)
+        super().begin(*args, stayed=stayed, **kwargs)
+
+    def tokens(self, request_id, num_tokens, now_s, num_cached):
+        self.noted.append(num_cached)
+        super().tokens(request_id, num_tokens, now_s, num_cached)
+
+
+async def test_the_meter_is_told_what_was_found_in_a_cache_and_what_stayed_in_the_engine():
+    server = await launched(with_mode("keep_kv"))
+    server.engine._meter = server._meter = meter = NotingMeter()
+    task = start(server)
+    await let_run()
+    server.fake.queues["a"].put(fake_output([5], num_cached_tokens=2))
+    await let_run()
+    await server.abort_all_requests()
+    again = start(server, "b", is_resumption=True, retained=(await task).extra_fields["retained"])
+    await let_run()
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("a", [7])
+    await again
+    assert meter.noted == [False, 2, 0, True, 0]  # the mark of the cut has no tokens
 
 
 async def test_what_a_boundary_waits_for_ends_and_the_rest_is_interrupted_by_the_drain():

@@ -17,6 +17,7 @@ from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitT
 from partial_rollout.runtime import remote_call
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
+from partial_rollout.train.stale_mask import StaleTokens
 from partial_rollout.types import Claim, FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
 
 if TYPE_CHECKING:
@@ -171,6 +172,23 @@ def test_workers_end_what_would_be_too_old_for_the_next_update(world: World, pas
     world.tail = TailConfig(max_staleness=2, past_staleness=past)
     world.buffer(Ref(TakeResult(groups=(group("a", 1, version=STEP - 3),)))).sample(STEP, "train", 1)
     assert world.oldest == ([] if oldest is None else [oldest, oldest])
+
+
+def test_tokens_past_the_bound_are_counted_whether_they_are_masked_or_trained(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def mask(trajectories: list[TrajectorySummary], *, oldest_version: int, **_: Any) -> StaleTokens:
+        asked.append(oldest_version)
+        return StaleTokens(num_masked=3, num_trained=5)
+
+    monkeypatch.setattr(replay_buffer, "mask_stale_tokens", mask)
+    world.tail = TailConfig(max_staleness=2)
+    _, metrics = world.buffer(Ref(TakeResult(groups=(group("a", 1),)))).sample(STEP, "train", 1)
+    assert asked == [STEP - 1 - 2]
+    counted = (metrics["partial_rollout/masked_tokens"], metrics["partial_rollout/stale_tokens_trained"])
+    assert counted == (3, 5)
 
 
 def test_rows_of_groups_that_are_too_old_are_gone_before_the_queue_lets_them_begin_again(world: World) -> None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from partial_rollout.train import stale_mask
-from partial_rollout.train.stale_mask import mask_stale_tokens, masked
+from partial_rollout.train.stale_mask import StaleTokens, mask_stale_tokens, masked
 from partial_rollout.types import TrajectorySummary, VersionSpan
 
 if TYPE_CHECKING:
@@ -67,20 +67,21 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MaskStore:
 
 def test_only_rows_with_old_tokens_are_written_under_both_names(store: MaskStore) -> None:
     members = [trajectory("a_0_0", (2, 2), (3, 1)), trajectory("a_1_0", (3, 2))]
-    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=2) == 2
+    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=2) == StaleTokens(2, 0)
     assert store.written == {"response_mask": {"a_0_0": [0, 0, 1]}, "loss_mask": {"a_0_0": [0, 0, 1]}}
-    assert mask_stale_tokens(members, oldest_version=2, partition_id="train", mini_batch=2) == 0
+    assert mask_stale_tokens(members, oldest_version=2, partition_id="train", mini_batch=2) == StaleTokens()
 
 
 def test_a_trajectory_of_several_outputs_is_masked_as_a_whole(store: MaskStore) -> None:
     outputs = [TrajectorySummary("a_2_0", 3, 2, 2, 4), trajectory("a_2_1", (2, 1), (4, 1))]
     members = [*outputs, trajectory("a_1_0", (4, 2))]
-    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=3) == 4
+    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=3) == StaleTokens(4, 0)
     assert store.written["loss_mask"] == {"a_2_0": [0, 0], "a_2_1": [0, 0, 0]}
 
 
 def test_a_batch_of_nothing_but_old_tokens_is_left_as_it_is(store: MaskStore) -> None:
-    assert mask_stale_tokens([trajectory("a_1_0", (2, 2))], oldest_version=3, partition_id="train", mini_batch=2) == 0
+    stale = mask_stale_tokens([trajectory("a_1_0", (2, 2))], oldest_version=3, partition_id="train", mini_batch=2)
+    assert stale == StaleTokens(num_masked=0, num_trained=2)
     assert store.written == {}
 
 
@@ -97,6 +98,6 @@ def test_fewer_trajectories_than_a_mini_batch_lose_all_their_tokens(monkeypatch:
     store = MaskStore(**{key: [1, 1] for key in keys})
     monkeypatch.setattr(stale_mask, "tq", store)
     members = [trajectory(key, (version, 2)) for key, version in zip(keys, (4, 2, 1, 2, 2, 2), strict=True)]
-    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=2) == 2
+    assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=2) == StaleTokens(2, 8)
     kept = [key for key in keys if any(store.written["loss_mask"].get(key, [1]))]
     assert kept == [keys[0], keys[1], *keys[3:]]

@@ -1,0 +1,28 @@
+"""vLLM's statistics of the engines in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.metrics.reader import Counter, Gauge
+
+from partial_rollout.core.slots import EngineLoad
+from partial_rollout.rollout import engine_load as module
+
+
+def test_requests_of_data_parallel_engines_add_up_and_the_fullest_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = [
+        metric
+        for engine, kv_usage in (("0", 0.6), ("1", 0.7))
+        for metric in (
+            Gauge("vllm:num_requests_running", {"engine": engine}, 3.0),
+            Gauge("vllm:num_requests_waiting", {"engine": engine}, 1.0),
+            Gauge("vllm:kv_cache_usage_perc", {"engine": engine}, kv_usage),
+            Counter("vllm:num_preemptions", {"engine": engine}, 2),
+        )
+    ]
+    monkeypatch.setattr(module, "get_metrics_snapshot", lambda: snapshot)
+    expected = EngineLoad(running=6, waiting=2, kv_usage=0.7, num_preemptions=4, num_tokens=9)
+    assert module.engine_load(9) == expected
