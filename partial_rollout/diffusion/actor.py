@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class FlowGrpoActor:
     """diffusers' transformer with its optimizer (Flow-GRPO, arXiv 2505.05470)."""
 
-    def __init__(self, config: DiffusionConfig, patch: int) -> None:
-        """Load the transformer; `patch` is how many pixels a latent token's side has."""
+    def __init__(self, config: DiffusionConfig, patch: int, device: torch.device) -> None:
+        """Load the transformer to `device`; `patch` is how many pixels a latent token's side has."""
         self._config, self._patch = config, patch
         model, actor = config.model, config.actor
-        self.device = torch.device(actor.device)
+        self.device = device
         dtype = getattr(torch, model.dtype)
         self.transformer: Any = QwenImageTransformer2DModel.from_pretrained(
             model.path, subfolder="transformer", torch_dtype=dtype

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"

@@ -33,7 +33,9 @@ class Sampled:
 class Replicas:
     """Handles of `DiffusionServer` actors. Requests go where fewest are; so do those that come back."""
 
-    def __init__(self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float, sample_timeout_s: float) -> None:
+    def __init__(
+        self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float, sample_timeout_s: float
+    ) -> None:
         """Take running servers; `timeout_s` bounds every control call, `sample_timeout_s` one image."""
         self._servers = list(servers)
         self._load = [0] * len(servers)
@@ -127,9 +129,7 @@ class Replicas:
         finally:
             self._load[index] -= 1
 
-    async def _all(
-        self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None
-    ) -> list[Any]:
+    async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None) -> list[Any]:
         """The answers of all servers; without a limit of its own, a call has that of control calls."""
         calls = asyncio.gather(*(call(server) for server in self._servers))
         who_waits = f"the job for {what} of {len(self._servers)} server(s)"

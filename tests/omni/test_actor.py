@@ -32,7 +32,7 @@ def make_actor(path, **model):
         "actor": {"device": "cpu", "gradient_checkpointing": False, "micro_batch_size": 3, "lr": 1e-3},
         "rollout": {"num_steps": 3},
     }
-    return FlowGrpoActor(DiffusionConfig.from_mapping(blocks), PATCH)
+    return FlowGrpoActor(DiffusionConfig.from_mapping(blocks), PATCH, torch.device("cpu"))
 
 
 def walk(transformer, seed):

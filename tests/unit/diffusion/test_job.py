@@ -159,11 +159,10 @@ async def test_mix_grpo_waits_for_the_groups_of_its_step():
     replicas.slow = {"sample-0"}
     job = make_job(replicas, algorithm={"name": "mix_grpo"})
     step = asyncio.ensure_future(job.step())
-    while not replicas.waiting:
-        await asyncio.sleep(0)
-    for _ in range(10):
+    for _ in range(20):
         await asyncio.sleep(0)
     assert not step.done()
+    assert len(replicas.waiting) == 1
     await replicas.release()
     await step
     await job.step()

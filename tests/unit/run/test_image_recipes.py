@@ -61,9 +61,15 @@ def test_paths_help_and_overrides(name: str):
     assert HOME in done.stdout or "gpu" not in name
 
 
+def test_nothing_is_logged_to_a_file_where_the_job_is_started():
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        logging = compose("diffusion", return_hydra_config=True).hydra.job_logging
+    assert list(logging.handlers) == list(logging.root.handlers) == ["console"]
+
+
 def test_yaml_defaults_equal_the_dataclass_defaults():
     text = (ROOT / "configs" / "diffusion.yaml").read_text(encoding="utf-8")
-    blocks = {key: value for key, value in yaml.safe_load(text).items() if key != "hydra"}
+    blocks = {key: value for key, value in yaml.safe_load(text).items() if key not in ("defaults", "hydra")}
     defaults = dataclasses.asdict(DiffusionConfig.from_mapping(GIVEN))
     for name, block in GIVEN.items():
         for key in block:
