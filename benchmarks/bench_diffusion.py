@@ -18,12 +18,9 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.result import circumstances, store
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -106,13 +103,12 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
     started_s = time.perf_counter()
     tasks = [asyncio.ensure_future(to_future(server.generate.remote(request))) for request in requests]
     await asyncio.sleep(after_s)
-    stop: dict[str, Callable[[], Awaitable[Any]]] = {"hold": server.hold.remote}
-    go_on: dict[str, Callable[[], Awaitable[Any]]] = {"hold": server.release.remote}
+    in_place = way == "hold"
     wasted, pause_s = 0, 0.0
     if way != "not interrupted":
         begun_s = time.perf_counter()
-        await stop.get(way, server.drain.remote)()
-        await go_on.get(way, server.resume.remote)()
+        await (server.hold if in_place else server.drain).remote()
+        await (server.release if in_place else server.resume).remote()
         pause_s = time.perf_counter() - begun_s
     outcomes = await asyncio.gather(*tasks)
     if way in ("snapshot", "regenerate"):

@@ -40,8 +40,9 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _merged(layer: LoraLayer, base: torch.Tensor) -> torch.Tensor:
     total = base.detach().float()
+    sides: tuple[Any, ...] = (layer.lora_A, layer.lora_B)
     for adapter in layer.active_adapters:
-        down, up = (side[adapter].weight.detach().float() for side in (layer.lora_A, layer.lora_B))
+        down, up = (side[adapter].weight.detach().float() for side in sides)
         total = total + layer.scaling[adapter] * (up @ down)
     return total.to(base.dtype)
 
