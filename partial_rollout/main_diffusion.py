@@ -49,7 +49,7 @@ def read_block(config: DictConfig) -> dict[str, Any]:
 
 
 async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO) -> None:
-    """All steps, with the pictures before and after and a line of metrics for each step."""
+    """All steps, with the pictures before and after and a line of metrics for each step; then the weights."""
     from partial_rollout.diffusion.pictures import save_grid
 
     folder = Path(trainer.output_dir)
@@ -61,6 +61,7 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO)
         metrics_file.flush()
         print(describe(metrics, trainer.total_training_steps), flush=True)
     await job.end()
+    print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
     if trainer.num_pictures:
         save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
 

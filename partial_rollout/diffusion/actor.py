@@ -9,26 +9,26 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from partial_rollout.diffusion.groups import advantages
+from partial_rollout.diffusion.lora import ADAPTER_FILE, add_adapters, merged_weights
 from partial_rollout.diffusion.policy import StepBatch, log_probs, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from partial_rollout.diffusion.config import DiffusionConfig
     from partial_rollout.diffusion.groups import Group
     from partial_rollout.diffusion.result import SampleResult
 
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
 
 class FlowGrpoActor:
     """diffusers' transformer with its optimizer (Flow-GRPO, arXiv 2505.05470)."""
 
-    def __init__(self, config: DiffusionConfig, patch: int) -> None:
-        """Load the transformer; `patch` is how many pixels a latent token's side has."""
+    def __init__(self, config: DiffusionConfig, patch: int, device: torch.device) -> None:
+        """Load the transformer to `device`; `patch` is how many pixels a latent token's side has."""
         self._config, self._patch = config, patch
         model, actor = config.model, config.actor
-        self.device = torch.device(actor.device)
+        self.device = device
         dtype = getattr(torch, model.dtype)
         self.transformer: Any = QwenImageTransformer2DModel.from_pretrained(
             model.path, subfolder="transformer", torch_dtype=dtype
@@ -37,7 +37,7 @@ class FlowGrpoActor:
         if actor.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         if model.lora_rank:
-            self._add_lora()
+            add_adapters(self.transformer, model.lora_rank, model.lora_alpha)
         trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=actor.lr, weight_decay=actor.weight_decay)
 
@@ -70,25 +70,19 @@ class FlowGrpoActor:
         }
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight by its name in the checkpoint; adapters are merged while they are read."""
+        """Every weight by its name in the checkpoint, adapters merged into copies; for any number of threads."""
+        return merged_weights(self.transformer)
+
+    def save(self, folder: Path) -> None:
+        """Write what was trained as safetensors.
+
+        All weights as `save_pretrained` does; adapters without their base as `ADAPTER_FILE`, which the transformer's
+        `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)` takes.
+        """
         if self._config.model.lora_rank:
-            self.transformer.fuse_lora()
-        try:
-            for name, tensor in self.transformer.state_dict().items():
-                if "lora_" not in name:
-                    yield name.replace(".base_layer.", "."), tensor.detach()
-        finally:
-            if self._config.model.lora_rank:
-                self.transformer.unfuse_lora()
-
-    def _add_lora(self) -> None:
-        from peft import LoraConfig
-
-        model = self._config.model
-        self.transformer.requires_grad_(False)
-        self.transformer.add_adapter(
-            LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=list(LORA_TARGETS))
-        )
+            self.transformer.save_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
+        else:
+            self.transformer.save_pretrained(str(folder))
 
     def _optimize(
         self, batch: StepBatch, begin: int, end: int, *, gains: torch.Tensor, old: torch.Tensor

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 INTERRUPTS = ("hold", "snapshot")
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("cpu", "cuda")
+MAX_STEPS = 200
+"""Denoise steps of an image; far beyond what any schedule is made for, and so a slip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class AlgorithmConfig:
         require(
             self.noise_level > 0, "algorithm.noise_level", self.noise_level, "above 0: without noise nothing is learnt"
         )
+        # The standard deviation of cps is a sine, which falls again beyond 1.
+        steady = self.sde_type != "cps" or self.noise_level <= 1
+        require(steady, "algorithm.noise_level", self.noise_level, "at most 1 with algorithm.sde_type=cps")
         require(
             self.sde_window_size >= 1, "algorithm.sde_window_size", self.sde_window_size, "at least 1, for training"
         )
@@ -91,6 +96,7 @@ class RolloutConfig:
     num_servers: int = 1
     gpus_per_server: int = 1
     prefetch_factor: float = 2.0
+    timeout_s: float = 7200.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -98,7 +104,9 @@ class RolloutConfig:
         require(self.n >= 2, "rollout.n", self.n, "at least 2: an advantage compares the images of one prompt")
         for name in ("num_steps", "height", "width", "max_num_seqs", "num_servers"):
             require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
-        require(self.gpus_per_server >= 0, "rollout.gpus_per_server", self.gpus_per_server, "0, a CPU, or more")
+        require(self.num_steps <= MAX_STEPS, "rollout.num_steps", self.num_steps, f"at most {MAX_STEPS}")
+        require(self.timeout_s > 0, "rollout.timeout_s", self.timeout_s, "a number of seconds above 0")
+        require(self.gpus_per_server in (0, 1), "rollout.gpus_per_server", self.gpus_per_server, "0, a CPU, or 1")
         require(self.prefetch_factor >= 1, "rollout.prefetch_factor", self.prefetch_factor, "at least 1")
         whole = self.step_execution or self.prefetch_factor == 1
         allowed = "1 with rollout.step_execution=false, which cannot interrupt what was begun"
@@ -170,6 +178,17 @@ class DiffusionConfig:
         allowed = f"given with rollout.true_cfg_scale={self.rollout.true_cfg_scale}, which is above 1"
         allowed = allowed if guided else "null: rollout.true_cfg_scale is not above 1"
         require(guided == negative, "data.negative_prompt", self.data.negative_prompt, allowed)
+
+    def check_sizes(self, multiple: int) -> None:
+        """Raise ConfigError for an image whose sides are no multiples of the model's pixels per latent token."""
+        for name in ("height", "width"):
+            value = getattr(self.rollout, name)
+            require(value % multiple == 0, f"rollout.{name}", value, f"a multiple of {multiple} for this model")
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether training and rollout compete for one device: the CPU; every server on a GPU has its own."""
+        return self.actor.device == "cpu" and self.rollout.gpus_per_server == 0
 
     @classmethod
     def from_mapping(cls, block: Mapping[str, Any]) -> DiffusionConfig:

@@ -75,6 +75,8 @@ class Adapter:
     """Draws the window of one request: (plan, *, run_seed, global_step, request_seed)."""
     stepwise: bool
     """Whether the engine must run it with `step_execution`."""
+    shares_window: bool = False
+    """Whether what one training step trains must have one window."""
 
 
 _ADAPTERS: dict[tuple[str, str], Adapter] = {}
@@ -114,7 +116,8 @@ def resolve(architecture: str, algorithm: str, *, step_execution: bool) -> Adapt
     stepwise = _ADAPTERS.get((architecture, algorithm + STEPWISE_SUFFIX))
     if stepwise is None:
         log.warning(
-            "rollout.step_execution=true, but no %s%s is registered for %s: requests run whole, batch by batch",
+            "rollout.step_execution=true, but no %s%s is registered for %s: requests run whole, batch by batch, and "
+            "rollout.prefetch_factor counts as 1",
             algorithm,
             STEPWISE_SUFFIX,
             architecture,
@@ -125,10 +128,10 @@ def resolve(architecture: str, algorithm: str, *, step_execution: bool) -> Adapt
 
 QWEN_IMAGE = "QwenImagePipeline"
 _MODULE = "partial_rollout.diffusion.qwen_image"
-for _algorithm, _window in (("flow_grpo", window_of_request), ("mix_grpo", window_of_step)):
-    register(QWEN_IMAGE, _algorithm, Adapter(_algorithm, f"{_MODULE}.QwenImageRollout", _window, stepwise=False))
-    register(
-        QWEN_IMAGE,
-        _algorithm + STEPWISE_SUFFIX,
-        Adapter(_algorithm, f"{_MODULE}.QwenImageStepwiseRollout", _window, stepwise=True),
-    )
+for _algorithm, _window, _shared in (("flow_grpo", window_of_request, False), ("mix_grpo", window_of_step, True)):
+    for _ending, _class in (("", "QwenImageRollout"), (STEPWISE_SUFFIX, "QwenImageStepwiseRollout")):
+        register(
+            QWEN_IMAGE,
+            _algorithm + _ending,
+            Adapter(_algorithm, f"{_MODULE}.{_class}", _window, stepwise=bool(_ending), shares_window=_shared),
+        )

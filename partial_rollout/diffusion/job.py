@@ -4,9 +4,11 @@
 |------------|---------------------|------------------|-----------------------------|------------------------|
 | `_sample`  | a prompt            | a whole group    | its n images                | a server               |
 | `step`     | whole groups        | a weight update  | enough whole groups         | `_sample`, `timeout_s` |
+| `pictures` | the first prompts   | their images     | all of them                 | servers, `timeout_s`   |
 
 More prompts are in flight than a step trains, so that every slot of an engine is busy until the step has its groups.
-What is unfinished then is interrupted between two denoise steps and goes on under the new weights.
+What is unfinished then is interrupted between two denoise steps and goes on under the new weights. Engines stand still
+during the update; while the model trains only if they need the device it trains on.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import itertools
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion.groups import Group
 from partial_rollout.diffusion.prompts import to_ids
 from partial_rollout.errors import WaitTimeout
+from partial_rollout.runtime.remote_call import answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from partial_rollout.diffusion.replicas import Replicas, Sampled
 
 SEED_LIMIT = 2**31
+TRAINED = "transformer"
+"""Folder of the trained weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +72,9 @@ class DiffusionJob:
         self._tokenizer, self._reward, self._prompts = tokenizer, reward, list(prompts)
         self._plan = config.algorithm.window_plan()
         self._order = random.Random(config.trainer.seed)
-        self._groups: set[asyncio.Task[_Rollout]] = set()
-        self._numbers = itertools.count()
+        self._groups: dict[int, asyncio.Task[_Rollout]] = {}
+        """Unfinished and untrained ones by their number."""
+        self._group_numbers, self._numbers = itertools.count(), itertools.count()
         self.version = 0
 
     async def step(self) -> dict[str, float]:
@@ -75,14 +82,16 @@ class DiffusionJob:
         started_s = time.perf_counter()
         self._fill()
         rollouts = await self._take_batch()
-        interrupted_s = time.perf_counter()
-        await self._interrupt()
-        in_flight = len(self._groups)
-        trained_s = time.perf_counter()
+        generated_s = time.perf_counter()
         groups = [self._scored(rollout) for rollout in rollouts]
+        together = not self._config.shares_device
+        interrupt_s = 0.0 if together else await self._interrupt()
+        begun_s = time.perf_counter()
         metrics = await asyncio.to_thread(self._actor.update, groups)
-        updated_s = time.perf_counter()
-        mixture = self._mixture(rollouts)
+        trained_s = time.perf_counter()
+        interrupt_s += await self._interrupt() if together else 0.0
+        held_s = time.perf_counter()
+        mixture, in_flight = self._mixture(rollouts), len(self._groups)
         self.version += 1
         limit_s = self._config.trainer.weights_timeout_s
         await self._replicas.update(self._actor.weights, self.version, self._actor.device, limit_s)
@@ -94,50 +103,75 @@ class DiffusionJob:
             "reward/std": float(np.mean([np.std(group.rewards) for group in groups])),
             "partial_rollout/groups_in_flight": in_flight,
             **mixture,
-            "timing/generate_s": interrupted_s - started_s,
-            "timing/interrupt_s": trained_s - interrupted_s,
-            "timing/train_s": updated_s - trained_s,
-            "timing/update_s": ended_s - updated_s,
+            "timing/generate_s": generated_s - started_s,
+            "timing/interrupt_s": interrupt_s,
+            "timing/train_s": trained_s - begun_s,
+            "timing/update_s": ended_s - held_s,
             **metrics,
         }
 
     async def pictures(self, number: int) -> list[np.ndarray[Any, Any]]:
-        """Images of the first prompts without noise in between: the same noise at the start, whatever was trained."""
+        """Images of the first prompts without noise in between: the same noise at the start, whatever was trained.
+
+        Raises:
+            WaitTimeout: they are not there within `trainer.timeout_s`.
+        """
         requests = [
             self._request(f"picture-{index}", self._prompts[index % len(self._prompts)], seed=index, window=NO_WINDOW)
             for index in range(number)
         ]
-        return [sampled.result.image for sampled in await self._gathered(map(self._replicas.sample, requests))]
+        images = self._gathered(map(self._replicas.sample, requests))
+        limit_s = self._config.trainer.timeout_s
+        found = await answer_of(images, timeout_s=limit_s, who_waits=f"the job for {number} pictures")
+        return [sampled.result.image for sampled in found]
+
+    def save(self) -> Path:
+        """Write the trained weights; return where they are."""
+        folder = Path(self._config.trainer.output_dir) / TRAINED
+        self._actor.save(folder)
+        return folder
 
     async def end(self) -> None:
         """Give up what is unfinished."""
-        for task in self._groups:
+        for task in self._groups.values():
             task.cancel()
-        await asyncio.gather(*self._groups, return_exceptions=True)
+        await asyncio.gather(*self._groups.values(), return_exceptions=True)
 
     def _fill(self) -> None:
-        trainer = self._config.trainer
-        capacity = int(trainer.train_batch_size * self._config.rollout.prefetch_factor)
-        while len(self._groups) < capacity:
-            prompt = self._order.choice(self._prompts)
-            self._groups.add(asyncio.ensure_future(self._sample(prompt, self.version)))
+        """Begin as many groups as may be in flight; what cannot be interrupted is not begun ahead."""
+        ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
+        while len(self._groups) < int(self._config.trainer.train_batch_size * ahead):
+            number, prompt = next(self._group_numbers), self._order.choice(self._prompts)
+            self._groups[number] = asyncio.ensure_future(self._sample(prompt, self._step_of(number)))
 
     async def _take_batch(self) -> list[_Rollout]:
-        """The first whole groups, as many as a step trains; a failed one ends the run."""
-        trainer, taken = self._config.trainer, []
-        deadline_s = time.monotonic() + trainer.timeout_s
-        while len(taken) < trainer.train_batch_size:
+        """The oldest whole groups, as many as a step trains; a failed one ends the run.
+
+        Where a step's samples share their window, it trains the groups that were drawn for it and waits for these.
+        """
+        trainer = self._config.trainer
+        want, deadline_s = trainer.train_batch_size, time.monotonic() + trainer.timeout_s
+        while True:
+            whole = {number: task.result() for number, task in sorted(self._groups.items()) if task.done()}
+            taken = [number for number in whole if self._trains_now(number)][:want]
+            if len(taken) == want:
+                for number in taken:
+                    del self._groups[number]
+                return [whole[number] for number in taken]
             left_s = deadline_s - time.monotonic()
-            done, self._groups = await asyncio.wait(
-                self._groups, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                have, want = len(taken), trainer.train_batch_size
-                raise WaitTimeout(f"the trainer has {have} of {want} groups of images after {trainer.timeout_s:g} s")
-            taken += sorted(done, key=lambda task: task.get_name())
-        rest = taken[trainer.train_batch_size :]
-        self._groups |= set(rest)
-        return [task.result() for task in taken[: trainer.train_batch_size]]
+            if left_s <= 0:
+                raise WaitTimeout(
+                    f"the trainer has {len(taken)} of {want} groups of images after {trainer.timeout_s:g} s"
+                )
+            unfinished = [task for number, task in self._groups.items() if number not in whole]
+            await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _step_of(self, number: int) -> int:
+        """The training step that a group is drawn for, whichever trains it."""
+        return number // self._config.trainer.train_batch_size
+
+    def _trains_now(self, number: int) -> bool:
+        return not self._adapter.shares_window or self._step_of(number) == self.version
 
     async def _sample(self, prompt: str, global_step: int) -> _Rollout:
         rollout = self._config.rollout
@@ -194,10 +228,12 @@ class DiffusionJob:
             ),
         }
 
-    async def _interrupt(self) -> None:
-        if not self._adapter.stepwise:
-            return
-        await (self._replicas.hold() if self._config.rollout.interrupt == "hold" else self._replicas.drain())
+    async def _interrupt(self) -> float:
+        """Stop the engines between two denoise steps; return the seconds that took."""
+        started_s = time.perf_counter()
+        if self._adapter.stepwise:
+            await (self._replicas.hold() if self._config.rollout.interrupt == "hold" else self._replicas.drain())
+        return time.perf_counter() - started_s
 
     async def _go_on(self) -> None:
         if not self._adapter.stepwise:

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from huggingface_hub import snapshot_download
 from transformers import Qwen2Tokenizer
 
 from partial_rollout.core.sampling import SamplingLimits
 from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.config import MAX_STEPS
 from partial_rollout.diffusion.contract import resolve
 from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.prompts import read_prompts
 from partial_rollout.diffusion.replicas import Replicas
+from partial_rollout.diffusion.resources import CPUS_PER_SERVER, require_resources, reserve_gpu
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.errors import ConfigError
+from partial_rollout.runtime.remote_call import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 10_000
 """Calls in one server at the same time: parked and running requests, and the control calls that must get through."""
 CONTROL_TIMEOUT_S = 120.0
-MAX_STEPS = 200
 
 
 @contextmanager
@@ -38,7 +41,8 @@ def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
     """A job on servers that run; they are gone on exit.
 
     Raises:
-        ConfigError: the algorithm, the reward, or a file of the model is not there.
+        ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is not there, or the
+            model has no images of this size.
         DataError: there are no prompts.
     """
     reward, prompts = load_function(config.trainer.reward), read_prompts(config.data.prompts)
@@ -47,26 +51,42 @@ def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
     if not folder.is_dir():
         folder = Path(snapshot_download(config.model.path))
     patch = pixels_per_token(folder)
+    config.check_sizes(patch)
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(include_dashboard=False, log_to_driver=False)
     servers: list[Any] = []
+    reservation = None
     try:
-        servers += _start_servers(config, adapter, patch)
+        require_resources(config, ray.cluster_resources(), _resources_here())
+        device = torch.device(config.actor.device)
+        if device.type == "cuda":
+            reservation, device = reserve_gpu(CONTROL_TIMEOUT_S)
+        servers += _create_servers(config, adapter, patch)
+        wait_for_all(
+            [server.statistics.remote() for server in servers],
+            timeout_s=config.trainer.timeout_s,
+            who_waits="the job for its servers to start",
+        )
         replicas = Replicas(
-            servers, workers_per_server=max(1, config.rollout.gpus_per_server), timeout_s=CONTROL_TIMEOUT_S
+            servers,
+            workers_per_server=1,
+            timeout_s=CONTROL_TIMEOUT_S,
+            sample_timeout_s=config.rollout.timeout_s,
         )
         yield DiffusionJob(
             config,
             adapter=adapter,
             replicas=replicas,
-            actor=FlowGrpoActor(config, patch),
+            actor=FlowGrpoActor(config, patch, device),
             tokenizer=Qwen2Tokenizer.from_pretrained(folder / "tokenizer"),
             prompts=prompts,
             reward=reward,
         )
     finally:
         _stop(servers)
+        if reservation is not None:
+            ray.kill(reservation)
         if started_here:
             ray.shutdown()
 
@@ -100,8 +120,14 @@ def pixels_per_token(folder: Path) -> int:
     return 2 ** len(vae["temperal_downsample"]) * 2
 
 
-def _start_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> list[Any]:
-    """Servers that have answered."""
+def _resources_here() -> dict[str, float]:
+    """Of the node that this process runs on."""
+    here = ray.get_runtime_context().get_node_id()
+    return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+
+
+def _create_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> list[Any]:
+    """Servers that are starting."""
     rollout = config.rollout
     options = ServerOptions(
         model_path=config.model.path,
@@ -109,14 +135,11 @@ def _start_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> lis
         limits=SamplingLimits(sizes=((rollout.height, rollout.width),), multiple=patch, max_steps=MAX_STEPS),
         dtype=config.model.dtype,
         max_num_seqs=rollout.max_num_seqs,
-        num_gpus=max(1, rollout.gpus_per_server),
     )
     actor_class: Any = ray.remote(DiffusionServer).options(
-        num_cpus=1, num_gpus=rollout.gpus_per_server, max_concurrency=MAX_CONCURRENCY
+        num_cpus=CPUS_PER_SERVER, num_gpus=rollout.gpus_per_server, max_concurrency=MAX_CONCURRENCY
     )
-    servers = [actor_class.remote(options) for _ in range(rollout.num_servers)]
-    ray.get([server.statistics.remote() for server in servers], timeout=config.trainer.timeout_s)
-    return servers
+    return [actor_class.remote(options) for _ in range(rollout.num_servers)]
 
 
 def _stop(servers: list[Any]) -> None:

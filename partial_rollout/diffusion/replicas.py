@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.sampling import Interrupted, Progress, SampleRequest
 from partial_rollout.diffusion.worker_channel import channel_name
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
@@ -32,12 +33,14 @@ class Sampled:
 class Replicas:
     """Handles of `DiffusionServer` actors. Requests go where fewest are; so do those that come back."""
 
-    def __init__(self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float) -> None:
-        """Take running servers; `timeout_s` bounds every control call."""
+    def __init__(
+        self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float, sample_timeout_s: float
+    ) -> None:
+        """Take running servers; `timeout_s` bounds every control call, `sample_timeout_s` one image."""
         self._servers = list(servers)
         self._load = [0] * len(servers)
         self._workers_per_server = workers_per_server
-        self._timeout_s = timeout_s
+        self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
         self._addresses: list[ChannelAddress] | None = None
 
     async def sample(self, request: SampleRequest) -> Sampled:
@@ -45,10 +48,12 @@ class Replicas:
 
         Raises:
             ResumeStalled: it comes back again and again without a step in between.
+            WaitTimeout: it is not there in time; names the request, its server and how far it was.
         """
         progress = Progress(request.request_id)
+        deadline_s = time.monotonic() + self._sample_timeout_s
         while True:
-            outcome = await self._generate(request)
+            outcome = await self._generate(request, deadline_s, progress)
             if not isinstance(outcome, Interrupted):
                 return Sampled(outcome, progress.interruptions)
             progress.interrupted(outcome)
@@ -81,13 +86,16 @@ class Replicas:
 
         Raises:
             WeightUpdateError: one did not get them whole.
+            WaitTimeout: a server has not said so in `limit_s` and the time of a control call.
         """
         if self._addresses is None:
             self._addresses = await self._all("weight_channel", lambda server: server.weight_channel.remote())
         channels = [(address, rank) for address in self._addresses for rank in range(self._workers_per_server)]
         loop = asyncio.get_running_loop()
+        # A server bounds the update by itself and names what is missing: it gets the time to say so.
+        receiving_s = limit_s + self._timeout_s
         received = asyncio.ensure_future(
-            self._all("receive_weights", lambda server: server.receive_weights.remote(version, limit_s))
+            self._all("receive_weights", lambda server: server.receive_weights.remote(version, limit_s), receiving_s)
         )
 
         def check() -> None:
@@ -106,19 +114,23 @@ class Replicas:
         finally:
             pool.shutdown(wait=False)
 
-    async def _generate(self, request: SampleRequest) -> SampleResult | Interrupted:
+    async def _generate(
+        self, request: SampleRequest, deadline_s: float, progress: Progress
+    ) -> SampleResult | Interrupted:
         index = min(range(len(self._servers)), key=self._load.__getitem__)
         self._load[index] += 1
+        who_waits = (
+            f"request {request.request_id!r} for its image by server {index}, {progress.interruptions} interruptions "
+            f"and rollout.timeout_s={self._sample_timeout_s:g} after it was asked for"
+        )
         try:
-            return await self._servers[index].generate.remote(request)
+            call = self._servers[index].generate.remote(request)
+            return await answer_of(call, timeout_s=max(0.0, deadline_s - time.monotonic()), who_waits=who_waits)
         finally:
             self._load[index] -= 1
 
-    async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-        answers = asyncio.gather(*(call(server) for server in self._servers))
-        try:
-            return await asyncio.wait_for(answers, self._timeout_s)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
-            raise WaitTimeout(
-                f"{what}: not all {len(self._servers)} servers have answered in {self._timeout_s:g} s"
-            ) from None
+    async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None) -> list[Any]:
+        """The answers of all servers; without a limit of its own, a call has that of control calls."""
+        calls = asyncio.gather(*(call(server) for server in self._servers))
+        who_waits = f"the job for {what} of {len(self._servers)} server(s)"
+        return await answer_of(calls, timeout_s=limit_s or self._timeout_s, who_waits=who_waits)

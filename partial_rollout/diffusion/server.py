@@ -119,7 +119,7 @@ class DiffusionServer:
 
         Raises:
             DataError: the request would break the batch it shares.
-            EngineError: the engine failed, or holds half an update.
+            EngineError: the engine failed, or holds half an update, which the image or its snapshot may be made with.
         """
         self.options.limits.check(request)
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -131,6 +131,7 @@ class DiffusionServer:
             self._weights.require_whole(ENGINE_NAME)
             self._admission.arrived(ticket)
             output = await self._run(name, request)
+            self._weights.require_whole(ENGINE_NAME)
         finally:
             interrupted = name in self._interrupted
             snapshot = self._interrupted.pop(name, None)
@@ -153,8 +154,13 @@ class DiffusionServer:
             await self._hold_engine(holder, self._admission.in_flight_ids())
 
     async def release(self, holder: str = "update") -> None:
-        """Go on taking steps, unless somebody else wants the engine held."""
+        """Go on taking steps, unless somebody else wants the engine held.
+
+        Raises:
+            EngineDead: the engine holds half an update.
+        """
         async with self._control:
+            self._weights.require_settled(ENGINE_NAME)
             await self._release_engine(holder)
 
     async def drain(self) -> list[str]:

@@ -34,8 +34,17 @@ def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_wa
 
 
 async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) -> Any:
-    """`wait_for` in an event loop."""
-    done, _ = await asyncio.wait([asyncio.ensure_future(ref)], timeout=timeout_s)
-    if not done:
-        raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
-    return done.pop().result()
+    """`wait_for` in an event loop; nobody waits for a late answer any more."""
+
+    async def awaited() -> Any:
+        return await ref
+
+    answer = asyncio.create_task(awaited())
+    try:
+        # asyncio.wait_for would not tell its own timeout from a TimeoutError that the call raised.
+        done, _ = await asyncio.wait([answer], timeout=timeout_s)
+        if not done:
+            raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+        return answer.result()
+    finally:
+        answer.cancel()

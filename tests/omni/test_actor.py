@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 
 from partial_rollout.core.sde_window import SdeWindow
 from partial_rollout.diffusion.actor import FlowGrpoActor
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.groups import Group
+from partial_rollout.diffusion.lora import ADAPTER_FILE
 from partial_rollout.diffusion.policy import log_probs, steps_of
 from partial_rollout.diffusion.result import SampleResult
 from tests.omni.support import NOISE_LEVEL, PATCH, training_model
 
+WAIT_S = 30.0
 SIGMAS = torch.tensor([1.0, 0.7, 0.4, 0.0])
 
 
@@ -26,7 +32,7 @@ def make_actor(path, **model):
         "actor": {"device": "cpu", "gradient_checkpointing": False, "micro_batch_size": 3, "lr": 1e-3},
         "rollout": {"num_steps": 3},
     }
-    return FlowGrpoActor(DiffusionConfig.from_mapping(blocks), PATCH)
+    return FlowGrpoActor(DiffusionConfig.from_mapping(blocks), PATCH, torch.device("cpu"))
 
 
 def walk(transformer, seed):
@@ -74,11 +80,78 @@ def test_adapters_are_sent_merged_under_the_checkpoints_names(tiny_qwen_image):
     untouched = {name: tensor.clone() for name, tensor in actor.weights()}
     assert untouched.keys() == original.keys()
     assert all(torch.equal(untouched[name], original[name]) for name in original)
-    results = tuple(walk(actor.transformer, seed) for seed in range(2))
-    for _ in range(2):  # an adapter's second matrix starts at 0, so the first update moves that one only
-        actor.update([Group("p", results, (0.0, 1.0))])
+    train(actor)
     sent = {name: tensor.clone() for name, tensor in actor.weights()}
     changed = {name for name in original if not torch.equal(sent[name], original[name])}
     assert changed
     assert all(".attn." in name and name.endswith(".weight") for name in changed)
     assert all(torch.allclose(tensor, sent[name], atol=1e-6) for name, tensor in actor.weights())
+
+
+def train(actor, num_steps=2):
+    """At least 2 steps: an adapter's second matrix starts at 0, so the first update moves that one only."""
+    results = tuple(walk(actor.transformer, seed) for seed in range(2))
+    for _ in range(num_steps):
+        actor.update([Group("p", results, (0.0, 1.0))])
+    return results
+
+
+def test_any_number_of_threads_read_the_same_weights(tiny_qwen_image):
+    """One is half-way while others begin and end, as the threads of the servers' channels are."""
+    actor = make_actor(tiny_qwen_image, lora_rank=4)
+    train(actor)
+    expected = {name: tensor.clone() for name, tensor in actor.weights()}
+    half_way, go_on = threading.Event(), threading.Event()
+
+    def slowly():
+        found = {}
+        for number, (name, tensor) in enumerate(actor.weights()):
+            found[name] = tensor.clone()
+            if number == 5:
+                half_way.set()
+                assert go_on.wait(WAIT_S)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        slow = pool.submit(slowly)
+        assert half_way.wait(WAIT_S)
+        quick = [pool.submit(lambda: dict(actor.weights())) for _ in range(3)]
+        read = [future.result(WAIT_S) for future in quick]
+        go_on.set()
+        read.append(slow.result(WAIT_S))
+    for found in read:
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_reading_leaves_a_bf16_base_as_it_was_and_rounds_once(tiny_qwen_image):
+    actor = make_actor(tiny_qwen_image, lora_rank=4, dtype="bfloat16")
+    base = {name: item.clone() for name, item in actor.transformer.state_dict().items() if "lora_" not in name}
+    results = tuple(walk(actor.transformer, seed) for seed in range(2))
+    for _ in range(20):
+        actor.update([Group("p", results, (0.0, 1.0))])
+        sent = dict(actor.weights())
+    state = actor.transformer.state_dict()
+    assert [name for name in base if not torch.equal(state[name], base[name])] == []
+    name = "transformer_blocks.0.attn.to_q"
+    down, up = (state[f"{name}.lora_{side}.default.weight"].float() for side in "AB")
+    scale = actor._config.model.lora_alpha / actor._config.model.lora_rank
+    merged = base[f"{name}.base_layer.weight"].float() + scale * up @ down
+    assert not torch.equal(merged.bfloat16(), base[f"{name}.base_layer.weight"])
+    assert torch.equal(sent[f"{name}.weight"], merged.bfloat16())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_what_was_trained_is_saved_and_loads_again(tiny_qwen_image, tmp_path, lora_rank):
+    actor = make_actor(tiny_qwen_image, lora_rank=lora_rank)
+    results = train(actor)
+    actor.save(tmp_path / "transformer")
+    assert list((tmp_path / "transformer").glob("*.safetensors"))
+    if lora_rank:
+        loaded = training_model(tiny_qwen_image)
+        loaded.load_lora_adapter(str(tmp_path / "transformer"), prefix=None, weight_name=ADAPTER_FILE)
+    else:
+        loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "transformer")
+    batch = steps_of(results, patch=PATCH, noise_level=NOISE_LEVEL, sde_type="sde")
+    with torch.no_grad():
+        assert torch.equal(log_probs(loaded, batch), log_probs(actor.transformer, batch))

@@ -26,7 +26,11 @@ def test_the_recipe_trains(repository: Path, tiny_qwen_image: Path, tmp_path: Pa
     settings = {"VENV": str(tmp_path / "venv"), "SKIP_SETUP": "1", "OUTPUT_DIR": str(tmp_path / "run")}
     command = ["bash", str(recipe), f"trainer.total_training_steps={NUM_STEPS}", "rollout.interrupt=snapshot"]
     environment = os.environ | settings | {"MODEL_PATH": str(tiny_qwen_image)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    started_in = tmp_path / "started_in"
+    started_in.mkdir()
+    done = subprocess.run(
+        command, env=environment, cwd=started_in, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
@@ -37,5 +41,9 @@ def test_the_recipe_trains(repository: Path, tiny_qwen_image: Path, tmp_path: Pa
     assert metrics[0]["actor/rollout_ratio_deviation"] < 1e-4
     assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
     assert sum(row["partial_rollout/snapshots"] for row in metrics) > 0
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "before.png", "after.png"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("metrics.jsonl", "before.png", "after.png", "transformer")
+    }
+    assert list((tmp_path / "run" / "transformer").glob("*.safetensors"))
+    assert [path.name for path in started_in.iterdir()] == []
     assert f"step {NUM_STEPS}/{NUM_STEPS} | reward" in done.stdout

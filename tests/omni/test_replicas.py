@@ -46,7 +46,7 @@ def test_a_sample_moves_to_another_server_and_both_take_new_weights(servers, rig
         assert all(isinstance(outcome, Interrupted) for outcome in outcomes)
         there = [second.generate.remote(r.resumed_from(o.snapshot)) for r, o in zip(requests, outcomes, strict=True)]
         results = await asyncio.gather(*there)
-        replicas = Replicas(servers, workers_per_server=1, timeout_s=START_S)
+        replicas = Replicas(servers, workers_per_server=1, timeout_s=START_S, sample_timeout_s=START_S)
         await replicas.update(
             training_model(tiny_qwen_image, noise=0.05).state_dict().items, 1, torch.device("cpu"), 60
         )

@@ -185,11 +185,49 @@ async def test_half_an_update_ends_all_use(server):
     assert server.statistics().gate.in_flight == 0
 
 
+def fails(weights):
+    weights.begun(1, "the update to version 1")
+    weights.failed("WeightMismatch: x", 1)
+
+
+def goes_on(weights):
+    weights.begun(1, "the update to version 1")
+
+
+@pytest.mark.parametrize(("update", "reason"), [(fails, "half an update"), (goes_on, "version 1 has not ended")])
+async def test_a_held_engine_is_not_released_on_half_an_update(server, update, reason):
+    await server.hold()
+    update(server._weights)
+    with pytest.raises(EngineDead, match=reason):
+        await server.release()
+    assert RELEASE not in FakeOmni.instance.calls
+
+
+async def test_an_image_that_half_an_update_had_a_part_in_is_refused(server):
+    [task] = await start(server, "r")
+    fails(server._weights)
+    FakeOmni.instance.finish(*FakeOmni.instance.queues)
+    with pytest.raises(EngineDead, match="half an update"):
+        await task
+    statistics = server.statistics()
+    assert (statistics.num_finished, statistics.gate.in_flight) == (0, 0)
+
+
 async def test_a_request_that_never_arrives_is_named(omni):
+    """By the wait for arrivals, which has the engine's word for it."""
     server = make_server(timeout_s=0.0)
     [task] = await start(server, "lost")
     FakeOmni.instance.late = 10**6
-    with pytest.raises(DrainTimeout, match="lost#0|still in the engine"):
+    with pytest.raises(DrainTimeout, match=r"never got the requests \['lost#0'\], which were sent to it"):
+        await server.hold()
+    task.cancel()
+    server.shutdown()
+
+
+async def test_a_request_that_a_drain_leaves_behind_is_named(omni):
+    server = make_server(timeout_s=0.0)
+    [task] = await start(server, "left")
+    with pytest.raises(DrainTimeout, match=r"1 request\(s\) still in the engine .*\[left#0\]"):
         await server.drain()
     task.cancel()
     server.shutdown()

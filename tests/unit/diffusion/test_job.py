@@ -20,19 +20,20 @@ class FakeReplicas:
 
     def __init__(self, ready):
         self.ready, self.events, self.requests, self.waiting = ready, [], [], []
-        self.version, self.failure = 0, None
+        self.version, self.failure, self.slow = 0, None, set()
 
     async def sample(self, request):
         self.requests.append(request)
         if self.failure:
             raise self.failure
         versions = (self.version,)
-        if self.ready <= 0:
+        if self.ready <= 0 or request.request_id in self.slow:
             self.waiting.append(asyncio.get_running_loop().create_future())
             await self.waiting[-1]
             versions += (self.version,)
         self.ready -= 1
-        return Sampled(make_result(request.request_id, versions, level=len(self.requests)), 0)
+        result = make_result(request.request_id, versions, level=len(self.requests), window=request.window)
+        return Sampled(result, 0)
 
     async def hold(self):
         self.events.append("hold")
@@ -78,7 +79,8 @@ def make_job(replicas, **blocks):
         "model": {"path": "m"},
         "data": {"prompts": "p"},
         "trainer": {"output_dir": "o", "reward": "a.b", "train_batch_size": 2, "timeout_s": 30.0},
-        "rollout": {"n": 2},
+        "rollout": {"n": 2, "gpus_per_server": 0},
+        "actor": {"device": "cpu"},
     }
     for name, block in blocks.items():
         given[name] = given.get(name, {}) | block
@@ -136,18 +138,70 @@ async def test_whole_requests_are_not_interrupted():
 
 
 @pytest.mark.parametrize(("algorithm", "shared"), [("mix_grpo", True), ("flow_grpo", False)])
-async def test_mix_grpo_shares_a_window_in_a_step_over_all_its_requests(algorithm, shared):
-    replicas = FakeReplicas(ready=10**6)
-    job = make_job(replicas, algorithm={"name": algorithm}, rollout={"n": 8})
-    seen = []
-    for _ in range(4):
-        before = len(replicas.requests)
+@pytest.mark.parametrize("prefetch_factor", [1.0, 1.5, 3.0])
+async def test_mix_grpo_trains_one_window_in_a_step(algorithm, shared, prefetch_factor):
+    """Whatever was begun ahead: groups of several steps are whole when a step takes its batch."""
+    job = make_job(
+        FakeReplicas(ready=10**6), algorithm={"name": algorithm}, rollout={"prefetch_factor": prefetch_factor}
+    )
+    for _ in range(8):
         await job.step()
         await asyncio.sleep(0)
-        seen.append({request.window for request in replicas.requests[before:]})
-    assert all(len(windows) == 1 for windows in seen) == shared
-    assert len(set.union(*seen)) > 1
+    windows = [{result.window for group in groups for result in group.results} for groups in job._actor.trained]
+    assert all(len(found) == 1 for found in windows) == shared
+    assert len(set.union(*windows)) > 1
     await job.end()
+
+
+async def test_mix_grpo_waits_for_the_groups_of_its_step():
+    """Those of the next step are whole first, and are trained in the next."""
+    replicas = FakeReplicas(ready=10**6)
+    replicas.slow = {"sample-0"}
+    job = make_job(replicas, algorithm={"name": "mix_grpo"})
+    step = asyncio.ensure_future(job.step())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not step.done()
+    assert len(replicas.waiting) == 1
+    await replicas.release()
+    await step
+    await job.step()
+    trained = [[result.request_id for group in groups for result in group.results] for groups in job._actor.trained]
+    assert trained == [[f"sample-{number}" for number in range(first, first + 4)] for first in (0, 4)]
+    await job.end()
+
+
+async def test_the_oldest_whole_groups_are_trained_first():
+    """Group 10 comes after group 9, though "10" sorts before "9"."""
+    job = make_job(FakeReplicas(ready=10**6), rollout={"prefetch_factor": 8.0})
+    for _ in range(8):
+        await job.step()
+    trained = [result.request_id for groups in job._actor.trained for group in groups for result in group.results]
+    assert trained == [f"sample-{number}" for number in range(32)]
+    await job.end()
+
+
+async def test_a_server_with_a_device_of_its_own_generates_while_the_model_trains():
+    replicas = FakeReplicas(ready=4)
+    job = make_job(replicas, rollout={"gpus_per_server": 1}, actor={"device": "cuda"})
+    await job.step()
+    assert replicas.events == ["train", "hold", "update 1", "release"]
+    await job.end()
+
+
+async def test_without_a_stepwise_adapter_no_more_is_begun_than_is_trained():
+    replicas = FakeReplicas(ready=4)
+    job = make_job(replicas)
+    job._adapter = resolve(QWEN_IMAGE, "flow_grpo", step_execution=False)
+    await job.step()
+    assert len(replicas.requests) == 4
+    await job.end()
+
+
+async def test_pictures_that_do_not_come_are_named():
+    job = make_job(FakeReplicas(ready=1), trainer={"timeout_s": 0.01})
+    with pytest.raises(WaitTimeout, match=r"the job for 3 pictures.*within 0.01 s"):
+        await job.pictures(3)
 
 
 async def test_a_failed_request_ends_the_run():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 from partial_rollout.core.sampling import Interrupted, SampleRequest
+from partial_rollout.diffusion import replicas as replicas_module
 from partial_rollout.diffusion.replicas import Replicas
-from partial_rollout.errors import ResumeStalled, WaitTimeout
+from partial_rollout.errors import DrainTimeout, ResumeStalled, WaitTimeout
 from tests.unit.diffusion.results import make_result
 
 
@@ -25,6 +27,7 @@ class FakeServer:
         self.gate.set()
         self.generate = Call(self._generate)
         self.hold = self.release = self.resume = Call(self._answer)
+        self.weight_channel, self.receive_weights = Call(self._channel), Call(self._receive)
         self.drain = Call(self._drain)
 
     async def _generate(self, request):
@@ -35,16 +38,43 @@ class FakeServer:
     async def _answer(self):
         await self.gate.wait()
 
+    async def _channel(self):
+        return "address"
+
+    async def _receive(self, version, limit_s):
+        await self.gate.wait()
+        return version
+
     async def _drain(self):
         return ["a", "b"]
+
+
+async def refuse():
+    raise DrainTimeout("left: r")
 
 
 def request(name="r"):
     return SampleRequest(request_id=name, prompt_ids=(1,), seed=0, height=8, width=8, num_steps=3)
 
 
-def replicas(*servers, timeout_s=60.0):
-    return Replicas(servers, workers_per_server=1, timeout_s=timeout_s)
+class FakeSender:
+    """Sends at once."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def send(self, weights):
+        list(weights)
+
+
+def replicas(*servers, timeout_s=60.0, sample_timeout_s=60.0):
+    return Replicas(servers, workers_per_server=1, timeout_s=timeout_s, sample_timeout_s=sample_timeout_s)
 
 
 async def test_an_interrupted_request_goes_on_from_its_snapshot_wherever_there_is_room():
@@ -80,5 +110,41 @@ async def test_a_drain_counts_what_came_out_of_all():
 async def test_a_server_that_does_not_answer_is_an_error():
     silent = FakeServer("x")
     silent.gate.clear()
-    with pytest.raises(WaitTimeout, match="hold: not all 1 servers"):
+    with pytest.raises(WaitTimeout, match=r"the job for hold of 1 server"):
         await replicas(silent, timeout_s=0.01).hold()
+
+
+async def test_an_image_that_does_not_come_is_named():
+    silent = FakeServer("x")
+    silent.gate.clear()
+    with pytest.raises(WaitTimeout, match=r"request 'r' for its image by server 0, .* rollout\.timeout_s=0\.01"):
+        await replicas(silent, sample_timeout_s=0.01).sample(request())
+
+
+async def test_what_a_server_raises_is_not_taken_for_silence():
+    server = FakeServer("x")
+    server.hold = Call(refuse)
+    with pytest.raises(DrainTimeout, match="left"):
+        await replicas(server).hold()
+
+
+async def test_an_update_has_its_own_limit_beside_that_of_control_calls(monkeypatch):
+    """A server that answers after the limit of control calls, and within that of the update."""
+    limits = {}
+
+    async def noted(call, *, timeout_s, who_waits):
+        limits[who_waits] = timeout_s
+        return await call
+
+    monkeypatch.setattr(replicas_module, "WeightSender", FakeSender)
+    monkeypatch.setattr(replicas_module, "answer_of", noted)
+    await replicas(FakeServer("x"), timeout_s=1.0).update(list, 1, torch.device("cpu"), 500.0)
+    assert list(limits.values()) == [1.0, 501.0]
+
+
+async def test_an_update_that_no_server_ends_is_named(monkeypatch):
+    silent = FakeServer("x")
+    silent.gate.clear()
+    monkeypatch.setattr(replicas_module, "WeightSender", FakeSender)
+    with pytest.raises(WaitTimeout, match=r"receive_weights of 1 server.*within 0\.02 s"):
+        await replicas(silent, timeout_s=0.01).update(list, 1, torch.device("cpu"), 0.01)

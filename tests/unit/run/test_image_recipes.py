@@ -61,9 +61,15 @@ def test_paths_help_and_overrides(name: str):
     assert HOME in done.stdout or "gpu" not in name
 
 
+def test_nothing_is_logged_to_a_file_where_the_job_is_started():
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        logging = compose("diffusion", return_hydra_config=True).hydra.job_logging
+    assert list(logging.handlers) == list(logging.root.handlers) == ["console"]
+
+
 def test_yaml_defaults_equal_the_dataclass_defaults():
     text = (ROOT / "configs" / "diffusion.yaml").read_text(encoding="utf-8")
-    blocks = {key: value for key, value in yaml.safe_load(text).items() if key != "hydra"}
+    blocks = {key: value for key, value in yaml.safe_load(text).items() if key not in ("defaults", "hydra")}
     defaults = dataclasses.asdict(DiffusionConfig.from_mapping(GIVEN))
     for name, block in GIVEN.items():
         for key in block:
@@ -82,6 +88,10 @@ def test_yaml_defaults_equal_the_dataclass_defaults():
         ({"data": {"prompts": "p", "negative_prompt": " "}}, "is not above 1"),
         ({"rollout": {"step_execution": False}}, "rollout.prefetch_factor=2.0"),
         ({"rollout": {"interrupt": "kill"}}, "hold or snapshot"),
+        ({"rollout": {"num_steps": 201}}, r"rollout.num_steps=201 is not allowed: must be at most 200"),
+        ({"rollout": {"gpus_per_server": 2}}, r"rollout.gpus_per_server=2 .* 0, a CPU, or 1"),
+        ({"rollout": {"timeout_s": 0}}, "rollout.timeout_s=0.0"),
+        ({"algorithm": {"noise_level": 1.1, "sde_type": "cps"}}, r"algorithm.noise_level=1.1 .* at most 1 with"),
         ({"rollout": {"n": 1}}, "compares the images"),
         ({"rollout": {"speed": 1}}, "unknown key rollout.speed"),
         ({"actor": {"device": "tpu"}}, "actor.device"),
@@ -90,3 +100,11 @@ def test_yaml_defaults_equal_the_dataclass_defaults():
 def test_a_wrong_value_is_named(block: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=reason):
         DiffusionConfig.from_mapping(GIVEN | block)
+
+
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_a_size_that_the_model_cannot_have_is_named(name: str):
+    config = DiffusionConfig.from_mapping(GIVEN | {"rollout": {name: 500}})
+    with pytest.raises(ConfigError, match=f"rollout.{name}=500 is not allowed: must be a multiple of 16"):
+        config.check_sizes(16)
+    config.check_sizes(4)
