@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
 from partial_rollout.weights.shared_slots import FOLDER
@@ -58,9 +60,9 @@ def outcome(future):
     return future.exception() or future.result()
 
 
-def segments() -> list[str]:
-    """Names of the channel's segments; other processes of this machine may have some too."""
-    return sorted(path.name for path in FOLDER.glob("prw-*"))
+def segments(maker: int | None = None) -> list[str]:
+    """Names of the segments of process `maker`, by default this one: others of this machine have some too."""
+    return sorted(path.name for path in FOLDER.glob(f"{owned_prefix()}{maker or os.getpid()}-*"))
 
 
 class Peer:
