@@ -6,8 +6,8 @@ The first steps of a job are left out: engine warm-up, and for the asynchronous 
     python -m benchmarks.bench_rollout [--task DIR] [--json benchmarks/results/bench_rollout.json]
     python -m benchmarks.bench_rollout --traces heavy_tail uniform --modes policy_sync partial_rollout partial_keep
 
-A result file that exists already is completed: jobs that it has are not run again, if its options are the same. So a
-long comparison can be made in pieces (`--most-jobs`).
+With `--most-jobs` a long comparison is made in pieces: a result file that exists is completed, if its options are the
+same, and jobs that it has are not run again. Without, it is replaced.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ def main() -> None:
         trace: Bench(task, write_trace(task, work / trace, load), work / trace, load, arguments.overrides)
         for trace, load in ((trace, workloads[trace]) for trace in arguments.traces)
     }
-    jobs = _earlier_jobs(arguments.json, about)
+    jobs = _earlier_jobs(arguments.json, about) if arguments.most_jobs else []
     done = {(job["trace"], job["mode"], job["repeat"]) for job in jobs}
     plan = [(t, mode, repeat) for repeat in range(arguments.repeats) for t in benches for mode in arguments.modes]
     missing = [each for each in plan if each not in done][: arguments.most_jobs]

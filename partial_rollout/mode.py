@@ -108,17 +108,16 @@ def slot_bounds(config: DictConfig) -> SlotBounds:
         ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.
     """
     settings, rollout = read_settings(config), config.actor_rollout_ref.rollout
-    group, start = rollout.n, num_slots(config)
+    group, num_workers, start = rollout.n, rollout.agent.num_workers, num_slots(config)
     in_flight = make_policy(settings, config.data.train_batch_size).capacity * group
-    least = settings.slots.least or group * rollout.agent.num_workers
+    least = settings.slots.least or group * num_workers
     most = settings.slots.most or max(in_flight, start)
     _require(
-        group * rollout.agent.num_workers <= least <= start <= most,
+        group * num_workers <= least <= start <= most,
         f"{BLOCK}.slots.least={least} and {BLOCK}.slots.most={most} with {start} slots to start with",
-        f"at least rollout.n={group} for each of {rollout.agent.num_workers} agent-loop workers, and with "
+        f"at least rollout.n={group} for each of {num_workers} agent-loop workers, and with "
         f"{BLOCK}.num_slots between them",
     )
-    num_workers = rollout.agent.num_workers
     return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group, num_workers)
 
 

@@ -33,6 +33,11 @@ class StalenessBound:
     past: str = "mask"
     """`mask`, `drop`, `restart` or `finish`."""
 
+    @classmethod
+    def of(cls, tail: TailConfig) -> StalenessBound:
+        """That of a configuration."""
+        return cls(tail.max_staleness, tail.past_staleness)
+
     @property
     def discards(self) -> bool:
         """Whether groups past the bound lose their tokens."""
@@ -100,7 +105,7 @@ def make_bound(tail: TailConfig, policy: TailPolicy, train_batch_size: int) -> S
     Raises:
         ConfigError: the policy lets prompts wait for longer than the bound allows.
     """
-    bound = StalenessBound(tail.max_staleness, tail.past_staleness)
+    bound = StalenessBound.of(tail)
     if tail.max_staleness is None or bound.past == "mask":
         return bound
     given = f"partial_rollout.tail.max_staleness={tail.max_staleness} with tail.past_staleness={bound.past}"

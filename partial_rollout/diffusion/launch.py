@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from huggingface_hub import snapshot_download
+from ray.exceptions import RayError
 from transformers import Qwen2Tokenizer
 
 from partial_rollout.core.sampling import SamplingLimits
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 10_000
 """Calls in one server at the same time: parked and running requests, and the control calls that must get through."""
 CONTROL_TIMEOUT_S = 120.0
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -144,6 +148,11 @@ def _create_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> li
 
 def _stop(servers: list[Any]) -> None:
     ended = [server.shutdown.remote() for server in servers]
-    ray.wait(ended, num_returns=len(ended), timeout=CONTROL_TIMEOUT_S) if ended else None
+    done = ray.wait(ended, num_returns=len(ended), timeout=CONTROL_TIMEOUT_S)[0] if ended else []
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            logger.warning("a server did not shut down in order: %s", error)
     for server in servers:
         ray.kill(server)

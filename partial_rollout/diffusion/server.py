@@ -36,8 +36,8 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 from partial_rollout.diffusion.snapshot import read_header
 from partial_rollout.errors import DrainTimeout, EngineError, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
-from partial_rollout.weights.directory import ChannelDirectory
-from partial_rollout.weights.shared_slots import remove_abandoned_segments
+from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.weights.directory import open_channels
 
 if TYPE_CHECKING:
     from partial_rollout.core.gate import GateStatistics
@@ -92,9 +92,7 @@ class DiffusionServer:
     def __init__(self, options: ServerOptions) -> None:
         """Start the engine, which takes seconds to minutes."""
         self.options = options
-        self._channels = ChannelDirectory()
-        remove_abandoned_segments()
-        self._channels.address.export()
+        self._channels = open_channels()
         self._weights, self._hold, self._admission = EngineWeights(), Hold(), Admission()
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
@@ -264,10 +262,8 @@ class DiffusionServer:
             WaitTimeout: no answer in time.
         """
         call = self._omni.collective_rpc(method, timeout=limit_s, kwargs=kwargs)
-        try:
-            [answer] = await asyncio.wait_for(call, limit_s + SLACK_S)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
-            raise WaitTimeout(f"{ENGINE_NAME} has not answered {method!r} within {limit_s + SLACK_S:g} s") from None
+        who_waits = f"the server waits for {ENGINE_NAME} to answer {method!r}"
+        [answer] = await answer_of(call, timeout_s=limit_s + SLACK_S, who_waits=who_waits)
         reports = answer if isinstance(answer, list) else [answer]
         for report in reports:
             error = getattr(report, "error", None) or (report.get("error") if isinstance(report, dict) else None)

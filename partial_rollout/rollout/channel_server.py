@@ -11,13 +11,11 @@ from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
-from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.patience import ANSWER_SHARE
-from partial_rollout.weights.shared_slots import remove_abandoned_segments
 
 if TYPE_CHECKING:
     from partial_rollout.config import PartialRolloutConfig
-    from partial_rollout.weights.directory import ChannelAddress
+    from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 
 
 async def _take_weights(engine: Any, options: dict[str, Any]) -> None:
@@ -36,17 +34,13 @@ class ChannelServer(vLLMHttpServer):
     """
 
     settings: PartialRolloutConfig
+    _channels: ChannelDirectory
+    """The folder in which the engine's workers meet the training ranks."""
     _name: str
 
     def _init_weights(self) -> None:
         self._weights = EngineWeights()
         self._given_up = GivenUpUpdates()
-
-    def _open_channels(self) -> None:
-        """Make the folder in which the engine's workers, which inherit its address, meet the training ranks."""
-        remove_abandoned_segments()
-        self._channels = ChannelDirectory()
-        self._channels.address.export()
 
     @control
     async def weight_channel(self) -> ChannelAddress:

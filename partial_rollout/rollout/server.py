@@ -36,6 +36,7 @@ from partial_rollout.rollout.engine_processes import end_processes, engine_proce
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
 from partial_rollout.rollout.interruption import Interruption
 from partial_rollout.rollout.statistics import RolloutStatistics
+from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         """Take what vLLMHttpServer takes; the engine starts in `launch_server`."""
         super().__init__(*args, **kwargs)
         self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
-        self._open_channels()
+        self._channels = open_channels()
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings

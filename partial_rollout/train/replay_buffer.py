@@ -154,8 +154,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
 
     @property
     def _bound(self) -> StalenessBound:
-        tail = self._settings.tail
-        return StalenessBound(tail.max_staleness, tail.past_staleness)
+        return StalenessBound.of(self._settings.tail)
 
     def _raise_broken(self, num_refilled: int) -> None:
         status = cast("ManagerStatus", self._ask(self._manager.status.remote()))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.weights.ownership import abandoned, create_locked, is_overdue, owned_prefix
+from partial_rollout.weights.shared_slots import remove_abandoned_segments
 
 LOCK_NAME = "owner"
 SECRET_BYTES = 32
@@ -70,6 +71,14 @@ class ChannelDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def open_channels() -> ChannelDirectory:
+    """A server's folder, for its workers to inherit; what killed processes of this user left goes."""
+    remove_abandoned_segments()
+    channels = ChannelDirectory()
+    channels.address.export()
+    return channels
 
 
 def remove_abandoned_directories(base: Path) -> list[Path]:

@@ -12,9 +12,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
+from partial_rollout.weights.names import any_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vllm.config import ModelConfig
 
@@ -103,11 +104,11 @@ def require_parts(
         WeightMismatch: a part was not sent; the model is undefined and must not be used.
     """
     names = set(received)
-    layers = {_any_layer(name) for name in names}
+    layers = {any_layer(name) for name in names}
     for fused, parts in packed.items():
         for name in names:
             for sibling in _siblings(name, [part for part in parts if part not in without]):
-                needed = sibling.endswith(".weight") or _any_layer(sibling) in layers
+                needed = sibling.endswith(".weight") or any_layer(sibling) in layers
                 if needed and sibling not in names:
                     raise WeightMismatch(f"weight update: {sibling} was not sent, a part of {fused} beside {name}")
 
@@ -117,10 +118,6 @@ def _siblings(name: str, parts: Sequence[str]) -> list[str]:
     if len(words) < 2 or words[-2] not in parts:
         return []
     return [".".join([*words[:-2], other, words[-1]]) for other in parts]
-
-
-def _any_layer(name: str) -> str:
-    return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
 def require_experts(received: Iterable[str]) -> None:
@@ -156,21 +153,19 @@ def load_from_channel(
         WeightMismatch: the model does not take a tensor; names it.
         WeightUpdateError: the channel failed.
     """
+
+    def checked(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        check(*item)
+        return item
+
     try:
-        return load_weights(_checked(receiver.tensors(), check))
+        # No generator of our own in between: it would hold a tensor, and with it a slot, for longer than the model.
+        return load_weights(map(checked, receiver.tensors()))
     except WeightUpdateError:
         raise
     except Exception as error:
         busy_with = receiver.current or "no tensor"
         raise WeightMismatch(f"weight update failed while loading {busy_with}: {error!r}") from error
-
-
-def _checked(
-    tensors: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
-        check(name, tensor)
-        yield name, tensor
 
 
 def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None:

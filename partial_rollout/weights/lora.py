@@ -8,6 +8,7 @@ from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_nam
 
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.loading import parts_left_out
+from partial_rollout.weights.names import any_layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,17 +38,11 @@ def require_whole_adapter(model: Any, names: Iterable[str], peft_config: Mapping
         raise WeightMismatch(f"LoRA adapter: {absent} of module {module!r} was not sent")
     if any(peft_config.get(key) for key in CHOOSES_LAYERS) or isinstance(peft_config.get("target_modules"), str):
         return
-    manager = model.lora_manager
     left_out = parts_left_out(model)
-    patterns = {_any_layer(module) for module in matrices[True] if module.rpartition(".")[2] not in left_out}
-    known = set(manager.modules).union(*manager.packed_modules.values())
-    for module in sorted(known - matrices[True]):
-        if _any_layer(module) in patterns:
+    patterns = {any_layer(module) for module in matrices[True] if module.rpartition(".")[2] not in left_out}
+    for module in sorted(_known_modules(model.lora_manager) - matrices[True]):
+        if any_layer(module) in patterns:
             raise WeightMismatch(f"LoRA adapter: module {module!r} was not sent, and other layers' were")
-
-
-def _any_layer(module: str) -> str:
-    return ".".join("*" if word.isdigit() else word for word in module.split("."))
 
 
 def require_known_modules(model: Any, names: Iterable[str]) -> None:
@@ -61,13 +56,18 @@ def require_known_modules(model: Any, names: Iterable[str]) -> None:
     manager, mapper = getattr(model, "lora_manager", None), _module_mapper(model)
     if manager is None:
         raise WeightMismatch("a LoRA adapter came to an engine without LoRA: set actor_rollout_ref.model.lora_rank")
-    known = set(manager.modules).union(*manager.packed_modules.values())
+    known = _known_modules(manager)
     for name in names:
         if not is_base_embedding_weights(name) and _module_of(name, mapper) not in known:
             raise WeightMismatch(
                 f"LoRA adapter: tensor {name!r} belongs to no module of the model that vLLM gives one to: leave it out "
                 "with actor_rollout_ref.model.target_modules or exclude_modules"
             )
+
+
+def _known_modules(manager: Any) -> set[str]:
+    """Modules that vLLM gives adapters to, the parts of packed ones among them."""
+    return set(manager.modules).union(*manager.packed_modules.values())
 
 
 def _module_mapper(model: Any) -> Any:

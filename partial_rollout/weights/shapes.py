@@ -6,7 +6,6 @@ copies any dtype into its own.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.weights.names import from_first_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -68,8 +68,8 @@ class ModelShapes:
 
 def _loads_by_itself(module: Any) -> bool:
     """Whether the weight's loader is the layer's own: models give some layers another one, for rows of their own."""
-    loader = getattr(module.weight, "weight_loader", None) if hasattr(module, "weight") else None
-    return getattr(loader, "__self__", module) is module if inspect.ismethod(loader) or loader is None else False
+    loader = getattr(getattr(module, "weight", None), "weight_loader", None)
+    return loader is None or getattr(loader, "__self__", None) is module
 
 
 def _parts(name: str, module: Any, packed: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, int]]:
@@ -89,10 +89,3 @@ def _rows_of_parts(module: Any) -> list[int]:
         v_head_size = getattr(module, "v_head_size", module.head_size)
         return [module.total_num_heads * module.head_size, heads * module.head_size, heads * v_head_size]
     return list(module.output_sizes) if isinstance(module, MergedColumnParallelLinear) else []
-
-
-def from_first_number(name: str) -> str:
-    """The part of a dotted name that starts with a number; all of it if none does."""
-    words = name.split(".")
-    first = next((index for index, word in enumerate(words) if word.isdigit()), 0)
-    return ".".join(words[first:])
