@@ -7,7 +7,8 @@ The first steps of a job are left out: engine warm-up, and for the asynchronous 
     python -m benchmarks.bench_rollout --traces heavy_tail uniform --modes policy_sync partial_rollout partial_keep
 
 With `--most-jobs` a long comparison is made in pieces: a result file that exists is completed, if its options are the
-same, and jobs that it has are not run again. Without, it is replaced.
+same, and jobs that it has are not run again. Without, it is replaced. With `--at-once` jobs run side by side on two
+cores each, in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.engine_gauges import RunningRequests
+from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
+from benchmarks.training_job import ROOT, job_environment, read_steps, training_command
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
-ROOT = Path(__file__).resolve().parents[1]
-CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 JOB_TIMEOUT_S = 1800.0
 SAMPLE_INTERVAL_S = 0.5
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
@@ -84,8 +85,16 @@ TRACES: dict[str, dict[str, float]] = {
 """Changes to the workload, whose median of 700, 10 % at 4,096 and 1 % at 32,768 are scaled by 1/15, 1/11 and 1/21,
 as two cores allow; `uniform` has equal lengths, of which nothing can be gained."""
 FLAG = "+async_training.partial_rollout=True"
-FREE_OPTIONS = ("repeats", "modes", "traces", "most_jobs")
+FREE_OPTIONS = ("repeats", "modes", "traces", "most_jobs", "at_once")
 """Options in which the runs that complete a result may differ."""
+
+ADAPTIVE = (
+    "partial_rollout.slots.adaptive=True",
+    "partial_rollout.slots.interval_s=1",
+    "partial_rollout.num_slots={slots}",
+    "actor_rollout_ref.rollout.max_num_seqs={twice_slots}",
+)
+"""From the slots of the other modes up to all prompts in flight."""
 
 
 def _ours(policy: str, interrupt_mode: str = "abort") -> list[str]:
@@ -110,6 +119,9 @@ MODES: dict[str, list[str]] = {
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
     **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
+    "partial_cost": [*_ours("partial"), "partial_rollout.tail.boundary=cost"],
+    "partial_adaptive": [*_ours("partial"), *ADAPTIVE],
+    "partial_adaptive_keep_kv": [*_ours("partial", "keep_kv"), *ADAPTIVE],
     "reorder": _ours("reorder"),
     "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
@@ -166,46 +178,39 @@ class Bench:
     def command(self, mode: str, folder: Path) -> list[str]:
         """The training job of one mode."""
         load, slots = self.workload, self.workload.batch * self.workload.group
-        return [
-            "bash", "-c", f'source {CPU_ENVIRONMENT} && exec "$@"', "job",
-            sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
-            f"data.train_files={self.trace}", f"data.val_files={self.task / 'val.parquet'}",
-            f"actor_rollout_ref.model.path={self.task / 'model'}",
-            f"data.train_batch_size={load.batch}", f"actor_rollout_ref.rollout.n={load.group}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={load.batch}",
+        return training_command(self.task, folder, [
+            f"data.train_files={self.trace}", f"data.train_batch_size={load.batch}",
+            f"actor_rollout_ref.rollout.n={load.group}", f"actor_rollout_ref.actor.ppo_mini_batch_size={load.batch}",
             f"data.max_response_length={load.limit}", f"actor_rollout_ref.rollout.max_num_seqs={slots}",
             f"actor_rollout_ref.rollout.max_model_len={load.limit + 32}",
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK_SIZE}",
             "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
-            f"trainer.total_training_steps={load.steps}", "trainer.save_freq=-1", "trainer.test_freq=-1",
-            "trainer.val_before_train=False", "trainer.resume_mode=disable",
-            "actor_rollout_ref.rollout.disable_log_stats=False",
-            f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
-            *MODES[mode], *self.overrides,
-        ]  # fmt: skip
+            f"trainer.total_training_steps={load.steps}", "actor_rollout_ref.rollout.disable_log_stats=False",
+            *(option.format(slots=slots, twice_slots=2 * slots) for option in MODES[mode]), *self.overrides,
+        ])  # fmt: skip
 
-    def run(self, mode: str, repeat: int) -> dict[str, Any]:
+    def run(self, mode: str, repeat: int, lane: Lane) -> dict[str, Any]:
         """Run one job; returns its per-step metrics after the warm-up."""
+        load = os.getloadavg()[0]
         folder = self.work / f"{mode}-{repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": paths}
+        environment = job_environment(metrics)
         started = time.monotonic()
         with (folder / "log.txt").open("w") as log:
-            job = subprocess.Popen(
-                self.command(mode, folder), stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
-            )
+            command = lane.pinned(self.command(mode, folder))
+            job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
             try:
                 profile, in_use = self._watch(job, metrics)
             finally:
                 job.kill()
         if job.returncode:
             raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
-        kept = [_pick(step) for step in _steps(metrics)[self.workload.skip :]]
+        kept = [_pick(step) for step in read_steps(metrics)[self.workload.skip :]]
         job_s = time.monotonic() - started
-        record = {"mode": mode, "repeat": repeat, "job_s": job_s, "slots_in_use": in_use}
+        record = {"trace": self.trace.parent.name, "load_average_at_start": load, "mode": mode, "repeat": repeat}
+        record |= {"job_s": job_s, "slots_in_use": in_use, "cores": len(lane.cores) or os.cpu_count()}
         return record | {"cpu_share": profile.shares(), "steps": kept}
 
     def _watch(self, job: subprocess.Popen[bytes], metrics: Path) -> tuple[CpuProfile, float | None]:
@@ -215,7 +220,7 @@ class Bench:
         while job.poll() is None:
             if time.monotonic() > deadline:
                 job.kill()
-            measuring = len(_steps(metrics)) >= self.workload.skip
+            measuring = len(read_steps(metrics)) >= self.workload.skip
             profile.sample(measuring=measuring)
             if measuring:
                 engines.find(profile.processes())
@@ -262,12 +267,6 @@ class CpuProfile:
 
 def _title(command: list[str]) -> str:
     return (command[0] if command else "?").split(".")[0].rsplit("/", 1)[-1][:40]
-
-
-def _steps(metrics: Path) -> list[dict[str, Any]]:
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    steps = [json.loads(line)["data"] for line in lines]
-    return [step for step in steps if "timing_s/gen" in step]
 
 
 def _pick(step: dict[str, Any]) -> dict[str, float]:
@@ -355,6 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traces", nargs="+", default=["long_tail"], choices=list(TRACES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--most-jobs", type=int, help="stop after so many; the same command goes on")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs side by side, each on two cores")
     for name, default in asdict(Workload()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
@@ -380,9 +380,9 @@ def main() -> None:
     done = {(job["trace"], job["mode"], job["repeat"]) for job in jobs}
     plan = [(t, mode, repeat) for repeat in range(arguments.repeats) for t in benches for mode in arguments.modes]
     missing = [each for each in plan if each not in done][: arguments.most_jobs]
-    for trace, mode, repeat in tqdm(missing, desc="jobs"):
-        load = os.getloadavg()[0]
-        jobs.append({"trace": trace, "load_average_at_start": load} | benches[trace].run(mode, repeat))
+    runs = [partial(benches[trace].run, mode, repeat) for trace, mode, repeat in missing]
+    for job in tqdm(side_by_side(runs, make_lanes(arguments.at_once)), desc="jobs", total=len(runs)):
+        jobs.append(job)
         store({**about, "traces": _summaries(jobs, workloads), "jobs": jobs}, arguments.json)
     for trace, table in _summaries(jobs, workloads).items():
         print(trace, pd.DataFrame(table["summary"]).T.to_string(float_format=lambda value: f"{value:.3f}"), sep="\n")

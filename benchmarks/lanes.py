@@ -1,0 +1,72 @@
+"""Jobs of a benchmark at the same time, each on processor cores of its own, so that none waits for another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+T = TypeVar("T")
+CORES_EACH = 2
+"""What the quickstart is made for."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The cores of one job; none: those of the benchmark itself."""
+
+    cores: tuple[int, ...] = ()
+
+    def pinned(self, command: list[str]) -> list[str]:
+        """The command, on these cores only."""
+        return ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *command] if self.cores else command
+
+
+def make_lanes(number: int) -> list[Lane]:
+    """Lanes of CORES_EACH cores; a single one has whatever there is.
+
+    Raises:
+        SystemExit: there are too few cores.
+    """
+    if number == 1:
+        return [Lane()]
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= number <= len(cores) // CORES_EACH:
+        most = max(1, len(cores) // CORES_EACH)
+        raise SystemExit(f"--at-once {number}: {len(cores)} cores are enough for 1 to {most}, {CORES_EACH} each")
+    return [Lane(tuple(cores[start : start + CORES_EACH])) for start in range(0, number * CORES_EACH, CORES_EACH)]
+
+
+def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Iterator[T]:
+    """Results in the order in which jobs end; each takes the first lane that is free.
+
+    Raises:
+        SystemExit: some commands have failed; the other results came first.
+    """
+    free: SimpleQueue[Lane] = SimpleQueue()
+    for lane in lanes:
+        free.put(lane)
+
+    def in_a_lane(job: Callable[[Lane], T]) -> T:
+        lane = free.get_nowait()  # as many threads as lanes
+        try:
+            return job(lane)
+        finally:
+            free.put(lane)
+
+    failed: list[str] = []
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for future in as_completed([pool.submit(in_a_lane, job) for job in jobs]):
+            try:
+                yield future.result()
+            except subprocess.CalledProcessError as error:
+                print(error, flush=True)
+                failed.append(str(error))
+    if failed:
+        raise SystemExit("\n".join(failed))

@@ -1,0 +1,157 @@
+"""Do the ways to roll out learn the same? Reward, learning rate and steps of whole quickstart runs on equal seeds.
+
+    python -m benchmarks.learning_curves --seeds 0 1 2 [--at-once 6] [--task DIR]
+
+The first mode given is what the others are compared with: by the reward of all steps and of the last ones, beside the
+spread over that mode's own seeds. The learning rate rises over the first steps, so that a schedule can go wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.bench_rollout import MODES
+from benchmarks.lanes import Lane, make_lanes, side_by_side
+from benchmarks.result import circumstances, store
+from benchmarks.training_job import ROOT, job_environment, read_steps, training_command
+from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
+
+REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
+WINDOW = 10
+"""Steps of the from/to numbers at each end, and of the drawn means."""
+WARMUP_STEPS = 5
+JOB_TIMEOUT_S = 1800.0
+LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
+COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
+
+
+def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lane) -> dict[str, Any]:
+    """One training job; its curves."""
+    folder = options.work.resolve() / f"{mode}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    command = training_command(task, folder, [
+        f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
+        f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *MODES[mode], *options.overrides,
+    ])  # fmt: skip
+    with (folder / "log.txt").open("w") as log:
+        job = subprocess.run(
+            lane.pinned(command), stdout=log, stderr=subprocess.STDOUT, env=job_environment(metrics), cwd=folder,
+            timeout=JOB_TIMEOUT_S,
+        )  # fmt: skip
+    if job.returncode:
+        raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
+    steps = read_steps(metrics)
+    return {
+        "mode": mode,
+        "seed": seed,
+        "global_steps": [step["training/global_step"] for step in steps],
+        "learning_rate": [step["actor/lr"] for step in steps],
+        "reward": [round(step[REWARD], 4) for step in steps],
+        "response_length": [round(step["response_length/mean"], 2) for step in steps],
+        "gen_s": [round(step[GEN_SECONDS], 3) for step in steps],
+        "resumed_share": [round(step.get("partial_rollout/resumed_share", 0.0), 4) for step in steps],
+        "long_rounds": sum(any(key.startswith(LONG_ROUNDS) for key in step) for step in steps),
+    }
+
+
+def summarise(jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per mode, over its seeds; differences of the reward are to the first mode, seed by seed."""
+    rows: dict[str, dict[str, Any]] = {}
+    modes = list(dict.fromkeys(job["mode"] for job in jobs))
+    base = {job["seed"]: job for job in jobs if job["mode"] == modes[0]}
+    for mode in modes:
+        own = [job for job in jobs if job["mode"] == mode]
+        pairs = [(job, base[job["seed"]]) for job in own if job["seed"] in base]
+        ends = [statistics.fmean(job["reward"][-WINDOW:]) for job in own]
+        rows[mode] = {
+            "seeds": [job["seed"] for job in own],
+            "reward_from": round(statistics.fmean(statistics.fmean(job["reward"][:WINDOW]) for job in own), 3),
+            "reward_to": [round(end, 3) for end in ends],
+            "reward_to_mean": round(statistics.fmean(ends), 3),
+            "reward_to_spread": round(max(ends) - min(ends), 3),
+            "reward_all_steps": round(statistics.fmean(statistics.fmean(job["reward"]) for job in own), 3),
+            "difference_all_steps": [
+                round(statistics.fmean(job["reward"]) - statistics.fmean(other["reward"]), 3) for job, other in pairs
+            ],
+            "same_steps_and_learning_rate": all(
+                job["global_steps"] == other["global_steps"] and job["learning_rate"] == other["learning_rate"]
+                for job, other in pairs
+            ),
+            "gen_s_median": round(statistics.median(value for job in own for value in job["gen_s"]), 3),
+            "resumed_share": round(statistics.fmean(value for job in own for value in job["resumed_share"]), 3),
+            "long_rounds": [job["long_rounds"] for job in own],
+        }
+    return rows
+
+
+def draw(jobs: list[dict[str, Any]], out: Path) -> None:
+    """One panel for the reward, one for generation seconds; mean over seeds, and their range."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6.5), sharex=True, layout="constrained")
+    for mode in dict.fromkeys(job["mode"] for job in jobs):
+        own = [job for job in jobs if job["mode"] == mode]
+        for panel, name in ((top, "reward"), (bottom, "gen_s")):
+            curves = np.array([_trailing_mean(job[name]) for job in own])
+            steps = np.arange(1, curves.shape[1] + 1)
+            [line] = panel.plot(steps, curves.mean(axis=0), label=f"{mode} ({len(own)} seeds)")
+            panel.fill_between(steps, curves.min(axis=0), curves.max(axis=0), alpha=0.15, color=line.get_color())
+    top.set_ylabel(f"mean reward of {WINDOW} steps\n(band: range over seeds)")
+    top.legend()
+    bottom.set(xlabel="training step", ylabel="generation, seconds a step", ylim=(0, None))
+    figure.savefig(out, dpi=120)
+
+
+def _trailing_mean(values: list[float]) -> list[float]:
+    return [statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--at-once", type=int, default=1, help="jobs side by side, each on two cores")
+    parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
+    parser.add_argument("--work", type=Path, default=Path("outputs/learning_curves"), help="logs and metrics")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/learning_curves.json")
+    parser.add_argument("--png", type=Path, default=ROOT / "docs/img/learning_curves.png")
+    parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
+    return parser
+
+
+def main() -> None:
+    """Run all jobs, store and draw."""
+    options = _parser().parse_args()
+    about = circumstances(options)
+    for folder in ("task", "work", "png"):
+        del about["options"][folder]
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    task = options.task.resolve() if options.task else work / "task"
+    if not options.task:
+        make_task(task, TaskParameters())
+    runs = [partial(run, task, options, mode, seed) for seed in options.seeds for mode in options.modes]
+    jobs: list[dict[str, Any]] = []
+    for job in tqdm(side_by_side(runs, make_lanes(options.at_once)), desc="jobs", total=len(runs)):
+        jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
+        store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json)
+        draw(jobs, options.png)
+    for mode, row in summarise(jobs).items():
+        print(mode, row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Benchmark jobs side by side: cores are never shared, and one failure costs no other result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from functools import partial
+
+import pytest
+
+from benchmarks.lanes import CORES_EACH, Lane, make_lanes, side_by_side
+
+
+def test_lanes_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {9, 4, 5, 7, 6})
+    assert [lane.cores for lane in make_lanes(2)] == [(4, 5), (6, 7)]
+    assert make_lanes(1) == [Lane()]
+
+
+@pytest.mark.parametrize("number", [0, -1, 3])
+def test_more_lanes_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(2 * CORES_EACH + 1)))
+    with pytest.raises(SystemExit, match="--at-once"):
+        make_lanes(number)
+
+
+def test_a_pinned_command_sees_its_cores_only() -> None:
+    core = min(os.sched_getaffinity(0))
+    command = Lane((core,)).pinned(["python3", "-c", "import os; print(*os.sched_getaffinity(0))"])
+    assert subprocess.check_output(command, text=True).split() == [str(core)]
+    assert Lane().pinned(["true"]) == ["true"]
+
+
+def test_jobs_at_the_same_time_have_lanes_of_their_own() -> None:
+    lanes = [Lane((0,)), Lane((1,))]
+    both = threading.Barrier(2, timeout=20)
+
+    def job(lane: Lane) -> Lane:
+        both.wait()
+        return lane
+
+    for _ in range(2):
+        assert sorted(side_by_side([job, job], lanes), key=lambda lane: lane.cores) == lanes
+
+
+def test_a_failed_job_is_told_after_all_results() -> None:
+    def job(number: int, _lane: Lane) -> int:
+        if number == 1:
+            raise subprocess.CalledProcessError(3, "the second job")
+        return number
+
+    ending = side_by_side([partial(job, number) for number in range(4)], [Lane()])
+    assert [next(ending) for _ in range(3)] == [0, 2, 3]
+    with pytest.raises(SystemExit, match="the second job"):
+        next(ending)
