@@ -51,6 +51,8 @@ OWN_METRICS = (
     "stale_token_share",
     "old_kv_token_share",
 )
+EXPLAINING = ("drain_ms", "resume_ms", "boundary/let_end", "slots/num", "staleness_steps/max")
+"""Stored for each step, too."""
 BLOCK_SIZE = 32
 """Of the prefix cache; with vLLM's own 128 on a CPU few of these responses would fill a block."""
 
@@ -196,7 +198,7 @@ class Bench:
         folder = self.work / f"{mode}-{repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
-        environment = job_environment(metrics)
+        environment = job_environment(metrics) | lane.environment
         started = time.monotonic()
         with (folder / "log.txt").open("w") as log:
             command = lane.pinned(self.command(mode, folder))
@@ -271,8 +273,8 @@ def _title(command: list[str]) -> str:
 
 def _pick(step: dict[str, Any]) -> dict[str, float]:
     names = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "perf/total_num_tokens")
-    kept = {name: step[name] for name in names if name in step}
-    return kept | {name: value for name, value in step.items() if name.startswith("partial_rollout/")}
+    own = (f"partial_rollout/{name}" for name in (*OWN_METRICS, *EXPLAINING))
+    return {name: step[name] for name in (*names, *own) if name in step}
 
 
 def summarise(jobs: list[dict]) -> dict[str, dict[str, float]]:

@@ -27,6 +27,12 @@ class Lane:
         """The command, on these cores only."""
         return ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *command] if self.cores else command
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its jobs: else Ray starts a process for each core of the machine, and these never get ready."""
+        switches = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
+        return dict.fromkeys(switches, "0") if self.cores else {}
+
 
 def make_lanes(number: int) -> list[Lane]:
     """Lanes of CORES_EACH cores; a single one has whatever there is.

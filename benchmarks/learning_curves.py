@@ -49,12 +49,16 @@ def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lan
     ])  # fmt: skip
     with (folder / "log.txt").open("w") as log:
         job = subprocess.run(
-            lane.pinned(command), stdout=log, stderr=subprocess.STDOUT, env=job_environment(metrics), cwd=folder,
-            timeout=JOB_TIMEOUT_S,
+            lane.pinned(command), env=job_environment(metrics) | lane.environment, cwd=folder,
+            stdout=log, stderr=subprocess.STDOUT, timeout=JOB_TIMEOUT_S,
         )  # fmt: skip
     if job.returncode:
         raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
-    steps = read_steps(metrics)
+    return curves(mode, seed, read_steps(metrics))
+
+
+def curves(mode: str, seed: int, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is stored of a job's steps."""
     return {
         "mode": mode,
         "seed": seed,

@@ -42,6 +42,7 @@ class ManagerConfig:
 class TimeoutConfig:
     """Upper bounds of all waits, in seconds."""
 
+    start_s: float = 600.0
     resources_s: float = 30.0
     drain_s: float = 60.0
     resume_s: float = 600.0

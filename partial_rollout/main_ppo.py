@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
 from partial_rollout.integrations.verl_compat import check_versions
-from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention
+from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention, read_settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,6 +41,7 @@ def run(config: DictConfig) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
+    from partial_rollout.train.started_runner import StartedRunner
     from partial_rollout.train.task_runner import TaskRunner
 
     try:
@@ -49,7 +50,8 @@ def run(config: DictConfig) -> None:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
     _require_estimator(str(config.algorithm.adv_estimator))
     try:
-        run_ppo(config, task_runner_class=ray.remote(num_cpus=0)(TaskRunner))
+        actor_class = ray.remote(num_cpus=0)(TaskRunner)
+        run_ppo(config, task_runner_class=StartedRunner(actor_class, read_settings(config).timeouts.start_s))
     except RayError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError

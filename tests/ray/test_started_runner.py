@@ -1,0 +1,45 @@
+"""The task runner's actor, on a real cluster: ready, never placed, or dead at its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from partial_rollout.errors import ClusterError
+from partial_rollout.train.started_runner import StartedRunner
+
+TIMEOUT_S = 60.0
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Runner:
+    def run(self, config: str) -> str:
+        return f"ran {config}"
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise OSError("no disk")
+
+
+def actor_class(of: type, **options: Any) -> Any:
+    return ray.remote(num_cpus=0, **options)(of)
+
+
+def test_a_started_runner_is_the_actor() -> None:
+    runner = StartedRunner(actor_class(Runner), TIMEOUT_S).options(runtime_env={"env_vars": {"X": "1"}}).remote()
+    assert ray.get(runner.run.remote("it"), timeout=TIMEOUT_S) == "ran it"
+    ray.kill(runner)
+
+
+def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
+    with pytest.raises(ClusterError, match=r"task runner's process to start.*within 0\.5 s.*timeouts\.start_s"):
+        StartedRunner(actor_class(Runner, resources={"nowhere": 1}), 0.5).remote()
+
+
+def test_a_runner_that_dies_at_its_start_says_why() -> None:
+    with pytest.raises(RayActorError, match="no disk"):
+        StartedRunner(actor_class(Broken), TIMEOUT_S).remote()
