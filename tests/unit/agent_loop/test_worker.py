@@ -171,7 +171,7 @@ async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_
     assert holds.begin(claim.claim_id)
     slots.reserve(1)
     task = asyncio.create_task(trajectory())
-    await slots.wait_free(4)  # a trajectory that is held back has none
+    await asyncio.wait_for(slots.wait_free(4), 60)  # a trajectory that is held back has none
     assert (holds.num_waiting, task.done()) == (1, False)
     assert not holds.begin(claim.claim_id)
     with pytest.raises(TooStale, match="prompt a has tokens of version 3, allowed: 4"):

@@ -81,3 +81,11 @@ def test_what_fails_beside_an_update_counts_also_after_a_relaunch() -> None:
     weights.failed("it did not wake up")
     assert weights.state is Weights.BROKEN
     assert weights.given_up() == "it did not wake up"
+
+
+def test_a_report_of_an_update_before_the_one_under_way_says_nothing() -> None:
+    weights = EngineWeights()
+    weights.begun(4, "weight update 4")
+    weights.failed("rank 1 gave weight update 3 up", 3)
+    assert weights.state is Weights.WHOLE
+    assert weights.succeeded(4)
