@@ -1,0 +1,133 @@
+"""Pictures of a result of `benchmarks.gpu.all`.
+
+    python -m benchmarks.gpu.plots benchmarks/results/gpu/engine_8b_h200.json --out docs/img
+
+`slots_*`: requests in the engine's batch over the time of each mode's first block, on one axis, with the ends of its
+steps; `steps_*`: seconds of every measured step; `rates_*`: useful tokens/s against the bound of full slots; `curve_*`:
+decode step and tokens/s by concurrency, a line for each context length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+from benchmarks.gpu.summary import BOUND, ROW, TIME
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from matplotlib.axes import Axes
+
+Result = dict[str, Any]
+WIDTH, HEIGHT = 9.0, 3.6
+SHOWN = 5
+"""Modes in the picture of slots; more lines cannot be told apart."""
+
+
+def draw_slots(axes: Axes, result: Result) -> None:
+    """Share of a batch's slots that generate, over time."""
+    first = {block["mode"]: block for block in reversed(result["blocks"]) if block["samples"]}
+    for mode, block in sorted(first.items(), key=lambda item: result["blocks"].index(item[1]))[:SHOWN]:
+        times = [sample[TIME] for sample in block["samples"]]
+        shares = [sample[ROW] / block["slots"] for sample in block["samples"]]
+        (line,) = axes.plot(times, shares, label=mode, linewidth=1.2)
+        begun_s = _begun_s(block)
+        ends = [begun_s + wall_s for wall_s in accumulate(step["wall_s"] for step in block["steps"])]
+        axes.plot(ends, [0.0] * len(ends), "|", color=line.get_color(), markersize=14)
+    axes.set_xlabel("seconds from the block's start (bars: a step ends)")
+    axes.set_ylabel("slots in use")
+    axes.set_ylim(bottom=-0.03)
+    axes.legend(fontsize=8)
+
+
+def _begun_s(block: Mapping[str, Any]) -> float:
+    """When the first step began: its workers start first, and the engine is empty."""
+    return next((sample[TIME] for sample in block["samples"] if sample[ROW]), 0.0)
+
+
+def draw_steps(axes: Axes, result: Result) -> None:
+    """Seconds of each measured step, and their median."""
+    for place, mode in enumerate(result["summary"]):
+        blocks = [block for block in result["blocks"] if block["mode"] == mode]
+        walls = [step["wall_s"] for block in blocks for step in block["steps"] if not step["warmup"]]
+        axes.plot([place] * len(walls), walls, "o", alpha=0.6)
+        axes.plot(place, result["summary"][mode]["wall_s_median"], "k_", markersize=22)
+    _name_modes(axes, result)
+    axes.set_ylabel("seconds of a step")
+    axes.set_ylim(bottom=0)
+
+
+def draw_rates(axes: Axes, result: Result) -> None:
+    """Useful tokens/s of each mode; the line is the bound."""
+    rows = result["summary"]
+    rates = [row["useful_tokens_per_s"] for row in rows.values()]
+    bars = axes.bar(range(len(rates)), rates)
+    labels = [f"{row['time_ratio']:.2f}" if "time_ratio" in row else "" for row in rows.values()]
+    axes.bar_label(bars, labels, fontsize=8)
+    if BOUND in rows:
+        axes.axhline(rows[BOUND]["generated_tokens_per_s"], color="k", linestyle="--", label="slots always full")
+        axes.legend(fontsize=8)
+    _name_modes(axes, result)
+    axes.set_ylabel("useful tokens/s (number: time, sync = 1)")
+
+
+def _name_modes(axes: Axes, result: Result) -> None:
+    modes = list(result["summary"])
+    axes.set_xticks(range(len(modes)), modes, rotation=20, ha="right", fontsize=8)
+
+
+def draw_curve(axes: Axes, result: Result) -> None:
+    """Decode step by concurrency."""
+    cells = result["curve"]["cell"]
+    for context in sorted({cell["context"] for cell in cells}):
+        points = sorted((cell["concurrency"], cell["decode_ms"]) for cell in cells if cell["context"] == context)
+        axes.plot(*zip(*points, strict=True), "o-", label=f"context {context:.0f}")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("requests in the batch")
+    axes.set_ylabel("decode step, ms")
+    axes.legend(fontsize=8)
+
+
+PICTURES = {"slots": draw_slots, "steps": draw_steps, "rates": draw_rates}
+
+
+def draw(result: Result, out: Path, name: str) -> list[Path]:
+    """All pictures that the result has numbers for."""
+    wanted = PICTURES if result["summary"] else {}
+    if result["curve"]["cell"]:
+        wanted = {**wanted, "curve": draw_curve}
+    title = f"{result['engine']['shape']}, {result['options']['trace']}, {', '.join(result['devices']) or 'CPU'}"
+    paths = []
+    for kind, picture in wanted.items():
+        figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+        picture(axes, result)
+        axes.set_title(title, fontsize=9)
+        paths.append(out / f"{kind}_{name}.png")
+        figure.savefig(paths[-1], dpi=110)
+        plt.close(figure)
+    return paths
+
+
+def main() -> None:
+    """Draw one result."""
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("result", type=Path)
+    line.add_argument("--out", type=Path, required=True)
+    options = line.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in draw(json.loads(options.result.read_text()), options.out, options.result.stem):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Blocks end in time and store what they measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.gpu.inputs import workload
+from benchmarks.gpu.policies import POLICIES, Block, Budget, Recorder
+from benchmarks.gpu.session import EngineOptions, composed, overrides
+
+RECORD = {"timing_s/step": 2.0, "timing_s/gen": 1.5, "timing_s/drain": 0.1, "partial_rollout/response_tokens": 500.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def recorder(mode: str, num_steps: int, budget: Budget, stored: list) -> Recorder:
+    counts = iter(range(0, 10_000, 100))
+    ask = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(num_generated_tokens=next(counts), num_reprefilled_tokens=7)
+    )
+    made = Recorder(Block(mode, 0, 8), num_steps, budget, ask, stored.append)
+    made.begin()
+    return made
+
+
+def test_a_block_ends_after_warm_up_and_measured_steps():
+    stored: list[Block] = []
+    step = recorder("partial_abort", 2, Budget(1e6), stored)
+    assert [step(number, RECORD) for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [each["warmup"] for each in step.block.steps] == [True, True, False, False]
+    assert (step.block.ended, len(stored)) == ("done", 4)
+
+
+def test_a_block_ends_when_no_further_step_fits():
+    clock = Clock()
+    step = recorder("sync", 9, Budget(6.0, clock), [])
+    assert step(1, RECORD)
+    clock.now = 4.0
+    assert not step(2, RECORD)
+    assert step.block.ended == "no time for another step"
+
+
+def test_tokens_are_those_since_the_step_before():
+    step = recorder("sync", 9, Budget(1e6), [])
+    step(1, RECORD)
+    step(2, RECORD)
+    assert [each["generated_tokens"] for each in step.block.steps] == [100, 100]
+    assert step.block.steps[0]["drain_ms"] == 100
+
+
+@pytest.mark.parametrize("shape", ["tiny", "8b"])
+def test_every_policy_is_accepted(shape, tmp_path):
+    options = EngineOptions(shape=shape, response_tokens=workload(shape, "long_tail").limit)
+    load = workload(shape, "long_tail")
+    (tmp_path / "model").mkdir()
+    for policy in POLICIES.values():
+        config = composed({**overrides(options, load, tmp_path), **policy.overrides(load, options.slots)})
+        assert config.actor_rollout_ref.rollout.load_format == "dummy"
