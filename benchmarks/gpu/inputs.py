@@ -8,6 +8,7 @@ import string
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pandas as pd
 from transformers import GenerationConfig, Qwen3Config
 
@@ -63,6 +64,7 @@ SHAPES = {
 }
 LARGE = Workload(batch=32, group=8, median=700, sigma=0.9, longest=4096, long_share=0.1)
 TINY = Workload(batch=4, group=2, median=24, sigma=0.9, longest=96, long_share=0.1)
+PRIMER_TOKENS = 2
 TRACES = ("long_tail", "heavy_tail", "uniform")
 HEAVY = 8
 """The heavy tail is so many times as long as the longest other response."""
@@ -93,8 +95,13 @@ def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedToken
 
 
 def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:
-    """Different prompts of exactly `prompt_tokens` tokens, with the lengths of their responses, in verl's columns."""
+    """Different prompts of exactly `prompt_tokens` tokens, with the lengths of their responses, in verl's columns.
+
+    The first batch is a primer: its responses are so short that its step loads what workers and engine load at first
+    use, and takes no time otherwise. `num` prompts follow.
+    """
     rng, traced = random.Random(load.seed), lengths(load, num)
+    traced = np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), traced])
     around = len(_tokens(tokenizer, ""))
     if prompt_tokens <= around:
         raise SystemExit(f"--prompt-tokens={prompt_tokens} must be above the {around} of the chat template")
@@ -107,7 +114,7 @@ def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase
             "extra_info": {"index": row, "lengths": traced[row].tolist()},
             "agent_name": AGENT,
         }
-        for row in range(num)
+        for row in range(len(traced))
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_parquet(path)

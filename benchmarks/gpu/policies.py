@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from benchmarks.gpu.trainer import Record
     from partial_rollout.rollout.statistics import RolloutStatistics
 
-SAMPLE_INTERVAL_S = 0.5
+SAMPLE_INTERVAL_S = 1.0
+"""Reading vLLM's statistics takes the engine's front end some milliseconds."""
+TINY_INTERVAL_S = 0.25
+PRIMER = 1
+"""Steps of short responses at a block's start."""
 SETTLE = 1.2
 """A step may take so many times as long as the longest one before it."""
 WIDE = 1.5
@@ -50,8 +54,8 @@ class Policy:
     """What a block is run with."""
 
     settings: dict[str, Any]
-    warmup: int = 2
-    """Steps in which the contexts in flight grow to what they are later; they are stored and not summed up."""
+    warmup: int = 3
+    """Steps that are stored and not summed up: that of the primer, and those in which contexts grow to their size."""
     trainer: type[RolloutTrainer] = RolloutTrainer
     is_wide: bool = False
 
@@ -74,7 +78,7 @@ def _tail(policy: str, interrupt_mode: str = "abort", **others: Any) -> dict[str
 
 ADAPTIVE = {"partial_rollout.slots.adaptive": True}
 POLICIES: dict[str, Policy] = {
-    "sync": Policy(_tail("sync"), warmup=0),
+    "sync": Policy(_tail("sync"), warmup=PRIMER),
     "partial_abort": Policy(_tail("partial")),
     "partial_reuse_kv": Policy(_tail("partial", "reuse_kv")),
     "partial_keep_kv": Policy(_tail("partial", "keep_kv")),
@@ -110,9 +114,9 @@ class Budget:
 class Sampler:
     """Asks the engine how it is, at intervals, beside the steps; a context manager."""
 
-    def __init__(self, ask: Callable[[], RolloutStatistics]) -> None:
+    def __init__(self, ask: Callable[[], RolloutStatistics], interval_s: float) -> None:
         """`ask` is called on a thread of its own."""
-        self._ask = ask
+        self._ask, self._interval_s = ask, interval_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-samples", daemon=True)
         self._started_s = time.monotonic()
@@ -131,7 +135,7 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_INTERVAL_S):
+        while not self._ended.wait(self._interval_s):
             try:
                 now = self._ask()
             except Exception as error:  # noqa: BLE001 - kept, and stored with the block
@@ -164,7 +168,7 @@ class Recorder:
         """Ends after the warm-up and `num_steps` measured steps, or when the budget is too small for another one."""
         self.block, self.add = block, add
         self._warmup = POLICIES[block.mode].warmup
-        self._most = self._warmup + num_steps
+        self.most_steps = self._warmup + num_steps
         self._budget, self._session = budget, session
         self._since_s: float | None = None
 
@@ -180,7 +184,9 @@ class Recorder:
         self.block.steps.append({"step": number, "warmup": number <= self._warmup, **self._numbers(record, wall_s)})
         longest_s = max(step["wall_s"] for step in self.block.steps)
         has_time = self._budget.left_s > SETTLE * longest_s
-        self.block.ended = "done" if number >= self._most else "running" if has_time else "no time for another step"
+        self.block.ended = (
+            "done" if number >= self.most_steps else "running" if has_time else "no time for another step"
+        )
         self.add(self.block)
         return self.block.ended == "running"
 
@@ -201,14 +207,13 @@ class Recorder:
         return {name: round(float(value), 4) for name, value in {**numbers, **own}.items()}
 
 
-def plan_of(session: Session, block: Block, recorder: Recorder, *, num_steps: int, batch_s: float) -> BlockPlan:
-    """What the session needs to make the block ready; blocks of a round have the same prompts."""
-    policy, load = POLICIES[block.mode], session.load
-    num_prompts = load.batch * (policy.warmup + num_steps + WIDE_PREFETCH + 1)
+def plan_of(session: Session, recorder: Recorder, *, batch_s: float) -> BlockPlan:
+    """What the session needs to make a block ready; blocks of a round have the same prompts."""
+    policy, load = POLICIES[recorder.block.mode], session.load
     return BlockPlan(
         policy.trainer,
         policy.overrides(load, session.options.slots),
-        prompts=session.prompts(block.round + 1, num_prompts),
+        prompts=session.prompts(recorder.block.round + 1, load.batch * (recorder.most_steps + WIDE_PREFETCH)),
         batch_s=batch_s,
         on_step=recorder,
     )
@@ -218,7 +223,7 @@ def run_block(session: Session, ready: ReadyBlock, recorder: Recorder) -> None:
     """One block, stored after every step. An error of ours ends the block, not the run."""
     block = recorder.block
     recorder.begin()
-    with Sampler(session.statistics) as sampler:
+    with Sampler(session.statistics, TINY_INTERVAL_S if session.options.is_tiny else SAMPLE_INTERVAL_S) as sampler:
         block.samples = sampler.rows
         try:
             session.run(ready)
@@ -231,14 +236,13 @@ def run_block(session: Session, ready: ReadyBlock, recorder: Recorder) -> None:
 
 def run_policies(
     session: Session,
-    modes: Sequence[str],
+    modes: Sequence[tuple[str, int]],
     *,
     rounds: int,
-    num_steps: int,
     budget: Budget,
     add: Callable[[Block], None],
 ) -> None:
-    """All modes, one after the other, `rounds` times or until the budget is used up.
+    """All modes with their numbers of measured steps, `rounds` times or until the budget is used up.
 
     `add` is given each block after every step, again and again.
     """
@@ -247,11 +251,11 @@ def run_policies(
         if budget.left_s <= longest_s:
             return
         slots = session.load.batch * session.load.group
-        recorders = [Recorder(Block(mode, round, slots), num_steps, budget, session, add) for mode in modes]
-        size: dict[str, Any] = {"num_steps": num_steps, "batch_s": max(1.0, budget.left_s)}
-        blocks = session.ready([plan_of(session, each.block, each, **size) for each in recorders])
+        recorders = [Recorder(Block(mode, round, slots), steps, budget, session, add) for mode, steps in modes]
+        blocks = session.ready([plan_of(session, each, batch_s=max(1.0, budget.left_s)) for each in recorders])
         for recorder, block in zip(recorders, blocks, strict=True):
-            if budget.left_s > (POLICIES[recorder.block.mode].warmup + 1) * longest_s:
+            # The primer takes no time, so a block needs as many steps' time as its warm-up has steps.
+            if budget.left_s > POLICIES[recorder.block.mode].warmup * longest_s:
                 run_block(session, block, recorder)
                 longest_s = max([longest_s, *(step["wall_s"] for step in recorder.block.steps)])
             else:

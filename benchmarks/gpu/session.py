@@ -87,6 +87,7 @@ class EngineOptions:
 def overrides(options: EngineOptions, load: Workload, folder: Path) -> dict[str, Any]:
     """Settings that all blocks of a session share."""
     common = {
+        "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "prompts.parquet",
         "data.val_files": folder / "prompts.parquet",
         "data.shuffle": False,

@@ -6,7 +6,9 @@ import pandas as pd
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.gpu.inputs import SHAPES, workload, write_model, write_prompts
+from benchmarks.gpu.inputs import PRIMER_TOKENS, SHAPES, workload, write_model, write_prompts
+
+BATCH = workload("tiny", "long_tail").batch
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def test_prompts_are_different_and_of_one_length(tokenizer, tmp_path):
     prompts = pd.read_parquet(tmp_path / "a.parquet")["prompt"]
     tokens = [rendered(tokenizer, row) for row in prompts]
     assert {len(each) for each in tokens} == {40}
-    assert len({tuple(each) for each in tokens}) == 9
+    assert len({tuple(each) for each in tokens}) == len(prompts) == 9 + BATCH
 
 
 def test_lengths_are_recorded_and_the_same_for_the_same_seed(tokenizer, tmp_path):
@@ -36,10 +38,17 @@ def test_lengths_are_recorded_and_the_same_for_the_same_seed(tokenizer, tmp_path
     assert max(map(max, first)) == workload("tiny", "long_tail").limit
 
 
+def test_the_first_batch_is_a_primer(tokenizer, tmp_path):
+    write_prompts(tmp_path / "a", workload("tiny", "long_tail"), tokenizer, 40, 5)
+    lengths = [max(each["lengths"]) for each in pd.read_parquet(tmp_path / "a")["extra_info"]]
+    assert (max(lengths[:BATCH]), len(lengths)) == (PRIMER_TOKENS, BATCH + 5)
+    assert max(lengths[BATCH:]) > PRIMER_TOKENS
+
+
 def test_uniform_lengths_are_equal_and_the_heavy_tail_is_longer(tokenizer, tmp_path):
     write_prompts(tmp_path / "u", workload("8b", "uniform"), tokenizer, 40, 20)
     info = pd.read_parquet(tmp_path / "u")["extra_info"]
-    assert {length for each in info for length in each["lengths"]} == {1024}
+    assert {length for each in info.iloc[32:] for length in each["lengths"]} == {1024}
     assert (workload("8b", "heavy_tail").limit, workload("8b", "long_tail").limit) == (32_768, 4096)
 
 

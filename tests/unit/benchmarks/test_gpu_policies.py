@@ -34,9 +34,9 @@ def recorder(mode: str, num_steps: int, budget: Budget, stored: list) -> Recorde
 def test_a_block_ends_after_warm_up_and_measured_steps():
     stored: list[Block] = []
     step = recorder("partial_abort", 2, Budget(1e6), stored)
-    assert [step(number, RECORD) for number in (1, 2, 3, 4)] == [True, True, True, False]
-    assert [each["warmup"] for each in step.block.steps] == [True, True, False, False]
-    assert (step.block.ended, len(stored)) == ("done", 4)
+    assert [step(number, RECORD) for number in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
+    assert [each["warmup"] for each in step.block.steps] == [True, True, True, False, False]
+    assert (step.block.ended, len(stored)) == ("done", 5)
 
 
 def test_a_block_ends_when_no_further_step_fits():
