@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         from partial_rollout.run.cpu_environment import apply_cpu_environment
 
         apply_cpu_environment()
-    from benchmarks.gpu.curve import CELLS, TINY_CELLS, run_curve
+    from benchmarks.gpu.curve import CELLS, DECODED, TINY_CELLS, run_curve
     from benchmarks.gpu.policies import POLICIES, Budget, run_policies
     from benchmarks.gpu.session import EngineOptions, Session
 
@@ -124,8 +124,8 @@ def run(options: argparse.Namespace) -> None:
     budget = Budget(options.budget_s)
     load = workload(options.shape, options.trace, **_given(options, ("batch", "group", "seed")))
     usual = TINY if options.shape == "tiny" else {}
-    given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)]), "response_tokens": load.limit}
-    engine = EngineOptions(**given)
+    given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)])}
+    engine = EngineOptions(**given, response_tokens=max(load.limit, 2 * DECODED))
     result = Result(options, load, engine)
     with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
         result.started(session.startup_s, session.kv_tokens())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+DATA_SOURCE = "openai/gsm8k"
+"""One that verl has a rule for, where a job scores responses."""
 AGENT = "length_trace_agent"
 LETTERS = string.ascii_letters + string.digits
 
@@ -107,10 +109,10 @@ def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase
         raise SystemExit(f"--prompt-tokens={prompt_tokens} must be above the {around} of the chat template")
     rows = [
         {
-            "data_source": "length_trace",
+            "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": "".join(rng.choices(LETTERS, k=prompt_tokens - around))}],
             "ability": "none",
-            "reward_model": {"style": "rule", "ground_truth": ""},
+            "reward_model": {"style": "rule", "ground_truth": "0"},
             "extra_info": {"index": row, "lengths": traced[row].tolist()},
             "agent_name": AGENT,
         }

@@ -105,7 +105,6 @@ def overrides(options: EngineOptions, load: Workload, folder: Path) -> dict[str,
         f"{ROLLOUT}.load_format": "dummy",
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.free_cache_engine": False,
-        f"+{ROLLOUT}.enable_sleep_mode": False,
         f"{ROLLOUT}.disable_log_stats": False,
         f"{ROLLOUT}.enforce_eager": options.eager or options.is_tiny,
         f"{ROLLOUT}.gpu_memory_utilization": options.memory,
@@ -131,6 +130,7 @@ def overrides(options: EngineOptions, load: Workload, folder: Path) -> dict[str,
 _ON_A_CPU = {
     "trainer.device": "cpu",
     f"{ROLLOUT}.dtype": "float32",
+    f"+{ROLLOUT}.enable_sleep_mode": False,
     f"+{ROLLOUT}.engine_kwargs.vllm.block_size": 32,
 }
 
