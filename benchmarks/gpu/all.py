@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload
-from benchmarks.gpu.summary import curve_tables, summarise, table
+from benchmarks.gpu.summary import by_trace, curve_tables, table
 from benchmarks.result import circumstances, store
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from benchmarks.bench_rollout import Workload
     from benchmarks.gpu.policies import Block
     from benchmarks.gpu.session import EngineOptions
@@ -57,10 +59,15 @@ def devices() -> list[str]:
     return answer.stdout.strip().splitlines()
 
 
+def is_same(stored: dict[str, Any], block: dict[str, Any]) -> bool:
+    """Whether it is a block that has grown, and no new one."""
+    return all(stored[name] == block[name] for name in ("mode", "trace", "round"))
+
+
 class Result:
     """What is written, again after every step."""
 
-    def __init__(self, options: argparse.Namespace, load: Workload, engine: EngineOptions) -> None:
+    def __init__(self, options: argparse.Namespace, loads: dict[str, Workload], engine: EngineOptions) -> None:
         """Note under which circumstances."""
         self._out: Path = options.out
         about = circumstances(options)
@@ -69,7 +76,7 @@ class Result:
             **about,
             "devices": devices(),
             "versions": versions(),
-            "workload": asdict(load),
+            "workloads": {trace: asdict(load) for trace, load in loads.items()},
             "engine": asdict(engine),
             "update": "none: version and caches change at a step's end as after an update, the weights stay",
             "blocks": [],
@@ -84,13 +91,16 @@ class Result:
     def add_block(self, block: Block) -> None:
         """A new block, or one that has grown."""
         blocks, now = self.data["blocks"], asdict(block)
-        if blocks and (blocks[-1]["mode"], blocks[-1]["round"]) == (block.mode, block.round):
+        if blocks and is_same(blocks[-1], now):
             blocks[-1] = now
         else:
             blocks.append(now)
         self.write()
         last = block.steps[-1] if block.steps else {}
-        print(f"{block.mode} {block.round}: step {last.get('step')} {last.get('wall_s')} s, {block.ended}", flush=True)
+        print(
+            f"{block.mode} {block.trace} {block.round}: step {last.get('step')} {last.get('wall_s')} s, {block.ended}",
+            flush=True,
+        )
 
     def add_curve(self, kind: str, row: dict[str, Any]) -> None:
         """A row of the curve."""
@@ -100,10 +110,11 @@ class Result:
 
     def write(self) -> None:
         """Everything there is."""
-        summary = summarise(self.data["blocks"])
+        summary = by_trace(self.data["blocks"])
         store({**self.data, "summary": summary}, self._out / "result.json")
         engine = {name: self.data["engine"].get(name) for name in ("shape", "startup_s", "kv_tokens")}
-        parts = [f"{self.data['devices']} {engine}", table(summary), curve_tables(self.data["curve"])]
+        tables = [f"{trace}\n\n{table(rows)}" for trace, rows in summary.items()]
+        parts = [f"{self.data['devices']} {engine}", *tables, curve_tables(self.data["curve"])]
         (self._out / "table.md").write_text("\n\n".join(parts) + "\n")
 
 
@@ -115,35 +126,38 @@ def run(options: argparse.Namespace) -> None:
 
         apply_cpu_environment()
     from benchmarks.gpu.curve import CELLS, DECODED, TINY_CELLS, run_curve
-    from benchmarks.gpu.policies import POLICIES, Budget, run_policies
+    from benchmarks.gpu.policies import POLICIES, Budget, Wanted, run_policies
     from benchmarks.gpu.session import EngineOptions, Session
 
-    unknown = {mode for mode, _ in map(mode_and_steps, options.modes)} - set(POLICIES)
-    if unknown:
-        raise SystemExit(f"--modes {' '.join(sorted(unknown))} is not allowed: must be of {', '.join(POLICIES)}")
+    wanted = [Wanted.of(word, options.steps, options.trace) for word in options.modes]
+    require_known("modes", {each.mode for each in wanted}, POLICIES)
+    require_known("modes", {each.trace for each in wanted}, TRACES)
     budget = Budget(options.budget_s)
-    load = workload(options.shape, options.trace, **_given(options, ("batch", "group", "seed")))
+    sizes = _given(options, ("batch", "group", "seed"))
+    loads = {each.trace: workload(options.shape, each.trace, **sizes) for each in wanted}
+    load = workload(options.shape, options.trace, **sizes)
+    longest = max(each.limit for each in [load, *loads.values()])
     usual = TINY if options.shape == "tiny" else {}
     given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)])}
-    engine = EngineOptions(**given, response_tokens=max(load.limit, 2 * DECODED))
-    result = Result(options, load, engine)
+    engine = EngineOptions(**given, response_tokens=max(longest, 2 * DECODED))
+    result = Result(options, loads, engine)
     with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
         result.started(session.startup_s, session.kv_tokens())
         reserved_s = options.curve_s if "curve" in options.parts else 0.0
         if "policies" in options.parts:
-            modes = [(mode, steps or options.steps) for mode, steps in map(mode_and_steps, options.modes)]
-            budgets = {"rounds": options.rounds, "budget": budget.less(reserved_s)}
-            run_policies(session, modes, add=result.add_block, **budgets)
+            limits = {"rounds": options.rounds, "budget": budget.less(reserved_s)}
+            run_policies(session, wanted, loads, add=result.add_block, **limits)
         if "curve" in options.parts:
             cells, size = (TINY_CELLS, TINY_CELLS[0]) if engine.is_tiny else (CELLS, (load.batch * load.group, 1024))
             run_curve(session, cells, interruption=size, budget=budget, add=result.add_curve)
     print((options.out / "table.md").read_text())
 
 
-def mode_and_steps(word: str) -> tuple[str, int]:
-    """A mode and its measured steps, 0 if `word` does not say how many."""
-    mode, _, steps = word.partition(":")
-    return mode, int(steps or 0)
+def require_known(option: str, given: set[str], known: Collection[str]) -> None:
+    """End with what was given and what is allowed, unless all of it is."""
+    unknown = given - set(known)
+    if unknown:
+        raise SystemExit(f"--{option} {' '.join(sorted(unknown))} is not allowed: must be of {', '.join(known)}")
 
 
 def _given(options: argparse.Namespace, names: Any) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--curve-s", type=float, default=60.0, help="kept back for the curve (%(default)s)")
     line.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     line.add_argument(
-        "--modes", nargs="+", default=list(MODES), help="of policies.POLICIES; MODE:STEPS for other --steps"
+        "--modes", nargs="+", default=list(MODES), help="of policies.POLICIES; MODE:STEPS@TRACE for others"
     )
     line.add_argument("--rounds", type=int, default=3)
     line.add_argument("--steps", type=int, default=3, help="measured steps of a block (%(default)s)")

@@ -9,9 +9,8 @@ and stored one by one (`jobs.json`). A job that does not end within the budget i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from benchmarks.bench_rollout import MODES, summarise
 from benchmarks.gpu.all import SIZES, devices, versions
@@ -94,7 +95,7 @@ def run_job(words: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
     metrics, started_s, first_step_s = folder / "metrics.jsonl", time.monotonic(), None
     with (folder / "log.txt").open("w") as log:
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
-        job = subprocess.Popen(words, env=job_environment(metrics), start_new_session=True, **options)
+        job = subprocess.Popen(words, env=job_environment(metrics), **options)
         try:
             while job.poll() is None and time.monotonic() - started_s < limit_s:
                 time.sleep(POLL_S)
@@ -111,15 +112,19 @@ def _is_kept(name: str) -> bool:
 
 
 def _end(job: subprocess.Popen[Any]) -> None:
-    """End what is left of a job, which has a session of its own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if job.poll() is None:
-            os.killpg(job.pid, number)
-        try:
-            job.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
+    """End a job and all that it has started, some of which has left its session."""
+    if job.poll() is not None:
         return
+    left = psutil.Process(job.pid).children(recursive=True)
+    job.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(STOP_S)
+    job.kill()
+    job.wait()
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, STOP_S)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
     from matplotlib.axes import Axes
 
@@ -40,18 +39,12 @@ def draw_slots(axes: Axes, result: Result) -> None:
         times = [sample[TIME] for sample in block["samples"]]
         shares = [sample[ROW] / block["slots"] for sample in block["samples"]]
         (line,) = axes.plot(times, shares, label=mode, linewidth=1.2)
-        begun_s = _begun_s(block)
-        ends = [begun_s + wall_s for wall_s in accumulate(step["wall_s"] for step in block["steps"])]
+        ends = [step["ended_s"] for step in block["steps"]]
         axes.plot(ends, [0.0] * len(ends), "|", color=line.get_color(), markersize=14)
     axes.set_xlabel("seconds from the block's start (bars: a step ends)")
     axes.set_ylabel("slots in use")
     axes.set_ylim(bottom=-0.03)
     axes.legend(fontsize=8)
-
-
-def _begun_s(block: Mapping[str, Any]) -> float:
-    """When the first step began: its workers start first, and the engine is empty."""
-    return next((sample[TIME] for sample in block["samples"] if sample[ROW]), 0.0)
 
 
 def draw_steps(axes: Axes, result: Result) -> None:
@@ -103,19 +96,25 @@ PICTURES = {"slots": draw_slots, "steps": draw_steps, "rates": draw_rates}
 
 def draw(result: Result, out: Path, name: str) -> list[Path]:
     """All pictures that the result has numbers for."""
-    wanted = PICTURES if result["summary"] else {}
-    if result["curve"]["cell"]:
-        wanted = {**wanted, "curve": draw_curve}
-    title = f"{result['engine']['shape']}, {result['options']['trace']}, {', '.join(result['devices']) or 'CPU'}"
+    where = f"{result['engine']['shape']}, {', '.join(result['devices']) or 'CPU'}"
     paths = []
-    for kind, picture in wanted.items():
-        figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
-        picture(axes, result)
-        axes.set_title(title, fontsize=9)
-        paths.append(out / f"{kind}_{name}.png")
-        figure.savefig(paths[-1], dpi=110)
-        plt.close(figure)
+    for trace, rows in result["summary"].items():
+        blocks = [block for block in result["blocks"] if block["trace"] == trace]
+        for kind, picture in PICTURES.items() if rows else ():
+            path = out / f"{kind}_{trace}_{name}.png"
+            paths.append(_save(path, f"{trace}, {where}", picture, {"blocks": blocks, "summary": rows}))
+    if result["curve"]["cell"]:
+        paths.append(_save(out / f"curve_{name}.png", where, draw_curve, result))
     return paths
+
+
+def _save(path: Path, title: str, picture: Callable[[Axes, Result], None], result: Result) -> Path:
+    figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    picture(axes, result)
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
 
 def main() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.gpu.session import BlockPlan
 from benchmarks.gpu.trainer import RolloutTrainer, UninterruptedTrainer
 from partial_rollout.errors import PartialRolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from benchmarks.bench_rollout import Workload
     from benchmarks.gpu.session import ReadyBlock, Session
@@ -29,6 +29,7 @@ SETTLE = 1.2
 WIDE = 1.5
 """Slots of the `wide` modes, as a multiple of a batch's trajectories."""
 WIDE_PREFETCH = 3
+OURS = "partial_rollout"
 KEPT = (
     "interrupted",
     "resumed_share",
@@ -119,7 +120,7 @@ class Sampler:
         self._ask, self._interval_s = ask, interval_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-samples", daemon=True)
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.failure: Exception | None = None
         self.rows: list[list[float]] = []
         """[seconds, requests admitted, in the engine's batch, waiting there, share of the KV cache, tokens so far]."""
@@ -143,7 +144,23 @@ class Sampler:
                 return
             load = now.load
             counts = [now.running, load.running, load.waiting, round(load.kv_usage, 4), now.num_generated_tokens]
-            self.rows.append([round(time.monotonic() - self._started_s, 2), *counts])
+            self.rows.append([round(time.monotonic() - self.started_s, 2), *counts])
+
+
+class Wanted(NamedTuple):
+    """A block to run."""
+
+    mode: str
+    steps: int
+    """Measured ones."""
+    trace: str
+
+    @classmethod
+    def of(cls, word: str, steps: int, trace: str) -> Wanted:
+        """From MODE, MODE:STEPS, MODE@TRACE or MODE:STEPS@TRACE."""
+        named, _, other = word.partition("@")
+        mode, _, number = named.partition(":")
+        return cls(mode, int(number or steps), other or trace)
 
 
 @dataclass
@@ -151,6 +168,7 @@ class Block:
     """Steps of one policy from an empty queue, as they are stored."""
 
     mode: str
+    trace: str
     round: int
     slots: int
     steps: list[dict[str, float]] = field(default_factory=list)
@@ -172,16 +190,18 @@ class Recorder:
         self._budget, self._session = budget, session
         self._since_s: float | None = None
 
-    def begin(self) -> None:
-        """The block starts now."""
-        self._before = self._session.statistics()
+    def begin(self, started_s: float) -> None:
+        """The block starts; times are counted from `started_s`, as its samples' are."""
+        self._started_s, self._before = started_s, self._session.statistics()
 
     def __call__(self, number: int, record: Record) -> bool:
         """Whether there is to be another step."""
         started_s, self._since_s = self._since_s, time.monotonic()
         # What is between two steps is time in which requests run, so it counts; before the first, none does.
         wall_s = record["timing_s/step"] if started_s is None else self._since_s - started_s
-        self.block.steps.append({"step": number, "warmup": number <= self._warmup, **self._numbers(record, wall_s)})
+        numbers = {"ended_s": self._since_s - self._started_s, "wall_s": wall_s, **self._numbers(record)}
+        rounded = {name: round(float(value), 4) for name, value in numbers.items()}
+        self.block.steps.append({"step": number, "warmup": number <= self._warmup, **rounded})
         longest_s = max(step["wall_s"] for step in self.block.steps)
         has_time = self._budget.left_s > SETTLE * longest_s
         self.block.ended = (
@@ -190,30 +210,30 @@ class Recorder:
         self.add(self.block)
         return self.block.ended == "running"
 
-    def _numbers(self, record: Record, wall_s: float) -> dict[str, float]:
+    def _numbers(self, record: Record) -> dict[str, float]:
         before, self._before = self._before, self._session.statistics()
         now = self._before
         numbers = {
-            "wall_s": wall_s,
             "gen_s": record["timing_s/gen"],
             "drain_ms": 1000 * record.get("timing_s/drain", 0.0),
             "update_ms": 1000 * record.get("timing_s/update_weights", 0.0),
             "resume_ms": 1000 * record.get("timing_s/resume", 0.0),
-            "useful_tokens": record["partial_rollout/response_tokens"],
+            "useful_tokens": record[f"{OURS}/response_tokens"],
             "generated_tokens": now.num_generated_tokens - before.num_generated_tokens,
             "reprefilled_in_engine": now.num_reprefilled_tokens - before.num_reprefilled_tokens,
         }
-        own = {name: record[f"partial_rollout/{name}"] for name in KEPT if f"partial_rollout/{name}" in record}
-        return {name: round(float(value), 4) for name, value in {**numbers, **own}.items()}
+        return numbers | {name: record[f"{OURS}/{name}"] for name in KEPT if f"{OURS}/{name}" in record}
 
 
-def plan_of(session: Session, recorder: Recorder, *, batch_s: float) -> BlockPlan:
-    """What the session needs to make a block ready; blocks of a round have the same prompts."""
-    policy, load = POLICIES[recorder.block.mode], session.load
+def plan_of(session: Session, recorder: Recorder, load: Workload, *, batch_s: float) -> BlockPlan:
+    """What the session needs to make a block ready; blocks of a round and trace have the same prompts."""
+    block, policy = recorder.block, POLICIES[recorder.block.mode]
+    load = replace(load, seed=load.seed + block.round)
+    num_prompts = load.batch * (recorder.most_steps + WIDE_PREFETCH)
     return BlockPlan(
         policy.trainer,
         policy.overrides(load, session.options.slots),
-        prompts=session.prompts(recorder.block.round + 1, load.batch * (recorder.most_steps + WIDE_PREFETCH)),
+        prompts=session.prompts(load, num_prompts, f"{block.mode}-{block.trace}-{block.round}"),
         batch_s=batch_s,
         on_step=recorder,
     )
@@ -222,8 +242,8 @@ def plan_of(session: Session, recorder: Recorder, *, batch_s: float) -> BlockPla
 def run_block(session: Session, ready: ReadyBlock, recorder: Recorder) -> None:
     """One block, stored after every step. An error of ours ends the block, not the run."""
     block = recorder.block
-    recorder.begin()
     with Sampler(session.statistics, TINY_INTERVAL_S if session.options.is_tiny else SAMPLE_INTERVAL_S) as sampler:
+        recorder.begin(sampler.started_s)
         block.samples = sampler.rows
         try:
             session.run(ready)
@@ -236,13 +256,14 @@ def run_block(session: Session, ready: ReadyBlock, recorder: Recorder) -> None:
 
 def run_policies(
     session: Session,
-    modes: Sequence[tuple[str, int]],
+    wanted: Sequence[Wanted],
+    loads: Mapping[str, Workload],
     *,
     rounds: int,
     budget: Budget,
     add: Callable[[Block], None],
 ) -> None:
-    """All modes with their numbers of measured steps, `rounds` times or until the budget is used up.
+    """All blocks in their order, `rounds` times or until the budget is used up; `loads` by the names of traces.
 
     `add` is given each block after every step, again and again.
     """
@@ -251,8 +272,12 @@ def run_policies(
         if budget.left_s <= longest_s:
             return
         slots = session.load.batch * session.load.group
-        recorders = [Recorder(Block(mode, round, slots), steps, budget, session, add) for mode, steps in modes]
-        blocks = session.ready([plan_of(session, each, batch_s=max(1.0, budget.left_s)) for each in recorders])
+        recorders = [
+            Recorder(Block(each.mode, each.trace, round, slots), each.steps, budget, session, add) for each in wanted
+        ]
+        batch_s = max(1.0, budget.left_s)
+        plans = [plan_of(session, each, loads[each.block.trace], batch_s=batch_s) for each in recorders]
+        blocks = session.ready(plans)
         for recorder, block in zip(recorders, blocks, strict=True):
             # The primer takes no time, so a block needs as many steps' time as its warm-up has steps.
             if budget.left_s > POLICIES[recorder.block.mode].warmup * longest_s:

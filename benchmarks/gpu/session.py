@@ -177,6 +177,7 @@ class Session:
 
     options: EngineOptions
     load: Workload
+    """Its batch and group size are those of all blocks."""
     folder: Path
     started_s: float = field(default_factory=time.monotonic)
     startup_s: float = 0.0
@@ -185,7 +186,7 @@ class Session:
     def __enter__(self) -> Session:
         """Start everything."""
         self.tokenizer = write_model(self.folder / "model", self.options.sizes, self.options.context)
-        self.prompts(0)
+        self.prompts(self.load, self.load.batch)
         self.config = composed(overrides(self.options, self.load, self.folder))
         environment = get_ppo_ray_runtime_env(self.config)
         environment.setdefault("env_vars", {})["TRANSFER_QUEUE_ENABLE"] = "1"
@@ -218,11 +219,10 @@ class Session:
         """The only one."""
         return cast("PartialRolloutReplica", self.servers.get_replicas()[0])
 
-    def prompts(self, round: int, num: int = 1) -> Path:
-        """A file with at least `num` prompts, the same ones for the same round."""
-        path = self.folder / f"prompts{f'-{round}' if round else ''}.parquet"
-        load = self.load if not round else type(self.load)(**{**vars(self.load), "seed": self.load.seed + round})
-        write_prompts(path, load, self.tokenizer, self.options.prompt_tokens, max(num, 2 * load.batch))
+    def prompts(self, load: Workload, num: int, name: str = "prompts") -> Path:
+        """A file of this name with the primer and `num` prompts."""
+        path = self.folder / f"{name}.parquet"
+        write_prompts(path, load, self.tokenizer, self.options.prompt_tokens, num)
         return path
 
     def statistics(self) -> RolloutStatistics:

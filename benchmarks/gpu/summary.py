@@ -12,6 +12,8 @@ BASE = "sync"
 BOUND = "uninterrupted"
 FULL = 0.95
 """Slots count as full from this share on."""
+PIECE = 10
+"""Samples between two of which a rate is taken."""
 Step = dict[str, float]
 Row = dict[str, Any]
 MEANS = (
@@ -27,6 +29,12 @@ MEANS = (
 )
 TIME, ROW, RUNNING, WAITING, KV_USAGE, TOKENS = range(6)
 """Columns of a block's samples."""
+
+
+def by_trace(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Row]]:
+    """`summarise` for each trace."""
+    traces = dict.fromkeys(block["trace"] for block in blocks)
+    return {trace: summarise([block for block in blocks if block["trace"] == trace]) for trace in traces}
 
 
 def summarise(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
@@ -66,8 +74,10 @@ def _row(blocks: Sequence[Mapping[str, Any]]) -> Row:
         "useful_tokens_per_s": sum(step["useful_tokens"] for step in steps) / sum(walls),
         "generated_tokens_per_s": sum(step["generated_tokens"] for step in steps) / sum(walls),
         "overhead_share": overhead_s / sum(walls),
-        "staleness_max": max(step["staleness_steps/max"] for step in steps),
     }
+    stalest = [step["staleness_steps/max"] for step in steps if "staleness_steps/max" in step]
+    if stalest:
+        row["staleness_max"] = max(stalest)
     row |= {name: _mean(steps, name) for name in MEANS if any(name in step for step in steps)}
     return row | _slots(blocks)
 
@@ -78,8 +88,9 @@ def _mean(steps: Iterable[Step], name: str) -> float:
 
 def _slots(blocks: Iterable[Mapping[str, Any]]) -> Row:
     """Share of a batch's slots in which the engine generated, and tokens/s while they were full, by the samples."""
-    samples = [(block["slots"], sample) for block in blocks for sample in block["samples"]]
-    rates = [rate for block in blocks for rate in full_rates(block)]
+    measured = [(block["slots"], measured_samples(block)) for block in blocks]
+    samples = [(slots, sample) for slots, of_block in measured for sample in of_block]
+    rates = [rate for slots, of_block in measured for rate in full_rates(of_block, slots)]
     row: Row = {}
     if samples:
         row["slots_in_use"] = statistics.fmean(sample[ROW] / slots for slots, sample in samples)
@@ -89,12 +100,19 @@ def _slots(blocks: Iterable[Mapping[str, Any]]) -> Row:
     return row
 
 
-def full_rates(block: Mapping[str, Any]) -> list[float]:
+def measured_samples(block: Mapping[str, Any]) -> list[list[float]]:
+    """Those of the measured steps."""
+    ends = [step["ended_s"] for step in block["steps"] if not step["warmup"]]
+    begun_s = max((step["ended_s"] for step in block["steps"] if step["warmup"]), default=0.0)
+    return [sample for sample in block["samples"] if ends and begun_s <= sample[TIME] <= ends[-1]]
+
+
+def full_rates(samples: Iterable[list[float]], slots: int) -> list[float]:
     """Tokens/s between samples with full slots, over several hand-overs each, since tokens come in pieces."""
     rates, full = [], []
-    for sample in block["samples"]:
-        full = [*full, sample] if sample[RUNNING] >= FULL * block["slots"] else []
-        if len(full) > 10:
+    for sample in samples:
+        full = [*full, sample] if sample[RUNNING] >= FULL * slots else []
+        if len(full) > PIECE:
             seconds = full[-1][TIME] - full[0][TIME]
             rates.append((full[-1][TOKENS] - full[0][TOKENS]) / seconds)
             full = full[-1:]

@@ -111,10 +111,17 @@ class RolloutTrainer(PartialRolloutTrainer):
 
 
 class UninterruptedTrainer(RolloutTrainer):
-    """Takes batches and never closes a gate: the slots stay full, which is the most that an engine can do."""
+    """Takes batches and never closes a gate: the slots stay full, which is the most that an engine can do.
+
+    No version follows another one, so nothing is said of staleness.
+    """
 
     def on_sample_end(self) -> None:
         """Everything goes on."""
 
     def on_step_end(self) -> None:
         """Nothing waits for it."""
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict[str, Any], *rest: Any, **named: Any) -> None:
+        known = {name: value for name, value in metrics.items() if "stale" not in name}
+        super()._compute_metrics(batch, known, *rest, **named)

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-MODES = ("sync", "partial_keep_kv:2", "partial_abort_adaptive", "uninterrupted")
+MODES = ("sync", "partial_keep_kv:2", "partial_abort_adaptive", "uninterrupted", "sync@uniform")
 TIMEOUT_S = 600
 
 
@@ -31,26 +31,29 @@ def result(repository, tmp_path_factory):
 
 def test_every_mode_ran_to_its_end_and_has_a_row(result):
     assert [block["ended"] for block in result["blocks"]] == ["done"] * len(MODES)
-    assert list(result["summary"]) == [mode.partition(":")[0] for mode in MODES]
-    assert all(row["useful_tokens_per_s"] > 0 and row["time_ratio"] > 0 for row in result["summary"].values())
-    assert result["table"].count("partial_keep_kv") == 1
+    rows = result["summary"]["long_tail"]
+    assert list(rows) == ["sync", "partial_keep_kv", "partial_abort_adaptive", "uninterrupted"]
+    assert all(row["useful_tokens_per_s"] > 0 and row["time_ratio"] > 0 for row in rows.values())
+    assert list(result["summary"]["uniform"]) == ["sync"]
+    assert (result["table"].count("| sync |"), result["table"].count("| partial_keep_kv |")) == (2, 1)
 
 
 def test_steps_are_those_of_the_policies(result):
-    sync, kept, _, bound = result["blocks"]
+    sync, kept, _, bound, uniform = result["blocks"]
     assert all(step["interrupted"] == 0 == step["staleness_steps/max"] for step in sync["steps"])
     assert all(step["generated_tokens"] == step["useful_tokens"] for step in sync["steps"])
     assert any(step["interrupted"] > 0 and step["drain_ms"] > 0 for step in kept["steps"])
-    assert all(step["reprefilled_in_engine"] == 0 for step in kept["steps"])
+    assert any(step["old_kv_token_share"] > 0 for step in kept["steps"])
     assert all(step["drain_ms"] == 0 for step in bound["steps"])
     assert [len(block["steps"]) for block in (sync, kept, bound)] == [2, 5, 4]
+    assert uniform["steps"][1]["useful_tokens"] % result["workloads"]["uniform"]["median"] == 0
 
 
 def test_every_mode_had_the_same_work(result):
     """The primer's responses have two tokens each, whoever generates them."""
-    first = [block["steps"][0] for block in result["blocks"]]
-    assert all(step["warmup"] and step["useful_tokens"] >= result["workload"]["batch"] for step in first)
-    assert first[0]["useful_tokens"] == 2 * result["workload"]["batch"] * result["workload"]["group"]
+    first, load = [block["steps"][0] for block in result["blocks"]], result["workloads"]["long_tail"]
+    assert all(step["warmup"] for step in first)
+    assert first[0]["useful_tokens"] == 2 * load["batch"] * load["group"]
 
 
 def test_the_engine_was_sampled_and_measured(result):

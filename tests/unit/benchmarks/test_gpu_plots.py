@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu.plots import draw
-from benchmarks.gpu.summary import summarise
+from benchmarks.gpu.summary import by_trace
 from tests.unit.benchmarks.support import block, sample, step
 
 
 def result(*, modes: tuple[str, ...], cells: list[dict]) -> dict:
     samples = [sample(second, 4 - second % 3, 50 * second) for second in range(20)]
     blocks = [block(mode, step(4, 100), step(5, 100), samples=samples) for mode in modes]
-    about = {"engine": {"shape": "tiny"}, "options": {"trace": "long_tail"}, "devices": []}
-    return {**about, "blocks": blocks, "summary": summarise(blocks), "curve": {"cell": cells}}
+    about = {"engine": {"shape": "tiny"}, "devices": []}
+    return {**about, "blocks": blocks, "summary": by_trace(blocks), "curve": {"cell": cells}}
 
 
 @pytest.mark.parametrize(

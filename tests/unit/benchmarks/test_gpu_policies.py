@@ -26,8 +26,8 @@ def recorder(mode: str, num_steps: int, budget: Budget, stored: list) -> Recorde
     ask = SimpleNamespace(
         statistics=lambda: SimpleNamespace(num_generated_tokens=next(counts), num_reprefilled_tokens=7)
     )
-    made = Recorder(Block(mode, 0, 8), num_steps, budget, ask, stored.append)
-    made.begin()
+    made = Recorder(Block(mode, "long_tail", 0, 8), num_steps, budget, ask, stored.append)
+    made.begin(0.0)
     return made
 
 

@@ -33,6 +33,12 @@ def test_the_bound_is_what_an_engine_generates_without_interruptions():
     assert rows["sync"]["share_of_bound"] == pytest.approx(0.4)
 
 
+def test_a_bound_without_versions_has_no_staleness():
+    bound = step(10, 1)
+    del bound["staleness_steps/max"]
+    assert "staleness_max" not in summarise([block("uninterrupted", bound)])["uninterrupted"]
+
+
 def test_overhead_is_drain_and_resume():
     rows = summarise([block("sync", step(10, 1, drain_ms=150, resume_ms=50))])
     assert rows["sync"]["overhead_share"] == pytest.approx(0.02)
@@ -41,12 +47,18 @@ def test_overhead_is_drain_and_resume():
 def test_only_samples_with_full_slots_make_the_full_rate():
     full = [sample(second, 4, 100 * second) for second in range(12)]
     empty = [sample(second, 1, 1200 + second) for second in range(12, 40)]
-    assert full_rates(block("sync", samples=full + empty)) == [100]
+    assert full_rates(full + empty, 4) == [100]
 
 
 def test_slots_in_use_are_the_engine_s():
     rows = summarise([block("sync", step(1, 1), samples=[sample(0, 4, 0), sample(1, 1, 0)])])
     assert rows["sync"]["slots_in_use"] == pytest.approx(0.625)
+
+
+def test_samples_of_warm_up_steps_are_left_out():
+    samples = [sample(second, 4, 0) for second in (1, 2)] + [sample(3, 2, 0)]
+    steps = [step(2, 1, warmup=True, ended_s=2.5), step(2, 1, ended_s=4.5)]
+    assert summarise([block("sync", *steps, samples=samples)])["sync"]["slots_in_use"] == 0.5
 
 
 def test_tables_have_a_cell_for_every_column():
