@@ -184,6 +184,7 @@ class Recorder:
         self, block: Block, num_steps: int, budget: Budget, session: Session, add: Callable[[Block], None]
     ) -> None:
         """Ends after the warm-up and `num_steps` measured steps, or when the budget is too small for another one."""
+        self.clock: Callable[[], float] = time.monotonic
         self.block, self.add = block, add
         self._warmup = POLICIES[block.mode].warmup
         self.most_steps = self._warmup + num_steps
@@ -196,7 +197,7 @@ class Recorder:
 
     def __call__(self, number: int, record: Record) -> bool:
         """Whether there is to be another step."""
-        started_s, self._since_s = self._since_s, time.monotonic()
+        started_s, self._since_s = self._since_s, self.clock()
         # What is between two steps is time in which requests run, so it counts; before the first, none does.
         wall_s = record["timing_s/step"] if started_s is None else self._since_s - started_s
         numbers = {"ended_s": self._since_s - self._started_s, "wall_s": wall_s, **self._numbers(record)}

@@ -56,6 +56,14 @@ def test_tokens_are_those_since_the_step_before():
     assert step.block.steps[0]["drain_ms"] == 100
 
 
+def test_time_between_two_steps_counts():
+    step, clock = recorder("sync", 9, Budget(1e6), []), Clock()
+    step.clock = clock
+    for number, clock.now in ((1, 10.0), (2, 15.0)):
+        step(number, RECORD)
+    assert [each["wall_s"] for each in step.block.steps] == [2, 5]
+
+
 @pytest.mark.parametrize("shape", ["tiny", "8b"])
 def test_every_policy_is_accepted(shape, tmp_path):
     options = EngineOptions(shape=shape, response_tokens=workload(shape, "long_tail").limit)
