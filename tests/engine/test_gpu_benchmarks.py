@@ -61,4 +61,4 @@ def test_the_engine_was_sampled_and_measured(result):
     assert all(cell["decode_ms"] > 0 and cell["prefill_tokens_per_s"] > 0 for cell in result["curve"]["cell"])
     assert [row["mode"] for row in result["curve"]["interruption"]] == ["abort", "reuse_kv", "keep", "keep_kv"]
     reprefilled = {row["mode"]: row["reprefilled_tokens"] for row in result["curve"]["interruption"]}
-    assert reprefilled["abort"] == reprefilled["keep"] > reprefilled["reuse_kv"] > reprefilled["keep_kv"] == 0
+    assert min(reprefilled["abort"], reprefilled["keep"]) > reprefilled["reuse_kv"] > reprefilled["keep_kv"] == 0
