@@ -16,11 +16,14 @@ import os
 import platform
 import subprocess
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload
 from benchmarks.gpu.summary import by_trace, curve_tables, table
@@ -125,14 +128,14 @@ def run(options: argparse.Namespace) -> None:
         from partial_rollout.run.cpu_environment import apply_cpu_environment
 
         apply_cpu_environment()
-    from benchmarks.gpu.curve import CELLS, DECODED, TINY_CELLS, run_curve
+    from benchmarks.gpu.curve import CELLS, DECODED, INTERRUPTED_CONTEXT, TINY_CELLS, run_curve
     from benchmarks.gpu.policies import POLICIES, Budget, Wanted, run_policies
     from benchmarks.gpu.session import EngineOptions, Session
 
     wanted = [Wanted.of(word, options.steps, options.trace) for word in options.modes]
     require_known("modes", {each.mode for each in wanted}, POLICIES)
     require_known("modes", {each.trace for each in wanted}, TRACES)
-    budget = Budget(options.budget_s)
+    budget = Budget(options.budget_s - (time.time() - psutil.Process().create_time()))
     sizes = _given(options, ("batch", "group", "seed"))
     loads = {each.trace: workload(options.shape, each.trace, **sizes) for each in wanted}
     load = workload(options.shape, options.trace, **sizes)
@@ -141,6 +144,7 @@ def run(options: argparse.Namespace) -> None:
     given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)])}
     engine = EngineOptions(**given, response_tokens=max(longest, 2 * DECODED))
     result = Result(options, loads, engine)
+    result.write()
     with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
         result.started(session.startup_s, session.kv_tokens())
         reserved_s = options.curve_s if "curve" in options.parts else 0.0
@@ -148,7 +152,11 @@ def run(options: argparse.Namespace) -> None:
             limits = {"rounds": options.rounds, "budget": budget.less(reserved_s)}
             run_policies(session, wanted, loads, add=result.add_block, **limits)
         if "curve" in options.parts:
-            cells, size = (TINY_CELLS, TINY_CELLS[0]) if engine.is_tiny else (CELLS, (load.batch * load.group, 1024))
+            cells, size = (
+                (TINY_CELLS, TINY_CELLS[0])
+                if engine.is_tiny
+                else (CELLS, (load.batch * load.group, INTERRUPTED_CONTEXT))
+            )
             run_curve(session, cells, interruption=size, budget=budget, add=result.add_curve)
     print((options.out / "table.md").read_text())
 
@@ -171,7 +179,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--shape", choices=list(SHAPES), default="8b")
     line.add_argument("--trace", choices=TRACES, default="long_tail")
     line.add_argument("--out", type=Path, required=True, help="folder for result.json and table.md")
-    line.add_argument("--budget-s", type=float, default=540.0, help="of all, from here to the last step (%(default)s)")
+    line.add_argument(
+        "--budget-s", type=float, default=540.0, help="from the process's start to the last step (%(default)s)"
+    )
     line.add_argument("--curve-s", type=float, default=60.0, help="kept back for the curve (%(default)s)")
     line.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     line.add_argument(

@@ -33,18 +33,20 @@ SHOWN = 5
 
 
 def draw_slots(axes: Axes, result: Result) -> None:
-    """Share of a batch's slots that generate, over time."""
-    first = {block["mode"]: block for block in reversed(result["blocks"]) if block["samples"]}
-    for mode, block in sorted(first.items(), key=lambda item: result["blocks"].index(item[1]))[:SHOWN]:
-        times = [sample[TIME] for sample in block["samples"]]
-        shares = [sample[ROW] / block["slots"] for sample in block["samples"]]
-        (line,) = axes.plot(times, shares, label=mode, linewidth=1.2)
-        ends = [step["ended_s"] for step in block["steps"]]
+    """Share of a batch's slots that generate, over the time after the primer."""
+    first = {block["mode"]: block for block in reversed(result["blocks"]) if block["steps"] and block["samples"]}
+    for mode in [mode for mode in result["summary"] if mode in first][:SHOWN]:
+        block = first[mode]
+        begun_s = block["steps"][0]["ended_s"]
+        samples = [sample for sample in block["samples"] if sample[TIME] >= begun_s]
+        shares = [sample[ROW] / block["slots"] for sample in samples]
+        (line,) = axes.plot([sample[TIME] - begun_s for sample in samples], shares, label=mode, linewidth=1.2)
+        ends = [step["ended_s"] - begun_s for step in block["steps"][1:]]
         axes.plot(ends, [0.0] * len(ends), "|", color=line.get_color(), markersize=14)
-    axes.set_xlabel("seconds from the block's start (bars: a step ends)")
+    axes.set_xlabel("seconds (bars: a step ends)")
     axes.set_ylabel("slots in use")
     axes.set_ylim(bottom=-0.03)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def draw_steps(axes: Axes, result: Result) -> None:
@@ -68,7 +70,8 @@ def draw_rates(axes: Axes, result: Result) -> None:
     axes.bar_label(bars, labels, fontsize=8)
     if BOUND in rows:
         axes.axhline(rows[BOUND]["generated_tokens_per_s"], color="k", linestyle="--", label="slots always full")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower right")
+    axes.margins(y=0.12)
     _name_modes(axes, result)
     axes.set_ylabel("useful tokens/s (number: time, sync = 1)")
 
@@ -85,7 +88,9 @@ def draw_curve(axes: Axes, result: Result) -> None:
         points = sorted((cell["concurrency"], cell["decode_ms"]) for cell in cells if cell["context"] == context)
         axes.plot(*zip(*points, strict=True), "o-", label=f"context {context:.0f}")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    sizes = sorted({cell["concurrency"] for cell in cells})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(0, 1.1 * max(cell["decode_ms"] for cell in cells))
     axes.set_xlabel("requests in the batch")
     axes.set_ylabel("decode step, ms")
     axes.legend(fontsize=8)

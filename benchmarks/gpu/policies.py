@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ray.exceptions import RayError
+
 from benchmarks.gpu.session import BlockPlan
 from benchmarks.gpu.trainer import RolloutTrainer, UninterruptedTrainer
 from partial_rollout.errors import PartialRolloutError
@@ -241,14 +243,14 @@ def plan_of(session: Session, recorder: Recorder, load: Workload, *, batch_s: fl
 
 
 def run_block(session: Session, ready: ReadyBlock, recorder: Recorder) -> None:
-    """One block, stored after every step. An error of ours ends the block, not the run."""
+    """One block, stored after every step. An error of ours or Ray's ends the block, not the run."""
     block = recorder.block
     with Sampler(session.statistics, TINY_INTERVAL_S if session.options.is_tiny else SAMPLE_INTERVAL_S) as sampler:
         recorder.begin(sampler.started_s)
         block.samples = sampler.rows
         try:
             session.run(ready)
-        except PartialRolloutError as error:
+        except (PartialRolloutError, RayError) as error:
             block.ended = f"{type(error).__name__}: {error}"
     if sampler.failure is not None:
         block.ended += f"; samples ended: {sampler.failure!r}"

@@ -184,7 +184,15 @@ class Session:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __enter__(self) -> Session:
-        """Start everything."""
+        """Start everything; what has started ends if something does not."""
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         self.tokenizer = write_model(self.folder / "model", self.options.sizes, self.options.context)
         self.prompts(self.load, self.load.batch)
         self.config = composed(overrides(self.options, self.load, self.folder))
@@ -199,7 +207,6 @@ class Session:
             "LLMServerManager", LLMServerManager.create(config=self.config, worker_group=self._holders())
         )
         self.startup_s = time.monotonic() - self.started_s
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End everything; what fails here must not hide the error that ended the run."""
