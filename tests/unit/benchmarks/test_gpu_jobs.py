@@ -28,7 +28,7 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "prompts.parquet").touch()
     load = workload("qwen3-0.6b", "long_tail")
-    words = command(mode, tmp_path, load, settings(tmp_path, load, 0.5))
+    words = command(mode, tmp_path, load, settings(tmp_path, load, 256), memory=0.5)
     with initialize_config_dir(CONFIGS, version_base=None):
         config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.gpu.all import require_known
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.policies import POLICIES, Block, Budget, Recorder
+from benchmarks.gpu.policies import POLICIES, Block, Budget, Recorder, Wanted
 from benchmarks.gpu.session import EngineOptions, composed, overrides
 
 RECORD = {"timing_s/step": 2.0, "timing_s/gen": 1.5, "timing_s/drain": 0.1, "partial_rollout/response_tokens": 500.0}
@@ -62,6 +63,24 @@ def test_time_between_two_steps_counts():
     for number, clock.now in ((1, 10.0), (2, 15.0)):
         step(number, RECORD)
     assert [each["wall_s"] for each in step.block.steps] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("sync", Wanted("sync", 3, "long_tail")),
+        ("sync:1", Wanted("sync", 1, "long_tail")),
+        ("sync@uniform", Wanted("sync", 3, "uniform")),
+        ("sync:2@heavy_tail", Wanted("sync", 2, "heavy_tail")),
+    ],
+)
+def test_a_mode_may_name_its_steps_and_trace(word, wanted):
+    assert Wanted.of(word, 3, "long_tail") == wanted
+
+
+def test_an_unknown_mode_is_refused_with_those_that_are_known():
+    with pytest.raises(SystemExit, match=r"--modes synk is not allowed: must be of sync, partial_abort"):
+        require_known("modes", {"synk", "sync"}, POLICIES)
 
 
 @pytest.mark.parametrize("shape", ["tiny", "8b"])
