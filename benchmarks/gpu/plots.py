@@ -1,0 +1,137 @@
+"""Pictures of a result of `benchmarks.gpu.all`.
+
+    python -m benchmarks.gpu.plots benchmarks/results/gpu/engine_8b_h200.json --out docs/img
+
+`slots_*`: requests in the engine's batch over the time of each mode's first block, on one axis, with the ends of its
+steps; `steps_*`: seconds of every measured step; `rates_*`: useful tokens/s against the bound of full slots; `curve_*`:
+decode step and tokens/s by concurrency, a line for each context length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+from benchmarks.gpu.summary import BOUND, ROW, TIME
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+
+Result = dict[str, Any]
+WIDTH, HEIGHT = 9.0, 3.6
+SHOWN = 5
+"""Modes in the picture of slots; more lines cannot be told apart."""
+
+
+def draw_slots(axes: Axes, result: Result) -> None:
+    """Share of a batch's slots that generate, over the time after the primer."""
+    first = {block["mode"]: block for block in reversed(result["blocks"]) if block["steps"] and block["samples"]}
+    for mode in [mode for mode in result["summary"] if mode in first][:SHOWN]:
+        block = first[mode]
+        begun_s = block["steps"][0]["ended_s"]
+        samples = [sample for sample in block["samples"] if sample[TIME] >= begun_s]
+        shares = [sample[ROW] / block["slots"] for sample in samples]
+        (line,) = axes.plot([sample[TIME] - begun_s for sample in samples], shares, label=mode, linewidth=1.2)
+        ends = [step["ended_s"] - begun_s for step in block["steps"][1:]]
+        axes.plot(ends, [0.0] * len(ends), "|", color=line.get_color(), markersize=14)
+    axes.set_xlabel("seconds (bars: a step ends)")
+    axes.set_ylabel("slots in use")
+    axes.set_ylim(bottom=-0.03)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def draw_steps(axes: Axes, result: Result) -> None:
+    """Seconds of each measured step, and their median."""
+    for place, mode in enumerate(result["summary"]):
+        blocks = [block for block in result["blocks"] if block["mode"] == mode]
+        walls = [step["wall_s"] for block in blocks for step in block["steps"] if not step["warmup"]]
+        axes.plot([place] * len(walls), walls, "o", alpha=0.6)
+        axes.plot(place, result["summary"][mode]["wall_s_median"], "k_", markersize=22)
+    _name_modes(axes, result)
+    axes.set_ylabel("seconds of a step")
+    axes.set_ylim(bottom=0)
+
+
+def draw_rates(axes: Axes, result: Result) -> None:
+    """Useful tokens/s of each mode; the line is the bound."""
+    rows = result["summary"]
+    rates = [row["useful_tokens_per_s"] for row in rows.values()]
+    bars = axes.bar(range(len(rates)), rates)
+    labels = [f"{row['time_ratio']:.2f}" if "time_ratio" in row else "" for row in rows.values()]
+    axes.bar_label(bars, labels, fontsize=8)
+    if BOUND in rows:
+        axes.axhline(rows[BOUND]["generated_tokens_per_s"], color="k", linestyle="--", label="slots always full")
+        axes.legend(fontsize=8, loc="lower right")
+    axes.margins(y=0.12)
+    _name_modes(axes, result)
+    axes.set_ylabel("useful tokens/s (number: time, sync = 1)")
+
+
+def _name_modes(axes: Axes, result: Result) -> None:
+    modes = list(result["summary"])
+    axes.set_xticks(range(len(modes)), modes, rotation=20, ha="right", fontsize=8)
+
+
+def draw_curve(axes: Axes, result: Result) -> None:
+    """Decode step by concurrency."""
+    cells = result["curve"]["cell"]
+    for context in sorted({cell["context"] for cell in cells}):
+        points = sorted((cell["concurrency"], cell["decode_ms"]) for cell in cells if cell["context"] == context)
+        axes.plot(*zip(*points, strict=True), "o-", label=f"context {context:.0f}")
+    axes.set_xscale("log", base=2)
+    sizes = sorted({cell["concurrency"] for cell in cells})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(0, 1.1 * max(cell["decode_ms"] for cell in cells))
+    axes.set_xlabel("requests in the batch")
+    axes.set_ylabel("decode step, ms")
+    axes.legend(fontsize=8)
+
+
+PICTURES = {"slots": draw_slots, "steps": draw_steps, "rates": draw_rates}
+
+
+def draw(result: Result, out: Path, name: str) -> list[Path]:
+    """All pictures that the result has numbers for."""
+    where = f"{result['engine']['shape']}, {', '.join(result['devices']) or 'CPU'}"
+    paths = []
+    for trace, rows in result["summary"].items():
+        blocks = [block for block in result["blocks"] if block["trace"] == trace]
+        for kind, picture in PICTURES.items() if rows else ():
+            path = out / f"{kind}_{trace}_{name}.png"
+            paths.append(_save(path, f"{trace}, {where}", picture, {"blocks": blocks, "summary": rows}))
+    if result["curve"]["cell"]:
+        paths.append(_save(out / f"curve_{name}.png", where, draw_curve, result))
+    return paths
+
+
+def _save(path: Path, title: str, picture: Callable[[Axes, Result], None], result: Result) -> Path:
+    figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    picture(axes, result)
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def main() -> None:
+    """Draw one result."""
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("result", type=Path)
+    line.add_argument("--out", type=Path, required=True)
+    options = line.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in draw(json.loads(options.result.read_text()), options.out, options.result.stem):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
