@@ -98,6 +98,9 @@ ADAPTIVE = (
 )
 """From the slots of the other modes up to all prompts in flight."""
 
+OFFLOADED = ("partial_rollout.tail.offload_gib=16", "actor_rollout_ref.rollout.free_cache_engine=True")
+"""On a GPU only; engine memory is released between steps."""
+
 
 def _ours(policy: str, interrupt_mode: str = "abort") -> list[str]:
     tail = "partial_rollout.tail"
@@ -121,6 +124,7 @@ MODES: dict[str, list[str]] = {
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
     **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
+    "partial_offload_kv": [*_ours("partial", "offload_kv"), *OFFLOADED],
     "partial_cost": [*_ours("partial"), "partial_rollout.tail.boundary=cost"],
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],
     "partial_adaptive_keep_kv": [*_ours("partial", "keep_kv"), *ADAPTIVE],
@@ -352,7 +356,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    on_cpus = [mode for mode in MODES if mode != "partial_offload_kv"]
+    parser.add_argument("--modes", nargs="+", default=on_cpus, choices=on_cpus)
     parser.add_argument("--traces", nargs="+", default=["long_tail"], choices=list(TRACES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--most-jobs", type=int, help="stop after so many; the same command goes on")
