@@ -149,9 +149,11 @@ def training_model(model: Path, *, noise: float = 0.0, seed: int = 1) -> QwenIma
     return transformer
 
 
-def recomputed(transformer: torch.nn.Module, result: SampleResult, true_cfg_scale: float = 1.0) -> torch.Tensor:
+def recomputed(
+    transformer: torch.nn.Module, result: SampleResult, true_cfg_scale: float = 1.0, sde_type: str = "sde"
+) -> torch.Tensor:
     """Log-probs [K] of a trajectory by the training model, step by step as the rollout took them."""
-    batch = steps_of([result], patch=PATCH, noise_level=NOISE_LEVEL, sde_type="sde", true_cfg_scale=true_cfg_scale)
+    batch = steps_of([result], patch=PATCH, noise_level=NOISE_LEVEL, sde_type=sde_type, true_cfg_scale=true_cfg_scale)
     with torch.no_grad():
         return torch.cat([log_probs(transformer, batch.rows(row, row + 1)) for row in range(len(batch))])
 
