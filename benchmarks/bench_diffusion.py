@@ -2,7 +2,8 @@
 
 Three servers on the tiny Qwen-Image, in processes of their own, take turns in every round: whole requests one by one,
 whole requests batched, and step-wise. First all images are asked for at once, then at random times (the same for all).
-Then the step-wise server's images are interrupted once, half-way: held in place, by snapshot, or started anew.
+Then the step-wise server's images are interrupted once, half-way: held in place, by snapshot, or started anew. Wasted
+steps are measured: those that the engine computed in all, less those of the finished images.
 
     make setup-omni
     .venv-cpu/omni/bin/python -m benchmarks.bench_diffusion --rounds 7 --json benchmarks/results/bench_diffusion.json
@@ -36,6 +37,7 @@ MODES = {
     "step-wise": {"step_execution": True, "max_num_seqs": 8},
 }
 WAYS = ("not interrupted", "hold", "snapshot", "regenerate")
+TIMED = ("images_per_s", "wait_median_s", "wait_max_s", "seconds")
 SIZE, PATCH = 64, 8
 START_S = 240.0
 
@@ -99,25 +101,33 @@ async def generate(server: Any, requests: list[Any], arrivals_s: list[float]) ->
 
 
 async def interrupted(server: Any, requests: list[Any], way: str, after_s: float) -> dict[str, float]:
-    """Interrupt all requests once; seconds until all are done, and the denoise steps that were thrown away."""
+    """Interrupt all requests once; seconds until all are done, and the denoise steps that came to nothing."""
+    steps_before = await server.count_steps.remote()
     started_s = time.perf_counter()
     tasks = [asyncio.ensure_future(to_future(server.generate.remote(request))) for request in requests]
     await asyncio.sleep(after_s)
     stop: Any = server.hold if way == "hold" else server.drain
     go_on: Any = server.release if way == "hold" else server.resume
-    wasted, pause_s = 0, 0.0
+    pause_s = 0.0
     if way != "not interrupted":
         begun_s = time.perf_counter()
         await stop.remote()
         await go_on.remote()
         pause_s = time.perf_counter() - begun_s
     outcomes = await asyncio.gather(*tasks)
-    if way in ("snapshot", "regenerate"):
-        again = [(item, out) for item, out in zip(requests, outcomes, strict=True) if hasattr(out, "snapshot")]
-        wasted = sum(out.step_index for _, out in again) if way == "regenerate" else 0
-        kept = [item.resumed_from(out.snapshot if way == "snapshot" else None) for item, out in again]
-        await asyncio.gather(*(to_future(server.generate.remote(request)) for request in kept))
-    return {"seconds": time.perf_counter() - started_s, "pause_s": pause_s, "wasted_steps": wasted}
+    again = [(item, out) for item, out in zip(requests, outcomes, strict=True) if hasattr(out, "snapshot")]
+    kept = [item.resumed_from(out.snapshot if way == "snapshot" else None) for item, out in again]
+    await asyncio.gather(*(to_future(server.generate.remote(request)) for request in kept))
+    seconds = time.perf_counter() - started_s
+    computed, needed = await server.count_steps.remote() - steps_before, sum(item.num_steps for item in requests)
+    return {
+        "seconds": seconds,
+        "pause_s": pause_s,
+        "came_back": len(again),
+        "computed_steps": computed,
+        "wasted_steps": computed - needed,
+        "wasted_share": (computed - needed) / needed,
+    }
 
 
 async def to_future(reference: Any) -> Any:
@@ -163,6 +173,21 @@ def summary(rounds: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ratios(rounds: dict[str, Any]) -> dict[str, Any]:
+    """The same of every timed number divided by that of the block's first way in the same round."""
+    divided = {
+        name: {
+            key: [
+                {field: row[field] / first[field] for field in TIMED if field in row}
+                for row, first in zip(rows, next(iter(block.values())), strict=True)
+            ]
+            for key, rows in block.items()
+        }
+        for name, block in rounds.items()
+    }
+    return summary(divided)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -185,7 +210,7 @@ def main() -> None:
         rounds = asyncio.run(measure(servers, options))
         ray.get([server.shutdown.remote() for server in servers.values()], timeout=START_S)
         ray.shutdown()
-    result |= {"summary": summary(rounds), "rounds": rounds}
+    result |= {"summary": summary(rounds), "ratios": ratios(rounds), "rounds": rounds}
     for name, block in result["summary"].items():
         for key, fields in block.items():
             print(name, key, {field: round(values[0], 4) for field, values in fields.items()}, sep=" | ")

@@ -134,6 +134,10 @@ class Gate:
         if self._arriving.pop(ticket.number, None) is None:
             raise IllegalTransition(f"request {ticket.request_id!r} is not on its way to the engine")
 
+    def is_arriving(self, ticket: Ticket) -> bool:
+        """Whether the request was admitted and has neither arrived nor left."""
+        return ticket.number in self._arriving
+
     def leave(self, ticket: Ticket) -> None:
         """Free the request's place, wherever it had come to."""
         if self._in_flight.pop(ticket.number, None) is None:

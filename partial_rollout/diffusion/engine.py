@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 
-from partial_rollout.diffusion.sample import SampleOptions
+from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 from partial_rollout.diffusion.scheduler import HoldableScheduler
 
 HOLD = "hold_denoising"
 RELEASE = "release_denoising"
 BOUNDARY = "denoising_boundary"
-"""Of the worker extension: does nothing, and is answered between two steps."""
+"""Of the worker extension: answered between two steps."""
 
 
 class HoldableEngine(DiffusionEngine):
     """Takes two calls of its own among those to the workers: AsyncOmni offers no other way to an engine.
 
-    HOLD    from now on no step starts; answered when none is running, with the names in `arrivals` (of all requests
-            that were sent here and not answered) that have not come yet, and the names of all that have not begun.
-            It must not wait for the missing ones: they would wait behind it
+    HOLD    from now on no step starts; answered when none is running, with the names of the requests that have not
+            begun and how many steps were computed
     RELEASE steps go on
 
-    The answer to HOLD is sure because the call behind it is worked off by the thread that takes the steps.
+    The answer to HOLD is sure because the call behind it is worked off by the thread that takes the steps. When a
+    request has come in, which AsyncOmni does not tell, `SampleOptions.on_arrival` does: the engine of a single stage
+    lives in the process of its caller.
     """
 
     def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
-        self._arrived: set[str] = set()
         if scheduler is None and od_config.step_execution:
             scheduler = HoldableScheduler()
         super()._init_scheduler(od_config, scheduler, *args, **kwargs)
 
     def _add_prepared_request(self, request: Any) -> str:
-        with self._cv:
-            self._arrived.add(SampleOptions.of(request.sampling_params.extra_args).name)
-            return super()._add_prepared_request(request)
+        sampling = request.sampling_params
+        options = SampleOptions.of(sampling.extra_args)
+        sampling.extra_args = {
+            **(sampling.extra_args or {}),
+            OPTIONS_KEY: dataclasses.replace(options, on_arrival=None),
+        }
+        request_id = super()._add_prepared_request(request)
+        if options.on_arrival is not None:
+            options.on_arrival()
+        return request_id
 
     def collective_rpc(
         self,
@@ -47,7 +55,7 @@ class HoldableEngine(DiffusionEngine):
     ) -> Any:
         """Call the workers; HOLD and RELEASE are for the scheduler."""
         if method == HOLD:
-            return self._hold(timeout, **(kwargs or {}))
+            return self._hold(timeout)
         if method == RELEASE:
             with self._cv:
                 # Else the loop may wake to schedule what was aborted, whose state the worker has given away.
@@ -61,12 +69,9 @@ class HoldableEngine(DiffusionEngine):
     def _holdable(self) -> HoldableScheduler:
         return cast("HoldableScheduler", self.scheduler)
 
-    def _hold(self, timeout: float | None, arrivals: list[str]) -> dict[str, list[str]]:
-        expected = set(arrivals)
+    def _hold(self, timeout: float | None) -> dict[str, Any]:
         with self._cv:
             self._holdable.hold()
-            self._arrived &= expected
-            missing = sorted(expected - self._arrived)
-        super().collective_rpc(BOUNDARY, timeout)
+        counts = super().collective_rpc(BOUNDARY, timeout)
         with self._cv:
-            return {"missing": missing, "unstarted": self._holdable.unstarted()}
+            return {"unstarted": self._holdable.unstarted(), "num_denoise_steps": counts[0]}

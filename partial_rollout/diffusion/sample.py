@@ -11,7 +11,7 @@ from partial_rollout.core.sde_window import NO_WINDOW, SdeWindow
 from partial_rollout.diffusion.sde import StepNoise, log_density, transition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 OPTIONS_KEY = "partial_rollout"
@@ -29,6 +29,8 @@ class SampleOptions:
     """Go on from here; see `snapshot.py`."""
     name: str = ""
     """The request's id as its sender knows it; vllm-omni adds a suffix to it."""
+    on_arrival: Callable[[], None] | None = None
+    """Called once, in a thread of the engine, when the engine has the request; no worker gets to see it."""
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> SampleOptions:
@@ -54,6 +56,8 @@ class Sample:
     """Each [1], fp32, of the model's 0 to 1000."""
     versions: list[int] = field(default_factory=list)
     """Weight version that predicted each step."""
+    num_computed: int = 0
+    """Predictions that were computed for it, by whichever engine; more than its steps if some were repeated."""
 
 
 def advance(

@@ -11,7 +11,8 @@ Everything runs on one event loop; AsyncOmni keeps its engine and the thread of 
 | waits                       | for                                   | unblocked by                          |
 |-----------------------------|---------------------------------------|---------------------------------------|
 | generate                    | the gate, the image                   | resume; a denoise step, drain's abort |
-| hold, drain                 | arrivals, the end of the running step | the engine, `timeout_s`               |
+| drain                       | requests on their way to the engine   | `_arrived`, `timeout_s`               |
+| hold, drain                 | the end of the running step           | the engine, `timeout_s`               |
 | receive_weights             | the sender                            | the channel's `timeout_s`             |
 """
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +30,19 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.hold import Hold
 from partial_rollout.core.sampling import Interrupted, SampleRequest
-from partial_rollout.diffusion.engine import HOLD, RELEASE
+from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
 from partial_rollout.diffusion.result import SampleResult, to_result
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 from partial_rollout.diffusion.snapshot import read_header
-from partial_rollout.errors import DrainTimeout, EngineError, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import EngineError, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
 
 if TYPE_CHECKING:
-    from partial_rollout.core.gate import GateStatistics
+    from collections.abc import Callable
+
+    from partial_rollout.core.gate import GateStatistics, Ticket
     from partial_rollout.core.sampling import SamplingLimits
     from partial_rollout.diffusion.contract import Adapter
     from partial_rollout.weights.directory import ChannelAddress
@@ -50,9 +52,6 @@ WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerEx
 DRAIN = "drain"
 SLACK_S = 5.0
 """Bounded calls to the engine bound themselves; this much later the wait for their answer ends as well."""
-
-ARRIVAL_INTERVAL_S = 0.01
-"""AsyncOmni does not tell when a request has reached the engine; a drain that overtook one asks again so much later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,8 @@ class ServerStatistics:
     """Who wants the engine held."""
     num_finished: int
     num_interrupted: int
+    num_denoise_steps: int
+    """Computed by the engine up to its last hold, drain or `count_steps`, each request's counted; warm-up included."""
     last_drain_s: float
 
 
@@ -97,7 +98,7 @@ class DiffusionServer:
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
         self._interrupted: dict[str, bytes | None] = {}
-        self._version = self._num_finished = self._num_interrupted = 0
+        self._version = self._num_finished = self._num_interrupted = self._num_denoise_steps = 0
         # Inherited, it would be the port of every server on this machine.
         os.environ.pop("MASTER_PORT", None)
         self._omni = AsyncOmni(
@@ -127,8 +128,7 @@ class DiffusionServer:
         epoch = self._admission.epoch
         try:
             self._weights.require_whole(ENGINE_NAME)
-            self._admission.arrived(ticket)
-            output = await self._run(name, request)
+            output = await self._run(name, request, ticket)
             self._weights.require_whole(ENGINE_NAME)
         finally:
             interrupted = name in self._interrupted
@@ -149,7 +149,7 @@ class DiffusionServer:
         """
         self._require_stepwise()
         async with self._control:
-            await self._hold_engine(holder, self._admission.in_flight_ids())
+            await self._hold_engine(holder)
 
     async def release(self, holder: str = "update") -> None:
         """Go on taking steps, unless somebody else wants the engine held.
@@ -201,6 +201,11 @@ class DiffusionServer:
             self._version = version
             return version
 
+    async def count_steps(self) -> int:
+        """Denoise steps that the engine has computed, each request's counted, with that of its warm-up."""
+        self._num_denoise_steps = await self._call(BOUNDARY, self.options.timeout_s)
+        return self._num_denoise_steps
+
     def weight_channel(self) -> ChannelAddress:
         """Where a sender meets this server's workers."""
         return self._channels.address
@@ -213,6 +218,7 @@ class DiffusionServer:
             holders=self._hold.holders,
             num_finished=self._num_finished,
             num_interrupted=self._num_interrupted,
+            num_denoise_steps=self._num_denoise_steps,
             last_drain_s=self._admission.last_drain_s,
         )
 
@@ -222,31 +228,36 @@ class DiffusionServer:
         self._omni.shutdown()
         self._channels.remove()
 
-    async def _run(self, name: str, request: SampleRequest) -> Any:
-        output = None
-        async for item in self._omni.generate(_prompt(request), _sampling_params(name, request), name):
+    async def _run(self, name: str, request: SampleRequest, ticket: Ticket) -> Any:
+        output, loop = None, asyncio.get_running_loop()
+
+        def on_arrival() -> None:
+            loop.call_soon_threadsafe(self._arrived, ticket)
+
+        async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
             output = item
         if output is None:
             raise EngineError(f"{ENGINE_NAME} ended request {request.request_id!r} without an answer")
         return output
 
+    def _arrived(self, ticket: Ticket) -> None:
+        if self._admission.is_arriving(ticket):  # else it was given up on its way
+            self._admission.arrived(ticket)
+
     async def _interrupt_all(self) -> None:
         """Take every request out of the engine; those that were done by then end by themselves."""
         names = [name for name in self._admission.in_flight_ids() if name not in self._interrupted]
-        unstarted = await self._hold_engine(DRAIN, names)
+        unstarted = await self._hold_engine(DRAIN)
         taken: dict[str, bytes] = await self._call("take_samples", self.options.timeout_s)
         self._interrupted.update(dict.fromkeys(unstarted))
         self._interrupted.update(taken)
         await self._omni.abort([name for name in names if name in self._interrupted])
 
-    async def _hold_engine(self, holder: str, arrivals: list[str]) -> list[str]:
-        """Hold, and see all of `arrivals` come in; return the names of the requests that have not begun."""
+    async def _hold_engine(self, holder: str) -> list[str]:
+        """Hold; return the names of the requests in the engine that have not begun."""
         self._hold.hold(holder)
-        deadline_s = time.monotonic() + self.options.timeout_s
-        while (answer := await self._call(HOLD, self.options.timeout_s, arrivals=arrivals))["missing"]:
-            if time.monotonic() > deadline_s:
-                raise DrainTimeout(f"{ENGINE_NAME} never got the requests {answer['missing']}, which were sent to it")
-            await asyncio.sleep(ARRIVAL_INTERVAL_S)
+        answer = await self._call(HOLD, self.options.timeout_s)
+        self._num_denoise_steps = answer["num_denoise_steps"]
         self._hold.boundary()
         return answer["unstarted"]
 
@@ -286,8 +297,8 @@ def _prompt(request: SampleRequest) -> Any:
     return prompt
 
 
-def _sampling_params(name: str, request: SampleRequest) -> OmniDiffusionSamplingParams:
-    options = SampleOptions(request.window, request.noise_level, request.sde_type, request.snapshot, name)
+def _sampling_params(name: str, request: SampleRequest, on_arrival: Callable[[], None]) -> OmniDiffusionSamplingParams:
+    options = SampleOptions(request.window, request.noise_level, request.sde_type, request.snapshot, name, on_arrival)
     return OmniDiffusionSamplingParams(
         height=request.height,
         width=request.width,

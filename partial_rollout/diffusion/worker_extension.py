@@ -43,8 +43,9 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
     model_runner: Any
     rank: int
 
-    def denoising_boundary(self) -> None:
-        """Nothing; its answer says that no denoise step is running."""
+    def denoising_boundary(self) -> int:
+        """Denoise steps that were computed here, each request's counted; answered while none is running."""
+        return self.model_runner.pipeline.num_denoise_steps
 
     def take_samples(self) -> Report:
         """Snapshots by request name of all that have begun; their state here is gone then, as before they came."""

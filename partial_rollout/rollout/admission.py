@@ -81,6 +81,14 @@ class Admission:
         if self._gate.num_arriving == 0:
             self._request_moved.notify()
 
+    def is_arriving(self, ticket: Ticket) -> bool:
+        """Whether the request is inside and the engine has not accepted it yet."""
+        return self._gate.is_arriving(ticket)
+
+    async def all_arrived(self) -> None:
+        """Wait until the engine has accepted every admitted request."""
+        await self._request_moved.wait_for(lambda: self._gate.num_arriving == 0)
+
     def leave(self, ticket: Ticket) -> None:
         """The request is done, interrupted or failed."""
         self._gate.leave(ticket)
@@ -151,7 +159,7 @@ class Admission:
         return self._running.mean(self._clock()) if is_open else self._mean_running_at_close
 
     async def _empty(self, pause_engine: Callable[[], Awaitable[None]]) -> None:
-        await self._request_moved.wait_for(lambda: self._gate.num_arriving == 0)
+        await self.all_arrived()
         await pause_engine()
         await self._request_moved.wait_for(lambda: self._gate.num_in_flight == 0)
 

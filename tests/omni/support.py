@@ -62,6 +62,10 @@ class Rig:
 
         return self.run(all_of_them())
 
+    def count_steps(self) -> int:
+        """Denoise steps that the engine has computed until now."""
+        return self.run(self.server.count_steps())
+
     def generate_scripted(self, *requests: SampleRequest, joins: dict[str, int] | None = None) -> list[Any]:
         """All requests reach the engine before the first step, and join the batch at the cycle that `joins` says."""
 
@@ -78,15 +82,19 @@ class Rig:
         SCRIPT.begin(joins=joins, hold_after=hold_after)
         tasks = [asyncio.ensure_future(self.server.generate(request)) for request in requests]
         await asyncio.sleep(0)  # the gate is open: every task is inside when it has run once
-        await self.server._hold_engine("test", self.server._admission.in_flight_ids())
+        await self.server._admission.all_arrived()
         return tasks
 
     async def stop_after(self, *requests: SampleRequest, cycles: int):
         """Run so many cycles of these requests and no further; return their tasks."""
         tasks = await self.begin(*requests, hold_after=cycles)
         await self.server.release("test")
-        await asyncio.get_running_loop().run_in_executor(None, SCRIPT.held.wait, CALL_S)
+        await self.stopped()
         return tasks
+
+    async def stopped(self) -> None:
+        """Wait until the engine holds by itself."""
+        await asyncio.get_running_loop().run_in_executor(None, SCRIPT.held.wait, CALL_S)
 
     async def update(self, transformer: QwenImageTransformer2DModel, *, leave_out: str | None = None) -> int:
         """Send a transformer's weights as the next version."""
@@ -141,9 +149,11 @@ def training_model(model: Path, *, noise: float = 0.0, seed: int = 1) -> QwenIma
     return transformer
 
 
-def recomputed(transformer: torch.nn.Module, result: SampleResult, true_cfg_scale: float = 1.0) -> torch.Tensor:
+def recomputed(
+    transformer: torch.nn.Module, result: SampleResult, true_cfg_scale: float = 1.0, sde_type: str = "sde"
+) -> torch.Tensor:
     """Log-probs [K] of a trajectory by the training model, step by step as the rollout took them."""
-    batch = steps_of([result], patch=PATCH, noise_level=NOISE_LEVEL, sde_type="sde", true_cfg_scale=true_cfg_scale)
+    batch = steps_of([result], patch=PATCH, noise_level=NOISE_LEVEL, sde_type=sde_type, true_cfg_scale=true_cfg_scale)
     with torch.no_grad():
         return torch.cat([log_probs(transformer, batch.rows(row, row + 1)) for row in range(len(batch))])
 

@@ -44,7 +44,7 @@ class CountingExecutor:
         if method == "take":
             taken, self.state = self.state, set()
             return [taken]
-        return [None]
+        return [len(self.steps)]
 
     def remove_diffusion_kv_requests(self, request_ids):
         pass
@@ -67,10 +67,9 @@ def engine():
     engine.close()
 
 
-def start(engine, name):
-    params = OmniDiffusionSamplingParams(
-        num_inference_steps=3, seed=0, extra_args={OPTIONS_KEY: SampleOptions(name=f"{name}#0")}
-    )
+def start(engine, name, on_arrival=None):
+    options = SampleOptions(name=f"{name}#0", on_arrival=on_arrival)
+    params = OmniDiffusionSamplingParams(num_inference_steps=3, seed=0, extra_args={OPTIONS_KEY: options})
     stream = engine.async_add_req_and_stream_response(
         OmniDiffusionRequest(prompt={"prompt": ""}, sampling_params=params, request_id=name)
     )
@@ -89,10 +88,9 @@ async def call(engine, method, **kwargs):
 
 async def test_held_between_steps_nothing_runs_and_released_everybody_goes_on(engine):
     await engine._check_and_start_background_loop()
-    assert (await call(engine, HOLD, arrivals=[]))["unstarted"] == []
+    assert (await call(engine, HOLD))["unstarted"] == []
     tasks = [start(engine, name) for name in "ab"]
-    answer = await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"])
-    assert answer == {"missing": ["c#0"], "unstarted": ["a#0", "b#0"]}
+    assert await call(engine, HOLD) == {"unstarted": ["a#0", "b#0"], "num_denoise_steps": 0}
     engine.executor.permits.release(1)
     await call(engine, "boundary")
     assert engine.executor.steps == []
@@ -105,9 +103,8 @@ async def test_held_between_steps_nothing_runs_and_released_everybody_goes_on(en
 async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
     """Aborts are on their way when the release comes: no step may run without its state."""
     await engine._check_and_start_background_loop()
-    await call(engine, HOLD, arrivals=[])
+    await call(engine, HOLD)
     tasks = [start(engine, name) for name in "abc"]
-    await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"])
     engine.executor.permits.release(100)
     reached = threading.Event()
 
@@ -119,7 +116,7 @@ async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
     engine.executor.after_step = hold_after_the_first
     await call(engine, RELEASE)
     await asyncio.to_thread(reached.wait, CALL_S)
-    assert await call(engine, HOLD, arrivals=["a#0", "b#0", "c#0"]) == {"missing": [], "unstarted": []}
+    assert await call(engine, HOLD) == {"unstarted": [], "num_denoise_steps": 1}
     [taken] = await call(engine, "take")
     await call(engine, "boundary")
     with engine._cv:  # the loop sleeps or stands before its schedule, and sees both at once
@@ -136,8 +133,19 @@ async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
 
 async def test_held_an_abort_is_answered_at_once(engine):
     await engine._check_and_start_background_loop()
-    await call(engine, HOLD, arrivals=[])
+    await call(engine, HOLD)
     task = start(engine, "a")
-    await call(engine, HOLD, arrivals=["a#0"])
     engine.abort("a")
     assert (await asyncio.wait_for(task, CALL_S)).aborted
+
+
+async def test_it_says_that_a_request_has_come_in_and_keeps_the_way_to_say_so_from_workers(engine):
+    await engine._check_and_start_background_loop()
+    await call(engine, HOLD)
+    seen = []
+    task = start(engine, "a", on_arrival=lambda: seen.append(engine.scheduler.unstarted()))
+    assert seen == [["a#0"]]
+    [state] = engine.scheduler._request_states.values()
+    assert SampleOptions.of(state.req.sampling_params.extra_args) == SampleOptions(name="a#0")
+    engine.abort("a")
+    await asyncio.wait_for(task, CALL_S)

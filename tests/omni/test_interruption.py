@@ -31,7 +31,10 @@ def test_held_in_place_and_released_it_is_bit_exact(rig, step):
         return await task
 
     [reference] = rig.generate(rig.request("held"))
-    assert_equal(rig.run(held()), reference)
+    before = rig.count_steps()
+    result = rig.run(held())
+    assert_equal(result, reference)
+    assert rig.count_steps() - before == result.num_computed == NUM_STEPS
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -50,11 +53,29 @@ def test_from_a_snapshot_it_is_bit_exact(rig, step, guided):
         return names, outcome, await parked
 
     [reference] = rig.generate(request)
+    before = rig.count_steps()
     names, outcome, result = rig.run(interrupted())
+    # None is computed twice, in whichever part.
+    assert rig.count_steps() - before == result.num_computed == NUM_STEPS
     assert isinstance(outcome, Interrupted)
     assert outcome.step_index == step
     assert [name.partition("#")[0] for name in names] == ["snapshot"]
     assert_equal(result, reference)
+
+
+def test_started_anew_the_steps_before_are_counted_as_well(rig):
+    request, step = rig.request("anew"), 4
+
+    async def regenerated():
+        [task] = await rig.stop_after(request, cycles=step)
+        await rig.server.drain()
+        await task
+        await rig.server.resume()
+        return await rig.server.generate(request)
+
+    before = rig.count_steps()
+    assert rig.run(regenerated()).num_computed == NUM_STEPS
+    assert rig.count_steps() - before == step + NUM_STEPS
 
 
 def test_interrupted_twice_and_with_company_it_is_as_without(rig):

@@ -1,8 +1,9 @@
-"""Two servers as Ray actors: a request that one of them began ends in the other as if it had not moved."""
+"""Two servers as Ray actors: requests move between them, and a job interrupts both at every weight update."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 
 from partial_rollout.core.sampling import Interrupted
+from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.replicas import Replicas
 from partial_rollout.diffusion.server import DiffusionServer
-from tests.omni.support import NUM_STEPS, Rig, options, training_model
+from partial_rollout.run.tiny_qwen_image.reward import redness
+from tests.omni.support import NUM_STEPS, PATCH, Rig, options, recomputed, training_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +68,84 @@ def test_a_sample_moves_to_another_server_and_both_take_new_weights(servers, rig
         assert torch.allclose(result.latents, reference.latents, atol=1e-4)
     assert [item.result.versions for item in new] == [(1,) * NUM_STEPS] * 2
     assert torch.equal(new[0].result.latents, new[1].result.latents)
+
+
+CPU = torch.device("cpu")
+TRAINED_STEPS = 12
+PREFETCH = 4.0
+"""So many waves of images wait in the engines that a job which reacts late still finds one half-way."""
+
+
+class RecordingActor(FlowGrpoActor):
+    """Keeps what it trained on, and the weights of every version."""
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        super().__init__(config, PATCH, CPU)
+        self.trained: list[Any] = []
+        self.models = [copy.deepcopy(self.transformer)]
+
+    def update(self, groups: Any) -> dict[str, float]:
+        self.trained += [result for group in groups for result in group.results]
+        metrics = super().update(groups)
+        self.models.append(copy.deepcopy(self.transformer))
+        return metrics
+
+
+def job_config(model: Path, interrupt: str) -> DiffusionConfig:
+    """As many images a step as both servers have places for, every denoise step of each trained."""
+    return DiffusionConfig.from_mapping(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"prompts": "unused"},
+            "trainer": {"output_dir": "unused", "reward": "un.used", "train_batch_size": 2, "timeout_s": 60.0},
+            "algorithm": {"sde_window_size": TRAINED_STEPS, "sde_window_last": TRAINED_STEPS, "clip_ratio": 0.1},
+            "rollout": {
+                **{"interrupt": interrupt, "n": 4, "num_steps": TRAINED_STEPS, "height": 64, "width": 64},
+                **{"max_num_seqs": 4, "num_servers": 2, "gpus_per_server": 0, "prefetch_factor": PREFETCH},
+            },
+            "actor": {"device": "cpu", "gradient_checkpointing": False, "micro_batch_size": 32, "lr": 1e-2},
+        }
+    )
+
+
+@pytest.mark.parametrize("interrupt", ["hold", "snapshot"])
+def test_a_job_trains_on_what_its_updates_interrupted(
+    servers: list[Any], rig: Rig, tiny_qwen_image: Path, interrupt: str
+):
+    """Each denoise step is by the weights of the version that it is marked with, whichever update came in between."""
+    config = job_config(tiny_qwen_image, interrupt)
+    actor = RecordingActor(config)
+    replicas = Replicas(servers, workers_per_server=1, timeout_s=START_S, sample_timeout_s=START_S)
+    job = DiffusionJob(
+        config,
+        adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=True),
+        replicas=replicas,
+        actor=actor,
+        tokenizer=rig.tokenizer,
+        prompts=["a red square", "a rather long description of a green circle"],
+        reward=redness,
+    )
+
+    async def trained():
+        await replicas.drain()
+        await replicas.update(actor.weights, 0, CPU, START_S)
+        await replicas.resume()
+        metrics = [await job.step() for _ in range(4)]
+        await job.end()
+        return metrics
+
+    metrics = asyncio.run(trained())
+    assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
+    assert (sum(row["partial_rollout/snapshots"] for row in metrics) > 0) == (interrupt == "snapshot")
+    assert {row["partial_rollout/repeated_steps"] for row in metrics} == {0}
+    spanning = [result for result in actor.trained if len(set(result.versions)) > 1]
+    assert spanning
+    for result in spanning:
+        assert list(result.versions) == sorted(result.versions)
+        for version in set(result.versions):
+            taken = torch.tensor([found == version for found in result.versions])
+            deviation = (recomputed(actor.models[version], result) - result.log_probs)[taken].abs().max()
+            assert deviation < 1e-5, f"{result.request_id} by version {version}"
 
 
 async def to_task(reference: Any) -> Any:

@@ -14,7 +14,7 @@ from partial_rollout.core.sampling import Interrupted, SampleRequest, SamplingLi
 from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion import server as server_module
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
-from partial_rollout.diffusion.engine import HOLD, RELEASE
+from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
 from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
@@ -30,35 +30,37 @@ TRAJECTORY = {
     "timesteps": None,
     "sigmas": torch.tensor([1.0, 0.0]),
     "versions": [0],
+    "num_computed": 1,
     "prompt_embeds": torch.zeros(1, 1, 1),
 }
 
 
 class FakeOmni:
-    """Requests reach it late, as they reach an engine through queues, and end when they are told to."""
+    """Requests reach it when they are let in, as they reach an engine through queues, and end when they are told to."""
 
     instance: FakeOmni
 
     def __init__(self, **_):
         FakeOmni.instance = self
-        self.queues, self.params, self.calls, self.here, self.begun = {}, {}, [], set(), set()
-        self.late, self.update_error, self.is_shut_down = 0, None, False
-        self.arrivals = asyncio.Queue()
+        self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
+        self.num_steps, self.update_error, self.is_shut_down = 0, None, False
+        self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
         self.queues[name], self.params[name] = asyncio.Queue(), params
-        self.arrivals.put_nowait(name)
+        self.sent.put_nowait(name)
         yield await self.queues[name].get()
+
+    def let_in(self, name):
+        self.params[name].extra_args[OPTIONS_KEY].on_arrival()
 
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
         if method == HOLD:
-            self.expected = kwargs["arrivals"]
-            self.late -= 1
-            if self.late < 0:
-                self.here = set(self.queues)
-            missing = sorted(set(kwargs["arrivals"]) - self.here)
-            return [{"missing": missing, "unstarted": sorted(self.here - self.begun - self.finished)}]
+            unstarted = sorted(set(self.queues) - self.begun - self.finished)
+            return [{"unstarted": unstarted, "num_denoise_steps": self.num_steps}]
+        if method == BOUNDARY:
+            return [[self.num_steps]]
         if method == "take_samples":
             return [[Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]]
         if method == "receive_weights":
@@ -117,10 +119,15 @@ def request(name):
     return SampleRequest(request_id=name, prompt_ids=(1,), seed=0, height=8, width=8, num_steps=3, window=NO_WINDOW)
 
 
-async def start(server, *names):
+async def send(server, *names):
     tasks = [asyncio.ensure_future(server.generate(request(name))) for name in names]
-    for _ in names:
-        await FakeOmni.instance.arrivals.get()
+    return tasks, [await FakeOmni.instance.sent.get() for _ in names]
+
+
+async def start(server, *names):
+    tasks, sent = await send(server, *names)
+    for name in sent:
+        FakeOmni.instance.let_in(name)
     return tasks
 
 
@@ -128,14 +135,13 @@ async def test_a_drain_brings_back_each_as_it_stands(server):
     tasks = await start(server, "begun", "waiting", "done")
     begun, waiting, done = list(FakeOmni.instance.queues)
     FakeOmni.instance.begun = {begun, done}
-    FakeOmni.instance.late = 2
     FakeOmni.instance.finish(done)
     assert await server.drain() == [begun, waiting, done]
     first, second, third = await asyncio.gather(*tasks)
     assert (first.step_index, second) == (2, Interrupted(None, 0, 0))
     assert first.snapshot is not None
     assert third.request_id == "done"
-    assert FakeOmni.instance.calls == [HOLD] * 3 + ["take_samples"]
+    assert FakeOmni.instance.calls == [HOLD, "take_samples"]
     statistics = server.statistics()
     assert (statistics.num_finished, statistics.num_interrupted, statistics.gate.in_flight) == (1, 2, 0)
     assert statistics.holders == ["drain"]
@@ -147,7 +153,7 @@ async def test_after_a_drain_requests_park_until_the_server_resumes(server):
     await asyncio.sleep(0)
     assert server.statistics().gate.parked == 1
     await server.resume()
-    await FakeOmni.instance.arrivals.get()
+    await FakeOmni.instance.sent.get()
     FakeOmni.instance.finish(*FakeOmni.instance.queues)
     assert (await parked).request_id == "late"
     assert FakeOmni.instance.calls[-1] == RELEASE
@@ -156,7 +162,6 @@ async def test_after_a_drain_requests_park_until_the_server_resumes(server):
 async def test_an_update_in_place_leaves_requests_alone(server):
     [task] = await start(server, "r")
     await server.hold()
-    assert FakeOmni.instance.expected == ["r#0"]  # else a later drain would take it for a request that never came
     await server.receive_weights(1, 5.0)
     await server.release()
     assert FakeOmni.instance.calls == [HOLD, "receive_weights", RELEASE]
@@ -213,15 +218,53 @@ async def test_an_image_that_half_an_update_had_a_part_in_is_refused(server):
     assert (statistics.num_finished, statistics.gate.in_flight) == (0, 0)
 
 
+async def let_run():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_drain_takes_nothing_out_before_all_have_arrived(server):
+    """What comes in behind the abort would go on in an engine that was said to be empty."""
+    tasks, [early, late] = await send(server, "early", "late")
+    FakeOmni.instance.let_in(early)
+    drain = asyncio.ensure_future(server.drain())
+    await let_run()
+    assert FakeOmni.instance.calls == []
+    FakeOmni.instance.let_in(late)
+    assert await drain == [early, late]
+    assert await asyncio.gather(*tasks) == [Interrupted(None, 0, 0)] * 2
+
+
+async def test_who_gives_up_on_the_way_is_not_waited_for_and_may_still_arrive(server):
+    [task], [name] = await send(server, "r")
+    drain = asyncio.ensure_future(server.drain())
+    await let_run()
+    task.cancel()
+    assert await drain == [name]
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["message"]))
+    FakeOmni.instance.let_in(name)
+    await let_run()
+    assert failures == []
+
+
 async def test_a_request_that_never_arrives_is_named(omni):
-    """By the wait for arrivals, which has the engine's word for it."""
     server = make_server(timeout_s=0.0)
-    [task] = await start(server, "lost")
-    FakeOmni.instance.late = 10**6
-    with pytest.raises(DrainTimeout, match=r"never got the requests \['lost#0'\], which were sent to it"):
-        await server.hold()
+    [task], _ = await send(server, "lost")
+    with pytest.raises(DrainTimeout, match=r"\(1 not yet accepted by it, .*\[lost#0\]"):
+        await server.drain()
+    assert FakeOmni.instance.calls == []
     task.cancel()
     server.shutdown()
+
+
+async def test_steps_are_counted_whenever_the_engine_stands_or_is_asked(server):
+    FakeOmni.instance.num_steps = 7
+    await server.hold()
+    FakeOmni.instance.num_steps = 9
+    assert server.statistics().num_denoise_steps == 7
+    assert await server.count_steps() == server.statistics().num_denoise_steps == 9
+    assert FakeOmni.instance.calls == [HOLD, BOUNDARY]
 
 
 async def test_a_request_that_a_drain_leaves_behind_is_named(omni):

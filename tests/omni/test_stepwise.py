@@ -18,6 +18,7 @@ def test_alone_it_equals_a_whole_request_bit_for_bit(rig, whole, name):
     for field in ("final", "latents", "log_probs", "timesteps", "prompt_embeds"):
         assert torch.equal(getattr(result, field), getattr(whole[name], field)), field
     assert len(result.versions) == len(whole[name].versions) == NUM_STEPS
+    assert result.num_computed == whole[name].num_computed == NUM_STEPS
     assert len(set(result.versions)) == 1
     assert (result.image == whole[name].image).all()
 
@@ -44,6 +45,16 @@ def test_before_an_update_the_recomputed_ratio_is_one(rig, tiny_qwen_image, guid
     ratio = torch.exp(recomputed(training_model(tiny_qwen_image), result, 4.0 if guided else 1.0) - result.log_probs)
     # Guidance is combined in another order of operations there.
     assert torch.equal(ratio, torch.ones(NUM_STEPS)) or (guided and (ratio - 1).abs().max() < 1e-6)
+
+
+def test_the_other_sde_has_its_own_noise_and_agrees_as_well(rig, tiny_qwen_image):
+    window = SdeWindow(0, NUM_STEPS - 1)
+    [cps] = rig.generate(rig.request("ratio", sde_type="cps", window=window))
+    [sde] = rig.generate(rig.request("ratio", window=window))
+    assert not torch.equal(cps.latents[1], sde.latents[1])
+    model = training_model(tiny_qwen_image)
+    assert torch.equal(recomputed(model, cps, sde_type="cps"), cps.log_probs)
+    assert (recomputed(model, cps) - cps.log_probs).abs().max() > 1e-3
 
 
 def test_the_rollouts_own_log_probs_do_not_see_scrambled_weights(rig, tiny_qwen_image):

@@ -43,6 +43,19 @@ def test_a_waiter_parked_through_an_opening_and_a_closing_does_not_pass():
         gate.admit(ticket, 1.0)
 
 
+def test_a_request_is_on_its_way_from_its_admission_until_it_has_arrived_or_left():
+    gate = Gate()
+    early, gone = gate.park("a", 0.0), gate.park("b", 0.0)
+    assert not gate.is_arriving(early)
+    for ticket in (early, gone):
+        gate.admit(ticket, 0.0)
+        assert gate.is_arriving(ticket)
+    gate.arrived(early)
+    gate.leave(gone)
+    assert not gate.is_arriving(early)
+    assert not gate.is_arriving(gone)
+
+
 def test_drained_with_requests_inside_is_refused_and_names_them():
     gate = Gate()
     gate.admit(gate.park("a", 0.0), 0.0)

@@ -1,0 +1,69 @@
+"""What a user got wrong is named before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.diffusion import launch
+from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.diffusion.launch import launched
+from partial_rollout.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REWARD = "partial_rollout.run.tiny_qwen_image.reward.redness"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint's VAE and some prompts; starting Ray is an error."""
+    shutil.copytree(tiny_qwen_image / "vae", tmp_path / "model" / "vae")
+    (tmp_path / "prompts").write_text("a red square\n", encoding="utf-8")
+    (tmp_path / "empty").write_text("\n \n", encoding="utf-8")
+    (tmp_path / "no_vae").mkdir()
+
+    def started(**_: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(launch.ray, "init", started)
+    return tmp_path
+
+
+def config(folder: Path, *, model: str = "model", prompts: str = "prompts", **given: Any) -> DiffusionConfig:
+    return DiffusionConfig.from_mapping(
+        {
+            "model": {"path": str(folder / model)},
+            "data": {"prompts": str(folder / prompts)},
+            "trainer": {"output_dir": str(folder), "reward": given.pop("reward", REWARD)},
+            "algorithm": {"name": given.pop("algorithm", "flow_grpo")},
+            "rollout": given,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "reason"),
+    [
+        ({"reward": "no.such.function"}, ConfigError, r"trainer.reward='no.such.function' cannot be imported \(No"),
+        ({"reward": f"{REWARD}_"}, ConfigError, "has no attribute 'redness_'"),
+        ({"reward": "redness"}, ConfigError, "must be the import path of a function"),
+        ({"prompts": "missing"}, DataError, "data.prompts=.*missing cannot be read"),
+        ({"prompts": "empty"}, DataError, "data.prompts=.*empty has no prompt"),
+        ({"model": "no_vae"}, ConfigError, "model.path: .*config.json cannot be read"),
+        ({"algorithm": "dpo"}, ConfigError, "algorithm.name='dpo' is not registered .* flow_grpo, mix_grpo"),
+        ({"height": 60}, ConfigError, "rollout.height=60 is not allowed: must be a multiple of 8"),
+    ],
+)
+def test_it_is_named(folder: Path, given: dict[str, Any], error: type[Exception], reason: str):
+    with pytest.raises(error, match=reason), launched(config(folder, **given)):
+        pass
+
+
+def test_nothing_is_wrong_with_the_rest(folder: Path):
+    with pytest.raises(AssertionError, match="Ray was started"), launched(config(folder)):
+        pass
