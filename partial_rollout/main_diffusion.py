@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.errors import UserError
+from partial_rollout.runtime.termination import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -28,7 +29,7 @@ METRICS = "metrics.jsonl"
 
 @hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
 def main(config: DictConfig) -> None:
-    """Train; a mistake of the user's is one line and exit code 2."""
+    """Train; a mistake of the user's is one line and exit code 2, Ctrl-C and SIGTERM exit code 130."""
     try:
         settings = DiffusionConfig.from_mapping(read_block(config))
         from partial_rollout.diffusion.launch import launched
@@ -40,6 +41,9 @@ def main(config: DictConfig) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing of the training is kept but its metrics", file=sys.stderr)
+        sys.exit(INTERRUPTED_CODE)
 
 
 def read_block(config: DictConfig) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from ray.exceptions import RayError, RayTaskError
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
 from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention, read_settings
+from partial_rollout.runtime.termination import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-INTERRUPTED_CODE = 130
 CONFIG_DIR = str(Path(__file__).resolve().parent / "configs")
 
 

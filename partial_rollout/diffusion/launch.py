@@ -26,6 +26,7 @@ from partial_rollout.diffusion.resources import CPUS_PER_SERVER, require_resourc
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.errors import ConfigError
 from partial_rollout.runtime.remote_call import wait_for_all
+from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,7 @@ def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(include_dashboard=False, log_to_driver=False)
+        heed_termination()
     servers: list[Any] = []
     reservation = None
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from partial_rollout.errors import ClusterError, WaitTimeout
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.termination import heed_termination
 
 
 class StartedRunner:
@@ -20,12 +21,13 @@ class StartedRunner:
         return StartedRunner(self._actor_class.options(**options), self._timeout_s)
 
     def remote(self) -> Any:
-        """The actor, which runs.
+        """The actor, which runs. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
 
         Raises:
             ClusterError: it has not started in time.
             ray.exceptions.RayError: it died at its start.
         """
+        heed_termination()
         runner = self._actor_class.remote()
         who_waits = "the driver waits for the task runner's process to start"
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from partial_rollout.main_ppo import INTERRUPTED_CODE
+from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import FLAG, ROOT, Job, is_conserved, run_job, run_job_and_signal
 
 if TYPE_CHECKING:

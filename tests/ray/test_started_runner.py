@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +16,23 @@ from partial_rollout.errors import ClusterError
 from partial_rollout.train.started_runner import StartedRunner
 
 TIMEOUT_S = 60.0
+WAITING = """
+import ray
+from partial_rollout.train.started_runner import StartedRunner
+
+class Runner:
+    def run(self):
+        import threading
+        threading.Event().wait()
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+runner = StartedRunner(ray.remote(num_cpus=0)(Runner), 60).remote()
+try:
+    print("waiting", flush=True)
+    ray.get(runner.run.remote())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
@@ -43,3 +64,16 @@ def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
 def test_a_runner_that_dies_at_its_start_says_why() -> None:
     with pytest.raises(RayActorError, match="no disk"):
         StartedRunner(actor_class(Broken), TIMEOUT_S).remote()
+
+
+def test_a_driver_that_is_told_to_terminate_is_interrupted() -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with subprocess.Popen([sys.executable, "-c", WAITING], env=environment, **pipes) as driver:
+        told = ""
+        for line in driver.stdout or ():
+            told += line
+            if line == "waiting\n":
+                driver.send_signal(signal.SIGTERM)
+        driver.wait(TIMEOUT_S)
+    assert (driver.returncode, told.splitlines()[-1:]) == (0, ["interrupted"]), told
