@@ -33,7 +33,7 @@ from tqdm import tqdm
 from benchmarks.engine_gauges import RunningRequests
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 JOB_TIMEOUT_S = 1800.0
@@ -210,22 +210,20 @@ class Bench:
             try:
                 profile, in_use = self._watch(job, metrics)
             finally:
-                job.kill()
+                end_job(job)
         if job.returncode:
             raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
         kept = [_pick(step) for step in read_steps(metrics)[self.workload.skip :]]
         job_s = time.monotonic() - started
         record = {"trace": self.trace.parent.name, "load_average_at_start": load, "mode": mode, "repeat": repeat}
-        record |= {"job_s": job_s, "slots_in_use": in_use, "cores": len(lane.cores) or os.cpu_count()}
+        record |= {"job_s": job_s, "slots_in_use": in_use, "cores": lane.cores}
         return record | {"cpu_share": profile.shares(), "steps": kept}
 
     def _watch(self, job: subprocess.Popen[bytes], metrics: Path) -> tuple[CpuProfile, float | None]:
         """Sample a job until it ends; its processor use and the share of engine slots in use."""
         profile, engines = CpuProfile(job.pid), RunningRequests()
         deadline = time.monotonic() + JOB_TIMEOUT_S
-        while job.poll() is None:
-            if time.monotonic() > deadline:
-                job.kill()
+        while job.poll() is None and time.monotonic() < deadline:
             measuring = len(read_steps(metrics)) >= self.workload.skip
             profile.sample(measuring=measuring)
             if measuring:

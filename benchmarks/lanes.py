@@ -50,7 +50,7 @@ def make_lanes(number: int) -> list[Lane]:
 
 
 def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Iterator[T]:
-    """Results in the order in which jobs end; each takes the first lane that is free.
+    """Results as jobs end; each takes the first lane that is free.
 
     Raises:
         SystemExit: some commands have failed; the other results came first.

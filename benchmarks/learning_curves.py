@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.bench_rollout import MODES
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
@@ -47,11 +48,12 @@ def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lan
         f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *MODES[mode], *options.overrides,
     ])  # fmt: skip
+    environment = job_environment(metrics) | lane.environment
     with (folder / "log.txt").open("w") as log:
-        job = subprocess.run(
-            lane.pinned(command), env=job_environment(metrics) | lane.environment, cwd=folder,
-            stdout=log, stderr=subprocess.STDOUT, timeout=JOB_TIMEOUT_S,
-        )  # fmt: skip
+        job = subprocess.Popen(lane.pinned(command), env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(JOB_TIMEOUT_S)
+        end_job(job)
     if job.returncode:
         raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
     return curves(mode, seed, read_steps(metrics))

@@ -1,14 +1,20 @@
-"""Starting a CPU training job from a benchmark, and reading what it measured."""
+"""Starting a CPU training job from a benchmark, ending it, and reading what it measured."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
+STOP_S = 20.0
+"""From asking a job to end to killing it."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 
 
@@ -36,3 +42,19 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     steps = [json.loads(line)["data"] for line in lines]
     return [step for step in steps if "timing_s/gen" in step]
+
+
+def end_job(job: subprocess.Popen[Any]) -> None:
+    """End a job, if it has not, and all that it has started, some of which has left its session."""
+    if job.poll() is not None:
+        return
+    left = psutil.Process(job.pid).children(recursive=True)
+    job.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(STOP_S)
+    job.kill()
+    job.wait()
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, STOP_S)

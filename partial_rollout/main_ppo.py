@@ -37,6 +37,7 @@ def run(config: DictConfig) -> None:
     if is_enabled(config):
         check_config(config)
         apply_mode(config)
+    start_s = read_settings(config).timeouts.start_s
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -51,7 +52,7 @@ def run(config: DictConfig) -> None:
     _require_estimator(str(config.algorithm.adv_estimator))
     try:
         actor_class = ray.remote(num_cpus=0)(TaskRunner)
-        run_ppo(config, task_runner_class=StartedRunner(actor_class, read_settings(config).timeouts.start_s))
+        run_ppo(config, task_runner_class=StartedRunner(actor_class, start_s))
     except RayError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError

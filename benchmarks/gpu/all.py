@@ -74,7 +74,7 @@ class Result:
         """Note under which circumstances."""
         self._out: Path = options.out
         about = circumstances(options)
-        about["options"] = {name: str(v) if isinstance(v, Path) else v for name, v in about["options"].items()}
+        del about["options"]["out"]
         self.data: dict[str, Any] = {
             **about,
             "devices": devices(),

@@ -116,13 +116,14 @@ async def _interruption(session: Session, concurrency: int, context: int, seed: 
     opened_s = time.monotonic()
     await callers.all_done()
     rest_s, now = time.monotonic() - opened_s, (await replica.statistics())[0]
+    generated = parked.num_generated_tokens - before.num_generated_tokens
     return {
         "concurrency": concurrency,
-        "context": context + DECODED,
+        "context": context + generated / concurrency,
         "drain_ms": 1000 * (emptied_s - drained_s),
         "resume_ms": 1000 * (opened_s - resumed_s),
         "rest_s": rest_s,
-        "rest_tokens": concurrency * 2 * DECODED - (parked.num_generated_tokens - before.num_generated_tokens),
+        "rest_tokens": concurrency * 2 * DECODED - generated,
         "reprefilled_tokens": now.num_reprefilled_tokens - before.num_reprefilled_tokens,
     }
 
@@ -145,8 +146,10 @@ def run_curve(
         if fits and context + DECODED <= session.options.context and budget.left_s > 0:
             session.prepare("abort")
             add("cell", asyncio.run(_cell(session, concurrency, context, seed)))
-    for seed, mode in enumerate(INTERRUPTED):
+    for seed, mode in enumerate((INTERRUPTED[0], *INTERRUPTED)):
         if budget.left_s > 0:
             session.prepare(mode)
-            add("interruption", {"mode": mode} | asyncio.run(_interruption(session, *interruption, len(cells) + seed)))
+            row = {"mode": mode} | asyncio.run(_interruption(session, *interruption, len(cells) + seed))
+            if seed > 0:  # the first one also takes what only a first one does
+                add("interruption", row)
     session.prepare("abort")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import string
 from dataclasses import dataclass, replace
@@ -126,8 +125,3 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str) -> list[int]:
     messages = [{"role": "user", "content": content}]
     options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     return cast("list[int]", tokenizer.apply_chat_template(messages, **options))
-
-
-def describe(load: Workload) -> str:
-    """The load on one line."""
-    return json.dumps({name: getattr(load, name) for name in ("batch", "group", "median", "sigma", "longest")})

@@ -10,7 +10,6 @@ and stored one by one (`jobs.json`). A job that does not end within the budget i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import subprocess
 import sys
@@ -21,13 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from benchmarks.bench_rollout import MODES, summarise
 from benchmarks.gpu.all import SIZES, TINY, devices, versions
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
 
 if TYPE_CHECKING:
     from benchmarks.bench_rollout import Workload
@@ -38,7 +35,6 @@ SKIP = 2
 PROMPT_TOKENS = 256
 METRICS = "metrics.jsonl"
 POLL_S = 0.5
-STOP_S = 20.0
 KEPT = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "timing_s/update_actor", "perf/total_num_tokens")
 
 
@@ -115,29 +111,13 @@ def run_job(words: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
                 if first_step_s is None and read_steps(metrics):
                     first_step_s = time.monotonic() - started_s
         finally:
-            _end(job)
+            end_job(job)
     steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(metrics)[SKIP:]]
     return {"job_s": time.monotonic() - started_s, "first_step_s": first_step_s, "code": job.returncode, "steps": steps}
 
 
 def _is_kept(name: str) -> bool:
     return name in KEPT or name.startswith("partial_rollout/")
-
-
-def _end(job: subprocess.Popen[Any]) -> None:
-    """End a job and all that it has started, some of which has left its session."""
-    if job.poll() is not None:
-        return
-    left = psutil.Process(job.pid).children(recursive=True)
-    job.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(STOP_S)
-    job.kill()
-    job.wait()
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, STOP_S)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -163,7 +143,7 @@ def main() -> None:
     sizes = {name: getattr(options, name) for name in ("batch", "group", "seed") if getattr(options, name) is not None}
     load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
     about = circumstances(options) | {"devices": devices(), "versions": versions(), "workload": asdict(load)}
-    about["options"]["out"] = str(options.out)
+    del about["options"]["out"]
     on_a_cpu = options.shape == "tiny"
     prompt_tokens, memory = (TINY["prompt_tokens"], None) if on_a_cpu else (PROMPT_TOKENS, options.memory)
     jobs: list[dict[str, Any]] = []

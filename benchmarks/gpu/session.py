@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +17,7 @@ import ray
 import transfer_queue as tq
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from ray.exceptions import RayError
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.workers.rollout.llm_server import LLMServerManager
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from partial_rollout.rollout.statistics import RolloutStatistics
     from partial_rollout.train.shutdown import Run
 
+logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = str(Path(partial_rollout.__file__).resolve().parent / "configs")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -181,6 +183,8 @@ class Session:
     folder: Path
     started_s: float = field(default_factory=time.monotonic)
     startup_s: float = 0.0
+    _ends: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    """What has started, last first."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __enter__(self) -> Session:
@@ -201,19 +205,23 @@ class Session:
         logical: dict[str, Any] = {"num_gpus": self.options.tensor_parallel} if self.options.is_tiny else {}
         ray.init(num_cpus=LOGICAL_CPUS, include_dashboard=False, runtime_env=environment, **logical)
         tq.init(self.config.transfer_queue)
+        self._ends.insert(0, ("TransferQueue", tq.close))
         register_replicas(partial_rollout=True)
         # verl's `auto_await`: its annotations say coroutine, and it blocks.
         self.servers = cast(
             "LLMServerManager", LLMServerManager.create(config=self.config, worker_group=self._holders())
         )
+        self._ends.insert(0, ("the engine", lambda: asyncio.run(self.replica.shutdown())))
         self.startup_s = time.monotonic() - self.started_s
 
     def __exit__(self, *_: object) -> None:
         """End everything; what fails here must not hide the error that ended the run."""
-        with contextlib.suppress(Exception):
-            asyncio.run(self.replica.shutdown())
-        with contextlib.suppress(Exception):
-            tq.close()
+        for name, end in self._ends:
+            try:
+                end()
+            except (RayError, OSError, RuntimeError) as error:
+                logger.warning("%s did not end in order: %s", name, error)
+        self._ends.clear()
         ray.shutdown()
 
     def _holders(self) -> Any:

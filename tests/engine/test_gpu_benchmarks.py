@@ -53,7 +53,7 @@ def test_every_mode_had_the_same_work(result):
     """The primer's responses have two tokens each, whoever generates them."""
     first, load = [block["steps"][0] for block in result["blocks"]], result["workloads"]["long_tail"]
     assert all(step["warmup"] for step in first)
-    assert first[0]["useful_tokens"] == 2 * load["batch"] * load["group"]
+    assert {step["useful_tokens"] for step in first} == {2 * load["batch"] * load["group"]}
 
 
 def test_the_engine_was_sampled_and_measured(result):
