@@ -264,6 +264,7 @@ class DiffusionServer:
     async def _release_engine(self, holder: str) -> None:
         if self._hold.release(holder):
             await self._call(RELEASE, self.options.timeout_s)
+            self._hold.running()
 
     async def _call(self, method: str, limit_s: float, **kwargs: Any) -> Any:
         """The first worker's answer to a call to all, or the engine's own.

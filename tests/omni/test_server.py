@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from partial_rollout.core.gate import GateState
 from partial_rollout.core.sampling import Interrupted, SampleRequest, SamplingLimits
 from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion import server as server_module
@@ -19,7 +20,7 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
-from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WeightUpdateError
+from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WaitTimeout, WeightUpdateError
 from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 TRAJECTORY = {
@@ -44,6 +45,7 @@ class FakeOmni:
         FakeOmni.instance = self
         self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
         self.num_steps, self.update_error, self.is_shut_down = 0, None, False
+        self.unanswered = []
         self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
@@ -56,6 +58,9 @@ class FakeOmni:
 
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
+        if method in self.unanswered:
+            self.unanswered.remove(method)
+            raise WaitTimeout(f"the answer to {method!r} was lost")
         if method == HOLD:
             unstarted = sorted(set(self.queues) - self.begun - self.finished)
             return [{"unstarted": unstarted, "num_denoise_steps": self.num_steps}]
@@ -177,6 +182,17 @@ async def test_a_drain_during_an_update_goes_on_when_both_let_go(server):
     assert RELEASE not in FakeOmni.instance.calls
     await server.resume()
     assert FakeOmni.instance.calls[-1] == RELEASE
+
+
+@pytest.mark.parametrize(("hold", "go_on"), [("hold", "release"), ("drain", "resume")])
+async def test_an_engine_that_did_not_answer_the_release_is_told_again(server, hold, go_on):
+    await getattr(server, hold)()
+    FakeOmni.instance.unanswered = [RELEASE]
+    with pytest.raises(WaitTimeout, match="was lost"):
+        await getattr(server, go_on)()
+    await getattr(server, go_on)()
+    assert FakeOmni.instance.calls.count(RELEASE) == 2
+    assert server.statistics().gate.state is GateState.OPEN
 
 
 async def test_half_an_update_ends_all_use(server):
