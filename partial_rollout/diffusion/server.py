@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 ENGINE_NAME = "the diffusion engine"
 WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
 DRAIN = "drain"
+PACK, FORGET = "pack_samples", "forget_samples"
+"""Of the worker extension."""
 SLACK_S = 5.0
 """Bounded calls to the engine bound themselves; this much later the wait for their answer ends as well."""
 
@@ -180,6 +182,8 @@ class DiffusionServer:
         """
         async with self._control:
             self._weights.require_settled(ENGINE_NAME)
+            # What an unfinished drain took has no state in the engine any more, or will soon have none.
+            self._admission.require_openable()
             await self._release_engine(DRAIN)
             self._admission.open_nowait()
 
@@ -245,13 +249,17 @@ class DiffusionServer:
             self._admission.arrived(ticket)
 
     async def _interrupt_all(self) -> None:
-        """Take every request out of the engine; those that were done by then end by themselves."""
-        names = [name for name in self._admission.in_flight_ids() if name not in self._interrupted]
+        """Take every request out of the engine; those that were done by then end by themselves.
+
+        The deadline of a drain may fall between any two lines: the next drain finds what this one has not taken note of
+        still with the workers, and what it has in `_interrupted`, until its caller has it.
+        """
         unstarted = await self._hold_engine(DRAIN)
-        taken: dict[str, bytes] = await self._call("take_samples", self.options.timeout_s)
+        taken: dict[str, bytes] = await self._call(PACK, self.options.timeout_s)
         self._interrupted.update(dict.fromkeys(unstarted))
         self._interrupted.update(taken)
-        await self._omni.abort([name for name in names if name in self._interrupted])
+        await self._omni.abort(list(self._interrupted))
+        await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
     async def _hold_engine(self, holder: str) -> list[str]:
         """Hold; return the names of the requests in the engine that have not begun."""

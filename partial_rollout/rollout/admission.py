@@ -128,6 +128,10 @@ class Admission:
             return left()
         return []
 
+    def require_openable(self) -> None:
+        """Raise IllegalTransition where `open_nowait` would: a drain has not finished."""
+        self._gate.require_openable()
+
     def open_nowait(self) -> None:
         """Admit all who wait and all who come.
 

@@ -9,7 +9,8 @@ import torch
 
 from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.sampling import Interrupted
-from partial_rollout.errors import EngineDead, WeightUpdateError
+from partial_rollout.diffusion.server import PACK
+from partial_rollout.errors import DrainTimeout, EngineDead, IllegalTransition, WaitTimeout, WeightUpdateError
 from tests.omni.support import NUM_STEPS, first_difference, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]
@@ -60,6 +61,37 @@ def test_from_a_snapshot_it_is_bit_exact(rig, step, guided):
     assert isinstance(outcome, Interrupted)
     assert outcome.step_index == step
     assert [name.partition("#")[0] for name in names] == ["snapshot"]
+    assert_equal(result, reference)
+
+
+def test_what_was_packed_for_a_drain_that_never_learnt_of_it_is_packed_again(rig):
+    """The deadline of a drain may fall when the workers have packed and the server does not know yet."""
+    request, step, call = rig.request("again"), 4, rig.server._call
+
+    async def lost(method, *arguments, **options):
+        answer = await call(method, *arguments, **options)
+        if method == PACK:
+            raise WaitTimeout("lost")
+        return answer
+
+    async def interrupted():
+        [task] = await rig.stop_after(request, cycles=step)
+        rig.server._call = lost
+        with pytest.raises(DrainTimeout):
+            await rig.server.drain()
+        rig.server._call = call
+        with pytest.raises(IllegalTransition, match="gate draining"):
+            await rig.server.resume()
+        await rig.server.drain()
+        outcome = await task
+        await rig.server.resume()
+        return outcome.step_index, await rig.server.generate(request.resumed_from(outcome.snapshot))
+
+    [reference] = rig.generate(request)
+    before = rig.count_steps()
+    found, result = rig.run(interrupted())
+    assert found == step
+    assert rig.count_steps() - before == NUM_STEPS
     assert_equal(result, reference)
 
 

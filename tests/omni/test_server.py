@@ -17,10 +17,10 @@ from partial_rollout.diffusion import server as server_module
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
 from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
-from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
+from partial_rollout.diffusion.server import FORGET, PACK, DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
-from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, IllegalTransition, WaitTimeout, WeightUpdateError
 from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 TRAJECTORY = {
@@ -58,25 +58,35 @@ class FakeOmni:
 
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
+        answer = self.answer(method, kwargs)
+        self.lose(method)
+        return [answer]
+
+    def lose(self, method):
         if method in self.unanswered:
             self.unanswered.remove(method)
             raise WaitTimeout(f"the answer to {method!r} was lost")
+
+    def answer(self, method, kwargs):
         if method == HOLD:
             unstarted = sorted(set(self.queues) - self.begun - self.finished)
-            return [{"unstarted": unstarted, "num_denoise_steps": self.num_steps}]
+            return {"unstarted": unstarted, "num_denoise_steps": self.num_steps}
         if method == BOUNDARY:
-            return [[self.num_steps]]
-        if method == "take_samples":
-            return [[Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]]
+            return [self.num_steps]
+        if method == PACK:
+            return [Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]
+        if method == FORGET:
+            self.begun -= set(kwargs["names"])
         if method == "receive_weights":
-            return [[Report(value=kwargs["version"], error=self.update_error)]]
-        return [None]
+            return [Report(value=kwargs["version"], error=self.update_error)]
+        return None
 
     @property
     def finished(self):
         return {name for name, queue in self.queues.items() if not queue.empty()}
 
     async def abort(self, names):
+        self.lose("abort")
         for name in names:
             self.queues[name].put_nowait(SimpleNamespace(images=[], multimodal_output={}))
 
@@ -146,10 +156,27 @@ async def test_a_drain_brings_back_each_as_it_stands(server):
     assert (first.step_index, second) == (2, Interrupted(None, 0, 0))
     assert first.snapshot is not None
     assert third.request_id == "done"
-    assert FakeOmni.instance.calls == [HOLD, "take_samples"]
+    assert FakeOmni.instance.calls == [HOLD, PACK, FORGET]
     statistics = server.statistics()
     assert (statistics.num_finished, statistics.num_interrupted, statistics.gate.in_flight) == (1, 2, 0)
     assert statistics.holders == ["drain"]
+
+
+@pytest.mark.parametrize("lost", [HOLD, PACK, "abort", FORGET])
+async def test_wherever_a_drain_stops_short_the_engine_stands_and_the_next_one_ends_it(server, lost):
+    begun, waiting = await start(server, "begun", "waiting")
+    FakeOmni.instance.begun = {"begun#0"}
+    FakeOmni.instance.unanswered = [lost]
+    with pytest.raises(DrainTimeout):
+        await server.drain()
+    with pytest.raises(IllegalTransition, match="gate draining"):
+        await server.resume()
+    assert RELEASE not in FakeOmni.instance.calls
+    await server.drain()
+    assert (await begun).step_index == 2
+    assert (await waiting).snapshot is None
+    await server.resume()
+    assert server.statistics().gate.state is GateState.OPEN
 
 
 async def test_after_a_drain_requests_park_until_the_server_resumes(server):
