@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from partial_rollout.core.gate import GateStatistics, Ticket
     from partial_rollout.core.sampling import SamplingLimits
     from partial_rollout.diffusion.contract import Adapter
+    from partial_rollout.diffusion.sample import OnArrival
     from partial_rollout.weights.directory import ChannelAddress
 
 ENGINE_NAME = "the diffusion engine"
@@ -234,19 +235,29 @@ class DiffusionServer:
 
     async def _run(self, name: str, request: SampleRequest, ticket: Ticket) -> Any:
         output, loop = None, asyncio.get_running_loop()
+        arrived: list[Callable[[], None]] = []
 
-        def on_arrival() -> None:
-            loop.call_soon_threadsafe(self._arrived, ticket)
+        def on_arrival(abort: Callable[[], None]) -> None:
+            arrived.append(abort)
+            loop.call_soon_threadsafe(self._arrived, ticket, abort)
 
-        async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
-            output = item
+        try:
+            async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
+                output = item
+        except asyncio.CancelledError:
+            # AsyncOmni's own abort may have come to the engine before the request did.
+            for abort in arrived:
+                abort()
+            raise
         if output is None:
             raise EngineError(f"{ENGINE_NAME} ended request {request.request_id!r} without an answer")
         return output
 
-    def _arrived(self, ticket: Ticket) -> None:
-        if self._admission.is_arriving(ticket):  # else it was given up on its way
+    def _arrived(self, ticket: Ticket, abort: Callable[[], None]) -> None:
+        if self._admission.is_arriving(ticket):
             self._admission.arrived(ticket)
+        else:  # it was given up on its way, and would run for nobody
+            abort()
 
     async def _interrupt_all(self) -> None:
         """Take every request out of the engine; those that were done by then end by themselves.
@@ -256,8 +267,9 @@ class DiffusionServer:
         """
         unstarted = await self._hold_engine(DRAIN)
         taken: dict[str, bytes] = await self._call(PACK, self.options.timeout_s)
-        self._interrupted.update(dict.fromkeys(unstarted))
-        self._interrupted.update(taken)
+        for name in self._admission.in_flight_ids():  # nobody waits for what a request left that was given up
+            if name in taken or name in unstarted:
+                self._interrupted[name] = taken.get(name)
         await self._omni.abort(list(self._interrupted))
         await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
@@ -306,7 +318,7 @@ def _prompt(request: SampleRequest) -> Any:
     return prompt
 
 
-def _sampling_params(name: str, request: SampleRequest, on_arrival: Callable[[], None]) -> OmniDiffusionSamplingParams:
+def _sampling_params(name: str, request: SampleRequest, on_arrival: OnArrival) -> OmniDiffusionSamplingParams:
     options = SampleOptions(request.window, request.noise_level, request.sde_type, request.snapshot, name, on_arrival)
     return OmniDiffusionSamplingParams(
         height=request.height,

@@ -20,7 +20,14 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
 from partial_rollout.diffusion.server import FORGET, PACK, DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
-from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, IllegalTransition, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import (
+    DrainTimeout,
+    EngineDead,
+    EngineError,
+    IllegalTransition,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 TRAJECTORY = {
@@ -31,7 +38,6 @@ TRAJECTORY = {
     "timesteps": None,
     "sigmas": torch.tensor([1.0, 0.0]),
     "versions": [0],
-    "num_computed": 1,
     "prompt_embeds": torch.zeros(1, 1, 1),
 }
 
@@ -45,7 +51,7 @@ class FakeOmni:
         FakeOmni.instance = self
         self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
         self.num_steps, self.update_error, self.is_shut_down = 0, None, False
-        self.unanswered = []
+        self.unanswered, self.aborted = [], []
         self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
@@ -54,7 +60,7 @@ class FakeOmni:
         yield await self.queues[name].get()
 
     def let_in(self, name):
-        self.params[name].extra_args[OPTIONS_KEY].on_arrival()
+        self.params[name].extra_args[OPTIONS_KEY].on_arrival(lambda: self.aborted.append(name))
 
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
@@ -175,6 +181,7 @@ async def test_wherever_a_drain_stops_short_the_engine_stands_and_the_next_one_e
     await server.drain()
     assert (await begun).step_index == 2
     assert (await waiting).snapshot is None
+    assert server._interrupted == {}
     await server.resume()
     assert server.statistics().gate.state is GateState.OPEN
 
@@ -289,6 +296,28 @@ async def test_who_gives_up_on_the_way_is_not_waited_for_and_may_still_arrive(se
     FakeOmni.instance.let_in(name)
     await let_run()
     assert failures == []
+    assert FakeOmni.instance.aborted == [name]  # it would run for nobody
+
+
+async def test_who_gives_up_after_the_arrival_is_aborted_as_well(server):
+    """AsyncOmni's abort may have passed the request on the way and found nothing."""
+    [task] = await start(server, "r")
+    await let_run()
+    assert FakeOmni.instance.aborted == []
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert FakeOmni.instance.aborted == ["r#0"]
+
+
+async def test_nothing_is_kept_of_a_request_that_was_given_up(server):
+    given_up, kept = await start(server, "given up", "kept")
+    FakeOmni.instance.begun = {"given up#0", "kept#1"}
+    await let_run()
+    given_up.cancel()
+    await server.drain()
+    assert (await kept).step_index == 2
+    assert server._interrupted == {}
 
 
 async def test_a_request_that_never_arrives_is_named(omni):
