@@ -163,6 +163,11 @@ class Gate:
         """Raise IllegalTransition unless `open` is allowed now: no drain is unfinished."""
         self._require(GateEvent.OPEN)
 
+    def require_drained(self) -> None:
+        """Raise IllegalTransition unless the gate is closed and nobody is inside."""
+        if self.state is not GateState.CLOSED:
+            raise IllegalTransition(f"gate {self.state.value}: a drain has to come first")
+
     def open(self) -> None:
         """Admit again and start a new epoch; on an open gate only an earlier `reject` is taken back."""
         if self._step(GateEvent.OPEN) is GateState.CLOSED:

@@ -4,7 +4,8 @@ Two ways to interrupt the requests between denoise steps:
 
     hold / release           in place: requests stay in the engine's memory; for updates of weights alone
     drain / resume           out of it: each request comes back as a snapshot, and new ones park at the gate; for
-                             releasing the engine's memory and moving requests to another replica
+                             releasing the engine's memory (sleep / wake in between) and moving requests to another
+                             replica
 
 Everything runs on one event loop; AsyncOmni keeps its engine and the thread of the denoise steps behind queues.
 
@@ -40,7 +41,7 @@ from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from partial_rollout.core.gate import GateStatistics, Ticket
     from partial_rollout.core.sampling import SamplingLimits
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from partial_rollout.weights.directory import ChannelAddress
 
 ENGINE_NAME = "the diffusion engine"
+SLEEP_LEVEL = 1
+"""Weights go to host memory; from level 2 vllm-omni 0.28.0 cannot wake."""
 WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
 DRAIN = "drain"
 PACK, FORGET = "pack_samples", "forget_samples"
@@ -71,7 +74,9 @@ class ServerOptions:
     engine_backend: str = "partial_rollout.diffusion.engine.HoldableEngine"
     """Import path of the engine class."""
     timeout_s: float = 60.0
-    """Of a hold, a drain or a release."""
+    """Of a hold, a drain, a release, and of putting the engine to sleep or waking it."""
+    sleep_mode: bool = False
+    """Whether the engine can give its memory back (`sleep`): on CUDA only, on a CPU it does not start then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class DiffusionServer:
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
         self._interrupted: dict[str, bytes | None] = {}
+        self._asleep = False
         self._version = self._num_finished = self._num_interrupted = self._num_denoise_steps = 0
         # Inherited, it would be the port of every server on this machine.
         os.environ.pop("MASTER_PORT", None)
@@ -114,6 +120,7 @@ class DiffusionServer:
             custom_pipeline_args={"pipeline_class": options.adapter.pipeline},
             engine_backend=options.engine_backend,
             worker_extension_cls=WORKER_EXTENSION,
+            enable_sleep_mode=options.sleep_mode,
         )
 
     async def generate(self, request: SampleRequest) -> SampleResult | Interrupted:
@@ -180,21 +187,52 @@ class DiffusionServer:
         Raises:
             IllegalTransition: a drain has not finished.
             EngineDead: the engine holds half an update.
+            EngineError: it sleeps.
         """
         async with self._control:
             self._weights.require_settled(ENGINE_NAME)
+            self._require_awake()
             # What an unfinished drain took has no state in the engine any more, or will soon have none.
             self._admission.require_openable()
             await self._release_engine(DRAIN)
             self._admission.open_nowait()
+
+    async def sleep(self) -> None:
+        """Let the drained engine give its memory back; its weights wait in host memory. Repeating it is allowed.
+
+        Raises:
+            IllegalTransition: it was not drained: what requests have in its memory would be lost.
+            EngineError: it was not started with `sleep_mode`, or failed; then it counts as asleep until it is woken.
+            WaitTimeout: it did not answer in time; the same.
+        """
+        if not self.options.sleep_mode:
+            raise EngineError(f"{ENGINE_NAME} cannot sleep: it was started with sleep_mode=False (needs a CUDA GPU)")
+        async with self._control:
+            self._admission.require_drained()
+            self._asleep = True
+            await self._acknowledged("sleep", self._omni.sleep(level=SLEEP_LEVEL))
+
+    async def wake(self) -> None:
+        """Give the engine its memory and its weights again; `resume` lets it run.
+
+        Raises:
+            EngineError: it failed.
+            WaitTimeout: it did not answer in time.
+        """
+        async with self._control:
+            if self._asleep:
+                await self._acknowledged("wake_up", self._omni.wake_up())
+                self._asleep = False
 
     async def receive_weights(self, version: int, timeout_s: float) -> int:
         """Receive one whole update by the channel to each worker; later steps carry `version`.
 
         Raises:
             WeightUpdateError: it did not arrive whole; from now on the engine refuses requests.
+            EngineError: the engine sleeps and has no memory for them.
         """
         async with self._control:
+            self._require_awake()
             self._weights.require_receivable(ENGINE_NAME)
             self._weights.begun(version, f"the update to version {version}")
             try:
@@ -302,6 +340,17 @@ class DiffusionServer:
             if error:
                 raise EngineError(f"{method!r} failed in {ENGINE_NAME}: {error}")
         return getattr(reports[0], "value", reports[0])
+
+    async def _acknowledged(self, what: str, call: Awaitable[list[Any]]) -> None:
+        """Wait for all workers to say that it was done: vllm-omni raises nothing where one says that it was not."""
+        who_waits = f"the server waits for {ENGINE_NAME} to answer {what!r}"
+        for report in await answer_of(call, timeout_s=self.options.timeout_s, who_waits=who_waits):
+            if report.status != "SUCCESS":
+                raise EngineError(f"{what!r} failed in {ENGINE_NAME}: {report.error_msg}")
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise EngineError(f"{ENGINE_NAME} sleeps (wake it first)")
 
     def _require_stepwise(self) -> None:
         if not self.options.adapter.stepwise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ import torch
 from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.sampling import Interrupted
 from partial_rollout.diffusion.server import PACK
-from partial_rollout.errors import DrainTimeout, EngineDead, IllegalTransition, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import (
+    DrainTimeout,
+    EngineDead,
+    EngineError,
+    IllegalTransition,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from tests.omni.support import NUM_STEPS, first_difference, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]
@@ -181,6 +189,22 @@ def test_an_abandoned_request_leaves_nothing_behind_and_its_id_can_be_used_at_on
     [reference] = rig.generate(rig.request("again"))
     assert_equal(rig.run(abandoned()), reference)
     assert rig.server.statistics().gate.in_flight == 0
+
+
+def test_on_a_cpu_the_engine_answers_that_it_cannot_sleep_and_goes_on(rig, monkeypatch):
+    """It was started without sleep mode, with which none starts on a CPU."""
+    monkeypatch.setattr(rig.server, "options", dataclasses.replace(rig.server.options, sleep_mode=True))
+
+    async def tried():
+        await rig.server.drain()
+        for call in (rig.server.sleep, rig.server.wake):
+            with pytest.raises(EngineError, match="cumem allocator is not available"):
+                await call()
+        rig.server._asleep = False
+        await rig.server.resume()
+
+    rig.run(tried())
+    assert len(rig.generate(rig.request("awake"))) == 1
 
 
 def test_a_snapshot_fits_its_own_request_only(rig):

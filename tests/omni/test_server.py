@@ -51,7 +51,7 @@ class FakeOmni:
         FakeOmni.instance = self
         self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
         self.num_steps, self.update_error, self.is_shut_down = 0, None, False
-        self.unanswered, self.aborted = [], []
+        self.unanswered, self.aborted, self.ack_error = [], [], None
         self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
@@ -91,6 +91,16 @@ class FakeOmni:
     def finished(self):
         return {name for name, queue in self.queues.items() if not queue.empty()}
 
+    async def sleep(self, level):
+        return self.acknowledge(f"sleep {level}")
+
+    async def wake_up(self):
+        return self.acknowledge("wake_up")
+
+    def acknowledge(self, call):
+        self.calls.append(call)
+        return [SimpleNamespace(status="ERROR" if self.ack_error else "SUCCESS", error_msg=self.ack_error)]
+
     async def abort(self, names):
         self.lose("abort")
         for name in names:
@@ -125,13 +135,14 @@ def server(omni):
     assert FakeOmni.instance.is_shut_down
 
 
-def make_server(*, stepwise=True, timeout_s=10.0):
+def make_server(*, stepwise=True, timeout_s=10.0, sleep_mode=False):
     return DiffusionServer(
         ServerOptions(
             model_path="m",
             adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=stepwise),
             limits=SamplingLimits(sizes=((8, 8),), multiple=8, max_steps=3),
             timeout_s=timeout_s,
+            sleep_mode=sleep_mode,
         )
     )
 
@@ -227,6 +238,42 @@ async def test_an_engine_that_did_not_answer_the_release_is_told_again(server, h
     await getattr(server, go_on)()
     assert FakeOmni.instance.calls.count(RELEASE) == 2
     assert server.statistics().gate.state is GateState.OPEN
+
+
+@pytest.fixture
+def sleeper(omni):
+    server = make_server(sleep_mode=True)
+    yield server
+    server.shutdown()
+
+
+async def test_a_drained_engine_sleeps_and_is_used_again_when_it_is_awake(sleeper):
+    with pytest.raises(IllegalTransition, match="gate open: a drain has to come first"):
+        await sleeper.sleep()
+    await sleeper.drain()
+    await sleeper.sleep()
+    for call in (sleeper.resume(), sleeper.receive_weights(1, 5.0)):
+        with pytest.raises(EngineError, match="sleeps"):
+            await call
+    await sleeper.wake()
+    await sleeper.receive_weights(1, 5.0)
+    await sleeper.resume()
+    assert FakeOmni.instance.calls[-4:] == ["sleep 1", "wake_up", "receive_weights", RELEASE]
+    await sleeper.wake()
+    assert FakeOmni.instance.calls.count("wake_up") == 1
+
+
+async def test_an_engine_that_failed_to_wake_is_not_used(sleeper):
+    await sleeper.drain()
+    await sleeper.sleep()
+    FakeOmni.instance.ack_error = "no memory"
+    with pytest.raises(EngineError, match="'wake_up' failed in the diffusion engine: no memory"):
+        await sleeper.wake()
+    with pytest.raises(EngineError, match="sleeps"):
+        await sleeper.resume()
+    FakeOmni.instance.ack_error = None
+    await sleeper.wake()
+    await sleeper.resume()
 
 
 async def test_half_an_update_ends_all_use(server):
@@ -353,6 +400,13 @@ async def test_whole_requests_cannot_be_held(omni):
     with pytest.raises(EngineError, match=r"rollout\.step_execution=true"):
         await server.hold()
     server.shutdown()
+
+
+async def test_an_engine_without_sleep_mode_is_not_sent_to_sleep(server):
+    await server.drain()
+    with pytest.raises(EngineError, match="sleep_mode=False"):
+        await server.sleep()
+    await server.resume()
 
 
 async def test_an_answer_without_an_image_is_an_error(server):
