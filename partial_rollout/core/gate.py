@@ -159,6 +159,15 @@ class Gate:
             raise IllegalTransition(f"gate {self.state.value}: drained with {self.in_flight_ids()[:8]} in flight")
         self._step(GateEvent.DRAINED)
 
+    def require_openable(self) -> None:
+        """Raise IllegalTransition unless `open` is allowed now: no drain is unfinished."""
+        self._require(GateEvent.OPEN)
+
+    def require_drained(self) -> None:
+        """Raise IllegalTransition unless the gate is closed and nobody is inside."""
+        if self.state is not GateState.CLOSED:
+            raise IllegalTransition(f"gate {self.state.value}: a drain has to come first")
+
     def open(self) -> None:
         """Admit again and start a new epoch; on an open gate only an earlier `reject` is taken back."""
         if self._step(GateEvent.OPEN) is GateState.CLOSED:
@@ -202,7 +211,10 @@ class Gate:
     def _step(self, event: GateEvent) -> GateState:
         """Take one row of the table; return the state before."""
         before = self.state
-        if (before, event) not in TRANSITIONS:
-            raise IllegalTransition(f"gate {before.value}: event {event.value!r} is not allowed")
+        self._require(event)
         self.state = TRANSITIONS[before, event]
         return before
+
+    def _require(self, event: GateEvent) -> None:
+        if (self.state, event) not in TRANSITIONS:
+            raise IllegalTransition(f"gate {self.state.value}: event {event.value!r} is not allowed")

@@ -2,10 +2,14 @@
 
              hold                  boundary
     RUNNING ------> HOLDING ----------------> HELD
-       ^               |  release               |
-       +---------------+------------------------+
+       ^             |   ^                     |
+       |     release |   | hold                | release
+       |             v   |                     |
+       +----------- RELEASING <----------------+
+          running
 
-Two may want an engine held at the same time (an update while it is drained): it runs again when the last lets go.
+Two may want an engine held at the same time (an update while it is drained): it runs again when the last lets go, and
+the engine has answered. Until then it is told again by whoever releases it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ class HoldState(str, Enum):
     HOLDING = "holding"
     """A step may still be under way."""
     HELD = "held"
+    RELEASING = "releasing"
+    """It was told to run, or is about to be, and has not answered: it may still stand."""
 
 
 class Hold:
@@ -51,8 +57,8 @@ class Hold:
         Raises:
             IllegalTransition: nobody has asked for a hold.
         """
-        if self.state is HoldState.RUNNING:
-            raise IllegalTransition("hold running: event 'boundary' is not allowed")
+        if self.state in (HoldState.RUNNING, HoldState.RELEASING):
+            raise IllegalTransition(f"hold {self.state.value}: event 'boundary' is not allowed")
         self.state = HoldState.HELD
 
     def release(self, holder: str) -> bool:
@@ -60,5 +66,15 @@ class Hold:
         self._holders.discard(holder)
         if self._holders or self.state is HoldState.RUNNING:
             return False
-        self.state = HoldState.RUNNING
+        self.state = HoldState.RELEASING
         return True
+
+    def running(self) -> None:
+        """The engine has answered that it runs.
+
+        Raises:
+            IllegalTransition: it was not released.
+        """
+        if self.state is not HoldState.RELEASING:
+            raise IllegalTransition(f"hold {self.state.value}: event 'running' is not allowed")
+        self.state = HoldState.RUNNING

@@ -42,7 +42,7 @@ class HoldableEngine(DiffusionEngine):
         }
         request_id = super()._add_prepared_request(request)
         if options.on_arrival is not None:
-            options.on_arrival()
+            options.on_arrival(lambda: self.abort(request_id))
         return request_id
 
     def collective_rpc(

@@ -214,7 +214,7 @@ class DiffusionJob:
         return Group(rollout.prompt, results, tuple(float(reward) for reward in rewards))
 
     def _mixture(self, rollouts: Sequence[_Rollout]) -> dict[str, float]:
-        """Of the images trained: what interrupted them, what that cost in denoise steps, and what of them is stale.
+        """Of the images trained: what interrupted them, and what of them is stale.
 
         A step is stale if other weights predicted it than the ones that are trained now.
         """
@@ -223,9 +223,6 @@ class DiffusionJob:
             "partial_rollout/resumed": sum(len(set(each)) > 1 for each in versions),
             "partial_rollout/updates_max": max(len(set(each)) - 1 for each in versions),
             "partial_rollout/snapshots": sum(item.num_interruptions for roll in rollouts for item in roll.sampled),
-            "partial_rollout/repeated_steps": sum(
-                item.result.num_repeated for roll in rollouts for item in roll.sampled
-            ),
             "partial_rollout/stale_step_share": float(
                 np.mean([step != self.version for each in versions for step in each])
             ),

@@ -76,7 +76,6 @@ class QwenImageRollout(QwenImagePipeline):
         guidance = None if states[0].guidance is None else torch.cat([_tensor(state.guidance) for state in states])
         while not states[0].denoise_completed:
             velocity = self._predict(
-                states,
                 latents=latents,
                 timestep=torch.stack([_tensor(state.current_timestep) for state in states]),
                 guidance=guidance,
@@ -119,16 +118,13 @@ class QwenImageRollout(QwenImagePipeline):
             "final": _latents(state),
             "sigmas": _schedule(state).sigmas,
             "versions": sample.versions,
-            "num_computed": sample.num_computed,
             "window": (sample.options.window.start, sample.options.window.stop),
             **{name: state.extra[name] for name in EMBEDS if name in state.extra},
         }
         return DiffusionOutput(output={"payload": {"image": image, "trajectory": trajectory}}, to_cpu=True)
 
-    def _predict(self, states: Sequence[StepRequestState], *, true_cfg_scale: float, **inputs: Any) -> torch.Tensor:
-        self.num_denoise_steps += len(states)
-        for state in states:
-            sample_of(state).num_computed += 1
+    def _predict(self, *, true_cfg_scale: float, **inputs: Any) -> torch.Tensor:
+        self.num_denoise_steps += inputs["latents"].shape[0]
         positive, negative, _ = self._build_denoise_kwargs(
             **inputs, extra_transformer_kwargs={"attention_kwargs": self.attention_kwargs, "return_dict": False}
         )
@@ -228,7 +224,6 @@ class QwenImageStepwiseRollout(QwenImageRollout):
     ) -> torch.Tensor:
         """Predict the velocity [B, T, C] of every request at its own timestep."""
         return self._predict(
-            states or (),
             latents=input_batch.latents,
             timestep=input_batch.timesteps,
             guidance=input_batch.guidance,

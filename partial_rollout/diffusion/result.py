@@ -35,17 +35,10 @@ class SampleResult:
     """[N + 1], fp32."""
     versions: tuple[int, ...]
     """Weight version that predicted each of the N steps."""
-    num_computed: int
-    """Steps that were computed for it, before and after interruptions."""
     prompt_embeds: torch.Tensor
     """[1, L, D], without padding."""
     negative_prompt_embeds: torch.Tensor | None
     """[1, L', D], with guidance only."""
-
-    @property
-    def num_repeated(self) -> int:
-        """Steps that were computed once more, where an interruption lost them."""
-        return self.num_computed - (self.sigmas.shape[0] - 1)
 
 
 def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
@@ -67,7 +60,6 @@ def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
         timesteps=trajectory["timesteps"],
         sigmas=trajectory["sigmas"],
         versions=tuple(trajectory["versions"]),
-        num_computed=trajectory["num_computed"],
         prompt_embeds=trajectory["prompt_embeds"],
         negative_prompt_embeds=trajectory.get("negative_prompt_embeds"),
     )

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    OnArrival = Callable[[Callable[[], None]], None]
+    """Takes what aborts the request, at any time and from any thread."""
+
 OPTIONS_KEY = "partial_rollout"
 """Where a request's `extra_args` hold our options."""
 
@@ -29,7 +32,7 @@ class SampleOptions:
     """Go on from here; see `snapshot.py`."""
     name: str = ""
     """The request's id as its sender knows it; vllm-omni adds a suffix to it."""
-    on_arrival: Callable[[], None] | None = None
+    on_arrival: OnArrival | None = None
     """Called once, in a thread of the engine, when the engine has the request; no worker gets to see it."""
 
     @classmethod
@@ -56,8 +59,6 @@ class Sample:
     """Each [1], fp32, of the model's 0 to 1000."""
     versions: list[int] = field(default_factory=list)
     """Weight version that predicted each step."""
-    num_computed: int = 0
-    """Predictions that were computed for it, by whichever engine; more than its steps if some were repeated."""
 
 
 def advance(

@@ -4,7 +4,8 @@ Two ways to interrupt the requests between denoise steps:
 
     hold / release           in place: requests stay in the engine's memory; for updates of weights alone
     drain / resume           out of it: each request comes back as a snapshot, and new ones park at the gate; for
-                             releasing the engine's memory and moving requests to another replica
+                             releasing the engine's memory (sleep / wake in between) and moving requests to another
+                             replica
 
 Everything runs on one event loop; AsyncOmni keeps its engine and the thread of the denoise steps behind queues.
 
@@ -40,16 +41,21 @@ from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from partial_rollout.core.gate import GateStatistics, Ticket
     from partial_rollout.core.sampling import SamplingLimits
     from partial_rollout.diffusion.contract import Adapter
+    from partial_rollout.diffusion.sample import OnArrival
     from partial_rollout.weights.directory import ChannelAddress
 
 ENGINE_NAME = "the diffusion engine"
+SLEEP_LEVEL = 1
+"""Weights go to host memory; from level 2 vllm-omni 0.28.0 cannot wake."""
 WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
 DRAIN = "drain"
+PACK, FORGET = "pack_samples", "forget_samples"
+"""Of the worker extension."""
 SLACK_S = 5.0
 """Bounded calls to the engine bound themselves; this much later the wait for their answer ends as well."""
 
@@ -68,7 +74,9 @@ class ServerOptions:
     engine_backend: str = "partial_rollout.diffusion.engine.HoldableEngine"
     """Import path of the engine class."""
     timeout_s: float = 60.0
-    """Of a hold, a drain or a release."""
+    """Of a hold, a drain, a release, and of putting the engine to sleep or waking it."""
+    sleep_mode: bool = False
+    """Whether the engine can give its memory back (`sleep`): on CUDA only, on a CPU it does not start then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,7 @@ class DiffusionServer:
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
         self._interrupted: dict[str, bytes | None] = {}
+        self._asleep = False
         self._version = self._num_finished = self._num_interrupted = self._num_denoise_steps = 0
         # Inherited, it would be the port of every server on this machine.
         os.environ.pop("MASTER_PORT", None)
@@ -111,6 +120,7 @@ class DiffusionServer:
             custom_pipeline_args={"pipeline_class": options.adapter.pipeline},
             engine_backend=options.engine_backend,
             worker_extension_cls=WORKER_EXTENSION,
+            enable_sleep_mode=options.sleep_mode,
         )
 
     async def generate(self, request: SampleRequest) -> SampleResult | Interrupted:
@@ -177,19 +187,52 @@ class DiffusionServer:
         Raises:
             IllegalTransition: a drain has not finished.
             EngineDead: the engine holds half an update.
+            EngineError: it sleeps.
         """
         async with self._control:
             self._weights.require_settled(ENGINE_NAME)
+            self._require_awake()
+            # What an unfinished drain took has no state in the engine any more, or will soon have none.
+            self._admission.require_openable()
             await self._release_engine(DRAIN)
             self._admission.open_nowait()
+
+    async def sleep(self) -> None:
+        """Let the drained engine give its memory back; its weights wait in host memory. Repeating it is allowed.
+
+        Raises:
+            IllegalTransition: it was not drained: what requests have in its memory would be lost.
+            EngineError: it was not started with `sleep_mode`, or failed; then it counts as asleep until it is woken.
+            WaitTimeout: it did not answer in time; the same.
+        """
+        if not self.options.sleep_mode:
+            raise EngineError(f"{ENGINE_NAME} cannot sleep: it was started with sleep_mode=False (needs a CUDA GPU)")
+        async with self._control:
+            self._admission.require_drained()
+            self._asleep = True
+            await self._acknowledged("sleep", self._omni.sleep(level=SLEEP_LEVEL))
+
+    async def wake(self) -> None:
+        """Give the engine its memory and its weights again; `resume` lets it run.
+
+        Raises:
+            EngineError: it failed.
+            WaitTimeout: it did not answer in time.
+        """
+        async with self._control:
+            if self._asleep:
+                await self._acknowledged("wake_up", self._omni.wake_up())
+                self._asleep = False
 
     async def receive_weights(self, version: int, timeout_s: float) -> int:
         """Receive one whole update by the channel to each worker; later steps carry `version`.
 
         Raises:
             WeightUpdateError: it did not arrive whole; from now on the engine refuses requests.
+            EngineError: the engine sleeps and has no memory for them.
         """
         async with self._control:
+            self._require_awake()
             self._weights.require_receivable(ENGINE_NAME)
             self._weights.begun(version, f"the update to version {version}")
             try:
@@ -230,28 +273,43 @@ class DiffusionServer:
 
     async def _run(self, name: str, request: SampleRequest, ticket: Ticket) -> Any:
         output, loop = None, asyncio.get_running_loop()
+        arrived: list[Callable[[], None]] = []
 
-        def on_arrival() -> None:
-            loop.call_soon_threadsafe(self._arrived, ticket)
+        def on_arrival(abort: Callable[[], None]) -> None:
+            arrived.append(abort)
+            loop.call_soon_threadsafe(self._arrived, ticket, abort)
 
-        async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
-            output = item
+        try:
+            async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
+                output = item
+        except asyncio.CancelledError:
+            # AsyncOmni's own abort may have come to the engine before the request did.
+            for abort in arrived:
+                abort()
+            raise
         if output is None:
             raise EngineError(f"{ENGINE_NAME} ended request {request.request_id!r} without an answer")
         return output
 
-    def _arrived(self, ticket: Ticket) -> None:
-        if self._admission.is_arriving(ticket):  # else it was given up on its way
+    def _arrived(self, ticket: Ticket, abort: Callable[[], None]) -> None:
+        if self._admission.is_arriving(ticket):
             self._admission.arrived(ticket)
+        else:  # it was given up on its way, and would run for nobody
+            abort()
 
     async def _interrupt_all(self) -> None:
-        """Take every request out of the engine; those that were done by then end by themselves."""
-        names = [name for name in self._admission.in_flight_ids() if name not in self._interrupted]
+        """Take every request out of the engine; those that were done by then end by themselves.
+
+        The deadline of a drain may fall between any two lines: the next drain finds what this one has not taken note of
+        still with the workers, and what it has in `_interrupted`, until its caller has it.
+        """
         unstarted = await self._hold_engine(DRAIN)
-        taken: dict[str, bytes] = await self._call("take_samples", self.options.timeout_s)
-        self._interrupted.update(dict.fromkeys(unstarted))
-        self._interrupted.update(taken)
-        await self._omni.abort([name for name in names if name in self._interrupted])
+        taken: dict[str, bytes] = await self._call(PACK, self.options.timeout_s)
+        for name in self._admission.in_flight_ids():  # nobody waits for what a request left that was given up
+            if name in taken or name in unstarted:
+                self._interrupted[name] = taken.get(name)
+        await self._omni.abort(list(self._interrupted))
+        await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
     async def _hold_engine(self, holder: str) -> list[str]:
         """Hold; return the names of the requests in the engine that have not begun."""
@@ -264,6 +322,7 @@ class DiffusionServer:
     async def _release_engine(self, holder: str) -> None:
         if self._hold.release(holder):
             await self._call(RELEASE, self.options.timeout_s)
+            self._hold.running()
 
     async def _call(self, method: str, limit_s: float, **kwargs: Any) -> Any:
         """The first worker's answer to a call to all, or the engine's own.
@@ -282,6 +341,17 @@ class DiffusionServer:
                 raise EngineError(f"{method!r} failed in {ENGINE_NAME}: {error}")
         return getattr(reports[0], "value", reports[0])
 
+    async def _acknowledged(self, what: str, call: Awaitable[list[Any]]) -> None:
+        """Wait for all workers to say that it was done: vllm-omni raises nothing where one says that it was not."""
+        who_waits = f"the server waits for {ENGINE_NAME} to answer {what!r}"
+        for report in await answer_of(call, timeout_s=self.options.timeout_s, who_waits=who_waits):
+            if report.status != "SUCCESS":
+                raise EngineError(f"{what!r} failed in {ENGINE_NAME}: {report.error_msg}")
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise EngineError(f"{ENGINE_NAME} sleeps (wake it first)")
+
     def _require_stepwise(self) -> None:
         if not self.options.adapter.stepwise:
             raise EngineError(
@@ -297,7 +367,7 @@ def _prompt(request: SampleRequest) -> Any:
     return prompt
 
 
-def _sampling_params(name: str, request: SampleRequest, on_arrival: Callable[[], None]) -> OmniDiffusionSamplingParams:
+def _sampling_params(name: str, request: SampleRequest, on_arrival: OnArrival) -> OmniDiffusionSamplingParams:
     options = SampleOptions(request.window, request.noise_level, request.sde_type, request.snapshot, name, on_arrival)
     return OmniDiffusionSamplingParams(
         height=request.height,

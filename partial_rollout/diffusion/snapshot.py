@@ -22,7 +22,7 @@ from partial_rollout.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 8
 EMBEDS = ("prompt_embeds", "negative_prompt_embeds")
 LISTS = ("latents", "log_probs", "timesteps")
@@ -63,7 +63,6 @@ def pack(state: SampleState) -> bytes:
         "noise_level": options.noise_level,
         "sde_type": options.sde_type,
         "versions": sample.versions,
-        "num_computed": sample.num_computed,
         "step_index": state.step_index,
         "height": state.height,
         "width": state.width,
@@ -84,7 +83,7 @@ def unpack(data: bytes, device: torch.device, name: str) -> SampleState:
     header, tensors = read_header(data), _load(data)
     generator = _generator(header["generator_device"], tensors.pop("generator"))
     options = SampleOptions(SdeWindow(*header["window"]), header["noise_level"], header["sde_type"], None, name)
-    sample = Sample(options, generator, versions=list(header["versions"]), num_computed=header["num_computed"])
+    sample = Sample(options, generator, versions=list(header["versions"]))
     for name in LISTS:
         stacked = tensors.pop(PREFIX[name], None)
         if stacked is not None:

@@ -20,7 +20,7 @@ from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 
 PREFIX = "transformer."
@@ -47,20 +47,31 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
         """Denoise steps that were computed here, each request's counted; answered while none is running."""
         return self.model_runner.pipeline.num_denoise_steps
 
-    def take_samples(self) -> Report:
-        """Snapshots by request name of all that have begun; their state here is gone then, as before they came."""
-        return _reported(self._take_samples)
+    def pack_samples(self) -> Report:
+        """Snapshots by request name of all that have begun; their state stays here until `forget_samples`."""
+        return _reported(self._pack_samples)
+
+    def forget_samples(self, *, names: Collection[str]) -> Report:
+        """Drop the state of these requests; those that are not here have been dropped before."""
+        return _reported(lambda: self._forget_samples(names))
 
     def receive_weights(self, *, version: int, timeout_s: float) -> Report:
         """One whole update of the transformer by our channel; the steps after it carry `version`."""
         return _reported(lambda: self._receive(version, timeout_s))
 
-    def _take_samples(self) -> dict[str, bytes]:
+    def _begun(self) -> dict[str, Any]:
+        """The runner's key of each request that has begun, by its name."""
+        states = self.model_runner.state_cache.items()
+        return {sample_of(state).options.name: key for key, state in states if state.latents is not None}
+
+    def _pack_samples(self) -> dict[str, bytes]:
         runner = self.model_runner
-        states = [state for state in runner.state_cache.values() if state.latents is not None]
-        packed = {sample_of(state).options.name: pack(runner.pipeline.state_of(state)) for state in states}
-        runner.state_cache.clear()
-        return packed
+        return {name: pack(runner.pipeline.state_of(runner.state_cache[key])) for name, key in self._begun().items()}
+
+    def _forget_samples(self, names: Collection[str]) -> None:
+        for name, key in self._begun().items():
+            if name in names:
+                del self.model_runner.state_cache[key]
 
     def _receive(self, version: int, timeout_s: float) -> int:
         pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()

@@ -128,6 +128,14 @@ class Admission:
             return left()
         return []
 
+    def require_openable(self) -> None:
+        """Raise IllegalTransition where `open_nowait` would: a drain has not finished."""
+        self._gate.require_openable()
+
+    def require_drained(self) -> None:
+        """Raise IllegalTransition unless a drain has finished and the gate is still shut."""
+        self._gate.require_drained()
+
     def open_nowait(self) -> None:
         """Admit all who wait and all who come.
 

@@ -49,7 +49,6 @@ def walk(transformer, seed):
         timesteps=SIGMAS[:2] * 1000,
         sigmas=SIGMAS,
         versions=(0, 0, 0),
-        num_computed=3,
         prompt_embeds=draw(1, 5 + seed, 32),
         negative_prompt_embeds=None,
     )

@@ -143,9 +143,15 @@ async def test_it_says_that_a_request_has_come_in_and_keeps_the_way_to_say_so_fr
     await engine._check_and_start_background_loop()
     await call(engine, HOLD)
     seen = []
-    task = start(engine, "a", on_arrival=lambda: seen.append(engine.scheduler.unstarted()))
+    aborts = []
+
+    def arrived(abort):
+        seen.append(engine.scheduler.unstarted())
+        aborts.append(abort)
+
+    task = start(engine, "a", on_arrival=arrived)
     assert seen == [["a#0"]]
     [state] = engine.scheduler._request_states.values()
     assert SampleOptions.of(state.req.sampling_params.extra_args) == SampleOptions(name="a#0")
-    engine.abort("a")
-    await asyncio.wait_for(task, CALL_S)
+    aborts[0]()
+    assert (await asyncio.wait_for(task, CALL_S)).aborted

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
 
 from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.sampling import Interrupted
-from partial_rollout.errors import EngineDead, WeightUpdateError
+from partial_rollout.diffusion.server import PACK
+from partial_rollout.errors import (
+    DrainTimeout,
+    EngineDead,
+    EngineError,
+    IllegalTransition,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from tests.omni.support import NUM_STEPS, first_difference, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]
@@ -34,7 +43,7 @@ def test_held_in_place_and_released_it_is_bit_exact(rig, step):
     before = rig.count_steps()
     result = rig.run(held())
     assert_equal(result, reference)
-    assert rig.count_steps() - before == result.num_computed == NUM_STEPS
+    assert rig.count_steps() - before == NUM_STEPS
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -56,10 +65,41 @@ def test_from_a_snapshot_it_is_bit_exact(rig, step, guided):
     before = rig.count_steps()
     names, outcome, result = rig.run(interrupted())
     # None is computed twice, in whichever part.
-    assert rig.count_steps() - before == result.num_computed == NUM_STEPS
+    assert rig.count_steps() - before == NUM_STEPS
     assert isinstance(outcome, Interrupted)
     assert outcome.step_index == step
     assert [name.partition("#")[0] for name in names] == ["snapshot"]
+    assert_equal(result, reference)
+
+
+def test_what_was_packed_for_a_drain_that_never_learnt_of_it_is_packed_again(rig):
+    """The deadline of a drain may fall when the workers have packed and the server does not know yet."""
+    request, step, call = rig.request("again"), 4, rig.server._call
+
+    async def lost(method, *arguments, **options):
+        answer = await call(method, *arguments, **options)
+        if method == PACK:
+            raise WaitTimeout("lost")
+        return answer
+
+    async def interrupted():
+        [task] = await rig.stop_after(request, cycles=step)
+        rig.server._call = lost
+        with pytest.raises(DrainTimeout):
+            await rig.server.drain()
+        rig.server._call = call
+        with pytest.raises(IllegalTransition, match="gate draining"):
+            await rig.server.resume()
+        await rig.server.drain()
+        outcome = await task
+        await rig.server.resume()
+        return outcome.step_index, await rig.server.generate(request.resumed_from(outcome.snapshot))
+
+    [reference] = rig.generate(request)
+    before = rig.count_steps()
+    found, result = rig.run(interrupted())
+    assert found == step
+    assert rig.count_steps() - before == NUM_STEPS
     assert_equal(result, reference)
 
 
@@ -74,7 +114,7 @@ def test_started_anew_the_steps_before_are_counted_as_well(rig):
         return await rig.server.generate(request)
 
     before = rig.count_steps()
-    assert rig.run(regenerated()).num_computed == NUM_STEPS
+    rig.run(regenerated())
     assert rig.count_steps() - before == step + NUM_STEPS
 
 
@@ -149,6 +189,22 @@ def test_an_abandoned_request_leaves_nothing_behind_and_its_id_can_be_used_at_on
     [reference] = rig.generate(rig.request("again"))
     assert_equal(rig.run(abandoned()), reference)
     assert rig.server.statistics().gate.in_flight == 0
+
+
+def test_on_a_cpu_the_engine_answers_that_it_cannot_sleep_and_goes_on(rig, monkeypatch):
+    """It was started without sleep mode, with which none starts on a CPU."""
+    monkeypatch.setattr(rig.server, "options", dataclasses.replace(rig.server.options, sleep_mode=True))
+
+    async def tried():
+        await rig.server.drain()
+        for call in (rig.server.sleep, rig.server.wake):
+            with pytest.raises(EngineError, match="cumem allocator is not available"):
+                await call()
+        rig.server._asleep = False
+        await rig.server.resume()
+
+    rig.run(tried())
+    assert len(rig.generate(rig.request("awake"))) == 1
 
 
 def test_a_snapshot_fits_its_own_request_only(rig):

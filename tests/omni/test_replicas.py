@@ -17,6 +17,7 @@ from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.replicas import Replicas
 from partial_rollout.diffusion.server import DiffusionServer
+from partial_rollout.rollout.admission import Broadcast
 from partial_rollout.run.tiny_qwen_image.reward import redness
 from tests.omni.support import NUM_STEPS, PATCH, Rig, options, recomputed, training_model
 
@@ -24,15 +25,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from partial_rollout.core.sde_window import SdeWindow
+
 START_S = 120
 LONG = 50
+
+
+class WaitingServer(DiffusionServer):
+    """Says when its engine has so many requests."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._num_arrived, self._moved = 0, Broadcast()
+
+    async def wait_for_arrivals(self, number: int) -> None:
+        await asyncio.wait_for(self._moved.wait_for(lambda: self._num_arrived >= number), START_S)
+
+    def _arrived(self, *arguments: Any) -> None:
+        super()._arrived(*arguments)
+        self._num_arrived += 1
+        self._moved.notify()
 
 
 @pytest.fixture(scope="module")
 def servers(ray_cluster: Any, tiny_qwen_image: Path) -> Iterator[list[Any]]:
     given = options(tiny_qwen_image, step_execution=True)
     given = dataclasses.replace(given, engine_backend="partial_rollout.diffusion.engine.HoldableEngine")
-    actor = ray_cluster.remote(DiffusionServer).options(num_cpus=0, max_concurrency=100)
+    actor = ray_cluster.remote(WaitingServer).options(num_cpus=0, max_concurrency=100)
     servers = [actor.remote(given) for _ in range(2)]
     ray_cluster.get([server.statistics.remote() for server in servers], timeout=START_S)
     yield servers
@@ -45,8 +64,7 @@ def test_a_sample_moves_to_another_server_and_both_take_new_weights(servers, rig
 
     async def moved():
         tasks = [asyncio.ensure_future(to_task(first.generate.remote(request))) for request in requests]
-        while (await first.statistics.remote()).gate.in_flight < len(requests):
-            pass
+        await first.wait_for_arrivals.remote(len(requests))
         names = await first.drain.remote()
         outcomes = await asyncio.gather(*tasks)
         assert all(isinstance(outcome, Interrupted) for outcome in outcomes)
@@ -72,6 +90,7 @@ def test_a_sample_moves_to_another_server_and_both_take_new_weights(servers, rig
 
 CPU = torch.device("cpu")
 TRAINED_STEPS = 12
+MIX_WINDOW = 4
 PREFETCH = 4.0
 """So many waves of images wait in the engines that a job which reacts late still finds one half-way."""
 
@@ -82,23 +101,30 @@ class RecordingActor(FlowGrpoActor):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config, PATCH, CPU)
         self.trained: list[Any] = []
+        self.windows: list[set[SdeWindow]] = []
+        """Of each training step."""
         self.models = [copy.deepcopy(self.transformer)]
 
     def update(self, groups: Any) -> dict[str, float]:
-        self.trained += [result for group in groups for result in group.results]
+        results = [result for group in groups for result in group.results]
+        self.trained += results
+        self.windows.append({result.window for result in results})
         metrics = super().update(groups)
         self.models.append(copy.deepcopy(self.transformer))
         return metrics
 
 
-def job_config(model: Path, interrupt: str) -> DiffusionConfig:
-    """As many images a step as both servers have places for, every denoise step of each trained."""
+def job_config(model: Path, algorithm: str, interrupt: str) -> DiffusionConfig:
+    """As many images a step as both servers have places for, every denoise step of each in FlowGRPO's window."""
+    window = {"flow_grpo": TRAINED_STEPS, "mix_grpo": MIX_WINDOW}[algorithm]
     return DiffusionConfig.from_mapping(
         {
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"prompts": "unused"},
             "trainer": {"output_dir": "unused", "reward": "un.used", "train_batch_size": 2, "timeout_s": 60.0},
-            "algorithm": {"sde_window_size": TRAINED_STEPS, "sde_window_last": TRAINED_STEPS, "clip_ratio": 0.1},
+            "algorithm": {
+                **{"name": algorithm, "sde_window_size": window, "sde_window_last": TRAINED_STEPS, "clip_ratio": 0.1}
+            },
             "rollout": {
                 **{"interrupt": interrupt, "n": 4, "num_steps": TRAINED_STEPS, "height": 64, "width": 64},
                 **{"max_num_seqs": 4, "num_servers": 2, "gpus_per_server": 0, "prefetch_factor": PREFETCH},
@@ -108,17 +134,22 @@ def job_config(model: Path, interrupt: str) -> DiffusionConfig:
     )
 
 
-@pytest.mark.parametrize("interrupt", ["hold", "snapshot"])
+@pytest.mark.parametrize(
+    ("algorithm", "interrupt"), [("flow_grpo", "hold"), ("flow_grpo", "snapshot"), ("mix_grpo", "snapshot")]
+)
 def test_a_job_trains_on_what_its_updates_interrupted(
-    servers: list[Any], rig: Rig, tiny_qwen_image: Path, interrupt: str
+    servers: list[Any], rig: Rig, tiny_qwen_image: Path, algorithm: str, interrupt: str
 ):
-    """Each denoise step is by the weights of the version that it is marked with, whichever update came in between."""
-    config = job_config(tiny_qwen_image, interrupt)
+    """Each denoise step is by the weights of the version that it is marked with, whichever update came in between.
+
+    None is computed that no image has, and what one step of MixGRPO trains has one window.
+    """
+    config = job_config(tiny_qwen_image, algorithm, interrupt)
     actor = RecordingActor(config)
     replicas = Replicas(servers, workers_per_server=1, timeout_s=START_S, sample_timeout_s=START_S)
     job = DiffusionJob(
         config,
-        adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=True),
+        adapter=resolve(QWEN_IMAGE, algorithm, step_execution=True),
         replicas=replicas,
         actor=actor,
         tokenizer=rig.tokenizer,
@@ -126,26 +157,32 @@ def test_a_job_trains_on_what_its_updates_interrupted(
         reward=redness,
     )
 
-    async def trained():
-        await replicas.drain()
-        await replicas.update(actor.weights, 0, CPU, START_S)
-        await replicas.resume()
-        metrics = [await job.step() for _ in range(4)]
-        await job.end()
-        return metrics
+    async def computed() -> int:
+        return sum(await asyncio.gather(*(server.count_steps.remote() for server in servers)))
 
-    metrics = asyncio.run(trained())
+    async def trained():
+        await replicas.update(actor.weights, 0, CPU, START_S)
+        before = await computed()
+        metrics = [await job.step() for _ in range(4)]
+        left = [sampled.result for task in job._groups.values() for sampled in (await task).sampled]
+        return metrics, left, await computed() - before
+
+    metrics, left, num_computed = asyncio.run(trained())
+    assert num_computed == TRAINED_STEPS * (len(actor.trained) + len(left))
     assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
     assert (sum(row["partial_rollout/snapshots"] for row in metrics) > 0) == (interrupt == "snapshot")
-    assert {row["partial_rollout/repeated_steps"] for row in metrics} == {0}
     spanning = [result for result in actor.trained if len(set(result.versions)) > 1]
     assert spanning
     for result in spanning:
         assert list(result.versions) == sorted(result.versions)
         for version in set(result.versions):
-            taken = torch.tensor([found == version for found in result.versions])
-            deviation = (recomputed(actor.models[version], result) - result.log_probs)[taken].abs().max()
-            assert deviation < 1e-5, f"{result.request_id} by version {version}"
+            logged = result.versions[result.window.start : result.window.stop]
+            taken = torch.tensor([found == version for found in logged])
+            deviations = (recomputed(actor.models[version], result) - result.log_probs)[taken].abs()
+            assert (deviations < 1e-5).all(), f"{result.request_id} by version {version}"
+    if algorithm == "mix_grpo":
+        assert all(len(windows) == 1 for windows in actor.windows)
+        assert len(set.union(*actor.windows)) > 1
 
 
 async def to_task(reference: Any) -> Any:

@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 import torch
 
+from partial_rollout.core.gate import GateState
 from partial_rollout.core.sampling import Interrupted, SampleRequest, SamplingLimits
 from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion import server as server_module
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
 from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
-from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
+from partial_rollout.diffusion.server import FORGET, PACK, DiffusionServer, ServerOptions
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
-from partial_rollout.errors import DrainTimeout, EngineDead, EngineError, WeightUpdateError
+from partial_rollout.errors import (
+    DrainTimeout,
+    EngineDead,
+    EngineError,
+    IllegalTransition,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 TRAJECTORY = {
@@ -30,7 +38,6 @@ TRAJECTORY = {
     "timesteps": None,
     "sigmas": torch.tensor([1.0, 0.0]),
     "versions": [0],
-    "num_computed": 1,
     "prompt_embeds": torch.zeros(1, 1, 1),
 }
 
@@ -44,6 +51,7 @@ class FakeOmni:
         FakeOmni.instance = self
         self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
         self.num_steps, self.update_error, self.is_shut_down = 0, None, False
+        self.unanswered, self.aborted, self.ack_error = [], [], None
         self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
@@ -52,26 +60,49 @@ class FakeOmni:
         yield await self.queues[name].get()
 
     def let_in(self, name):
-        self.params[name].extra_args[OPTIONS_KEY].on_arrival()
+        self.params[name].extra_args[OPTIONS_KEY].on_arrival(lambda: self.aborted.append(name))
 
     async def collective_rpc(self, method, timeout, kwargs):
         self.calls.append(method)
+        answer = self.answer(method, kwargs)
+        self.lose(method)
+        return [answer]
+
+    def lose(self, method):
+        if method in self.unanswered:
+            self.unanswered.remove(method)
+            raise WaitTimeout(f"the answer to {method!r} was lost")
+
+    def answer(self, method, kwargs):
         if method == HOLD:
             unstarted = sorted(set(self.queues) - self.begun - self.finished)
-            return [{"unstarted": unstarted, "num_denoise_steps": self.num_steps}]
+            return {"unstarted": unstarted, "num_denoise_steps": self.num_steps}
         if method == BOUNDARY:
-            return [[self.num_steps]]
-        if method == "take_samples":
-            return [[Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]]
+            return [self.num_steps]
+        if method == PACK:
+            return [Report(value={name: self.snapshot(name) for name in self.begun - self.finished})]
+        if method == FORGET:
+            self.begun -= set(kwargs["names"])
         if method == "receive_weights":
-            return [[Report(value=kwargs["version"], error=self.update_error)]]
-        return [None]
+            return [Report(value=kwargs["version"], error=self.update_error)]
+        return None
 
     @property
     def finished(self):
         return {name for name, queue in self.queues.items() if not queue.empty()}
 
+    async def sleep(self, level):
+        return self.acknowledge(f"sleep {level}")
+
+    async def wake_up(self):
+        return self.acknowledge("wake_up")
+
+    def acknowledge(self, call):
+        self.calls.append(call)
+        return [SimpleNamespace(status="ERROR" if self.ack_error else "SUCCESS", error_msg=self.ack_error)]
+
     async def abort(self, names):
+        self.lose("abort")
         for name in names:
             self.queues[name].put_nowait(SimpleNamespace(images=[], multimodal_output={}))
 
@@ -104,13 +135,14 @@ def server(omni):
     assert FakeOmni.instance.is_shut_down
 
 
-def make_server(*, stepwise=True, timeout_s=10.0):
+def make_server(*, stepwise=True, timeout_s=10.0, sleep_mode=False):
     return DiffusionServer(
         ServerOptions(
             model_path="m",
             adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=stepwise),
             limits=SamplingLimits(sizes=((8, 8),), multiple=8, max_steps=3),
             timeout_s=timeout_s,
+            sleep_mode=sleep_mode,
         )
     )
 
@@ -141,10 +173,28 @@ async def test_a_drain_brings_back_each_as_it_stands(server):
     assert (first.step_index, second) == (2, Interrupted(None, 0, 0))
     assert first.snapshot is not None
     assert third.request_id == "done"
-    assert FakeOmni.instance.calls == [HOLD, "take_samples"]
+    assert FakeOmni.instance.calls == [HOLD, PACK, FORGET]
     statistics = server.statistics()
     assert (statistics.num_finished, statistics.num_interrupted, statistics.gate.in_flight) == (1, 2, 0)
     assert statistics.holders == ["drain"]
+
+
+@pytest.mark.parametrize("lost", [HOLD, PACK, "abort", FORGET])
+async def test_wherever_a_drain_stops_short_the_engine_stands_and_the_next_one_ends_it(server, lost):
+    begun, waiting = await start(server, "begun", "waiting")
+    FakeOmni.instance.begun = {"begun#0"}
+    FakeOmni.instance.unanswered = [lost]
+    with pytest.raises(DrainTimeout):
+        await server.drain()
+    with pytest.raises(IllegalTransition, match="gate draining"):
+        await server.resume()
+    assert RELEASE not in FakeOmni.instance.calls
+    await server.drain()
+    assert (await begun).step_index == 2
+    assert (await waiting).snapshot is None
+    assert server._interrupted == {}
+    await server.resume()
+    assert server.statistics().gate.state is GateState.OPEN
 
 
 async def test_after_a_drain_requests_park_until_the_server_resumes(server):
@@ -177,6 +227,53 @@ async def test_a_drain_during_an_update_goes_on_when_both_let_go(server):
     assert RELEASE not in FakeOmni.instance.calls
     await server.resume()
     assert FakeOmni.instance.calls[-1] == RELEASE
+
+
+@pytest.mark.parametrize(("hold", "go_on"), [("hold", "release"), ("drain", "resume")])
+async def test_an_engine_that_did_not_answer_the_release_is_told_again(server, hold, go_on):
+    await getattr(server, hold)()
+    FakeOmni.instance.unanswered = [RELEASE]
+    with pytest.raises(WaitTimeout, match="was lost"):
+        await getattr(server, go_on)()
+    await getattr(server, go_on)()
+    assert FakeOmni.instance.calls.count(RELEASE) == 2
+    assert server.statistics().gate.state is GateState.OPEN
+
+
+@pytest.fixture
+def sleeper(omni):
+    server = make_server(sleep_mode=True)
+    yield server
+    server.shutdown()
+
+
+async def test_a_drained_engine_sleeps_and_is_used_again_when_it_is_awake(sleeper):
+    with pytest.raises(IllegalTransition, match="gate open: a drain has to come first"):
+        await sleeper.sleep()
+    await sleeper.drain()
+    await sleeper.sleep()
+    for call in (sleeper.resume(), sleeper.receive_weights(1, 5.0)):
+        with pytest.raises(EngineError, match="sleeps"):
+            await call
+    await sleeper.wake()
+    await sleeper.receive_weights(1, 5.0)
+    await sleeper.resume()
+    assert FakeOmni.instance.calls[-4:] == ["sleep 1", "wake_up", "receive_weights", RELEASE]
+    await sleeper.wake()
+    assert FakeOmni.instance.calls.count("wake_up") == 1
+
+
+async def test_an_engine_that_failed_to_wake_is_not_used(sleeper):
+    await sleeper.drain()
+    await sleeper.sleep()
+    FakeOmni.instance.ack_error = "no memory"
+    with pytest.raises(EngineError, match="'wake_up' failed in the diffusion engine: no memory"):
+        await sleeper.wake()
+    with pytest.raises(EngineError, match="sleeps"):
+        await sleeper.resume()
+    FakeOmni.instance.ack_error = None
+    await sleeper.wake()
+    await sleeper.resume()
 
 
 async def test_half_an_update_ends_all_use(server):
@@ -246,6 +343,28 @@ async def test_who_gives_up_on_the_way_is_not_waited_for_and_may_still_arrive(se
     FakeOmni.instance.let_in(name)
     await let_run()
     assert failures == []
+    assert FakeOmni.instance.aborted == [name]  # it would run for nobody
+
+
+async def test_who_gives_up_after_the_arrival_is_aborted_as_well(server):
+    """AsyncOmni's abort may have passed the request on the way and found nothing."""
+    [task] = await start(server, "r")
+    await let_run()
+    assert FakeOmni.instance.aborted == []
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert FakeOmni.instance.aborted == ["r#0"]
+
+
+async def test_nothing_is_kept_of_a_request_that_was_given_up(server):
+    given_up, kept = await start(server, "given up", "kept")
+    FakeOmni.instance.begun = {"given up#0", "kept#1"}
+    await let_run()
+    given_up.cancel()
+    await server.drain()
+    assert (await kept).step_index == 2
+    assert server._interrupted == {}
 
 
 async def test_a_request_that_never_arrives_is_named(omni):
@@ -281,6 +400,13 @@ async def test_whole_requests_cannot_be_held(omni):
     with pytest.raises(EngineError, match=r"rollout\.step_execution=true"):
         await server.hold()
     server.shutdown()
+
+
+async def test_an_engine_without_sleep_mode_is_not_sent_to_sleep(server):
+    await server.drain()
+    with pytest.raises(EngineError, match="sleep_mode=False"):
+        await server.sleep()
+    await server.resume()
 
 
 async def test_an_answer_without_an_image_is_an_error(server):

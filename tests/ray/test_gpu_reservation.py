@@ -11,13 +11,15 @@ from partial_rollout.diffusion.resources import VISIBLE, reserve_gpu
 from partial_rollout.errors import ConfigError, WaitTimeout
 
 START_S = 60.0
+PAUSE_S = 0.1
+"""Ray tells nobody when its count has changed."""
 
 
 def gpus_left(ray):
     """What Ray has to give, as soon as that is nothing; its count is a little behind."""
     deadline_s = time.monotonic() + START_S
     while (left := ray.available_resources().get("GPU", 0)) and time.monotonic() < deadline_s:
-        pass
+        time.sleep(PAUSE_S)
     return left
 
 

@@ -22,7 +22,6 @@ def make_result(
         "timesteps": torch.tensor([1000.0, 500.0]),
         "sigmas": torch.tensor([1.0, 0.6, 0.3, 0.0]),
         "versions": versions,
-        "num_computed": 3,
         "prompt_embeds": torch.ones(1, 3, 5),
         "negative_prompt_embeds": None,
     }

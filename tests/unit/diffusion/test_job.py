@@ -20,7 +20,7 @@ class FakeReplicas:
 
     def __init__(self, ready):
         self.ready, self.events, self.requests, self.waiting = ready, [], [], []
-        self.version, self.failure, self.slow, self.num_computed = 0, None, set(), 3
+        self.version, self.failure, self.slow = 0, None, set()
 
     async def sample(self, request):
         self.requests.append(request)
@@ -37,7 +37,6 @@ class FakeReplicas:
             versions,
             level=len(self.requests),
             window=request.window,
-            num_computed=self.num_computed,
         )
         return Sampled(result, 0)
 
@@ -110,7 +109,7 @@ async def test_a_step_interrupts_trains_updates_and_goes_on():
     assert replicas.events == ["hold", "train", "update 1", "release"]
     assert len(replicas.requests) == 8  # two groups of two to train, and as many ahead
     assert metrics["partial_rollout/groups_in_flight"] == 2
-    assert metrics["partial_rollout/resumed"] == metrics["partial_rollout/repeated_steps"] == 0
+    assert metrics["partial_rollout/resumed"] == 0
     assert metrics["partial_rollout/stale_step_share"] == 0.0
     await job.end()
 
@@ -119,11 +118,9 @@ async def test_what_was_interrupted_is_trained_in_the_next_step_and_counted():
     replicas = FakeReplicas(ready=4)
     job = make_job(replicas)
     await job.step()
-    replicas.num_computed = 5  # of 3 steps
     metrics = await job.step()
     trained = [result.request_id for groups in job._actor.trained for group in groups for result in group.results]
     assert len(set(trained)) == len(trained) == 8
-    assert metrics["partial_rollout/repeated_steps"] == 4 * 2
     assert metrics["partial_rollout/resumed"] == 4
     assert metrics["partial_rollout/stale_step_share"] == 0.5
     await job.end()

@@ -81,8 +81,9 @@ def test_other_bytes_are_refused():
             unpack(wrong, CPU, "r#1")
     with pytest.raises(DataError, match="damaged"):
         unpack(data[:-4], CPU, "r#1")
-    with pytest.raises(DataError, match="format 2"):
-        read_header(data.replace(b'\\"format\\": 1', b'\\"format\\": 2'))
+    for other in (1, 3):
+        with pytest.raises(DataError, match=f"format {other} is not format 2"):
+            unpack(data.replace(b'\\"format\\": 2', f'\\"format\\": {other}'.encode()), CPU, "r#1")
 
 
 def test_a_generator_of_a_device_that_is_not_here_is_named():
