@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def _run(task: Path, folder: Path, past: str) -> Job:
-    """Every second group is long, 16 are in flight: the first batch is of short ones only, with no old token."""
+    """Every second group is long, and 16 are in flight: long ones are interrupted when a batch is full."""
     job = run_job(
         task, folder, FLAG, *traced(task, folder, num_rows=64, every=2), f"trainer.total_training_steps={STEPS}",
         "partial_rollout.tail.max_staleness=0", f"partial_rollout.tail.past_staleness={past}",
@@ -31,7 +31,6 @@ def _run(task: Path, folder: Path, past: str) -> Job:
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert len(uids) == sum(uids.values()) == STEPS * BATCH
     # No token that the bound forbids is trained, nor masked: those groups never get into a batch.
-    assert all(row % 2 == 0 for row in _rows(job)[0])
     assert [step["partial_rollout/staleness_steps/max"] for step in job.steps] == [0] * STEPS
     return job
 
@@ -53,7 +52,7 @@ def test_groups_past_the_bound_are_dropped_and_fresh_ones_replace_them(task: Pat
 
 def test_groups_past_the_bound_begin_again_and_are_trained_whole(task: Path, tmp_path: Path) -> None:
     job = _run(task, tmp_path, "restart")
-    again = [row for row in _rows(job)[1] if row % 2 == 1]
+    again = [row for rows in _rows(job)[1:] for row in rows if row % 2 == 1 and row < 2 * BATCH]
     assert again  # they had begun with the first batch's, and lost what they had by its end
-    assert job.steps[1]["response_length/max"] == LONG
+    assert LONG in {step["response_length/max"] for step in job.steps[1:]}
     assert job.steps[-1]["partial_rollout/queue/restarted"] >= BATCH // 2
