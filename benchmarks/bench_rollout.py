@@ -17,13 +17,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -33,8 +32,11 @@ from tqdm import tqdm
 from benchmarks.engine_gauges import RunningRequests
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
+
+if TYPE_CHECKING:
+    import subprocess
 
 JOB_TIMEOUT_S = 1800.0
 SAMPLE_INTERVAL_S = 0.5
@@ -132,6 +134,13 @@ MODES: dict[str, list[str]] = {
     "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
 
+CPU_MODES = [mode for mode in MODES if mode != "partial_offload_kv"]
+
+
+def mode_options(mode: str, slots: int) -> list[str]:
+    """Hydra overrides of a mode, for a job with so many slots."""
+    return [option.format(slots=slots, twice_slots=2 * slots) for option in MODES[mode]]
+
 
 def lengths(workload: Workload, num_prompts: int) -> np.ndarray:
     """Response lengths, shape (num_prompts, group)."""
@@ -193,38 +202,29 @@ class Bench:
             "data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0.0",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT / 'benchmarks' / 'trace_agent.yaml'}",
             f"trainer.total_training_steps={load.steps}", "actor_rollout_ref.rollout.disable_log_stats=False",
-            *(option.format(slots=slots, twice_slots=2 * slots) for option in MODES[mode]), *self.overrides,
+            *mode_options(mode, slots), *self.overrides,
         ])  # fmt: skip
 
     def run(self, mode: str, repeat: int, lane: Lane) -> dict[str, Any]:
         """Run one job; returns its per-step metrics after the warm-up."""
         load = os.getloadavg()[0]
         folder = self.work / f"{mode}-{repeat}"
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics = folder / "metrics.jsonl"
-        environment = job_environment(metrics) | lane.environment
         started = time.monotonic()
-        with (folder / "log.txt").open("w") as log:
-            command = lane.pinned(self.command(mode, folder))
-            job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
-            try:
-                profile, in_use = self._watch(job, metrics)
-            finally:
-                end_job(job)
-        if job.returncode:
-            raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
-        kept = [_pick(step) for step in read_steps(metrics)[self.workload.skip :]]
+        with training_job(self.command(mode, folder), folder, lane) as job:
+            profile, in_use = self._watch(job, folder)
+        require_success(job, mode, folder)
+        kept = [_pick(step) for step in read_steps(folder)[self.workload.skip :]]
         job_s = time.monotonic() - started
         record = {"trace": self.trace.parent.name, "load_average_at_start": load, "mode": mode, "repeat": repeat}
         record |= {"job_s": job_s, "slots_in_use": in_use, "cores": lane.cores}
         return record | {"cpu_share": profile.shares(), "steps": kept}
 
-    def _watch(self, job: subprocess.Popen[bytes], metrics: Path) -> tuple[CpuProfile, float | None]:
+    def _watch(self, job: subprocess.Popen[Any], folder: Path) -> tuple[CpuProfile, float | None]:
         """Sample a job until it ends; its processor use and the share of engine slots in use."""
         profile, engines = CpuProfile(job.pid), RunningRequests()
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while job.poll() is None and time.monotonic() < deadline:
-            measuring = len(read_steps(metrics)) >= self.workload.skip
+            measuring = len(read_steps(folder)) >= self.workload.skip
             profile.sample(measuring=measuring)
             if measuring:
                 engines.find(profile.processes())
@@ -354,8 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rollout"), help="logs and traces")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/bench_rollout.json")
-    on_cpus = [mode for mode in MODES if mode != "partial_offload_kv"]
-    parser.add_argument("--modes", nargs="+", default=on_cpus, choices=on_cpus)
+    parser.add_argument("--modes", nargs="+", default=CPU_MODES, choices=CPU_MODES)
     parser.add_argument("--traces", nargs="+", default=["long_tail"], choices=list(TRACES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--most-jobs", type=int, help="stop after so many; the same command goes on")

@@ -23,16 +23,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.bench_rollout import MODES
+from benchmarks.bench_rollout import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
 WINDOW = 10
 """Steps of the from/to numbers at each end, and of the drawn means."""
 WARMUP_STEPS = 5
+SLOTS = 64
+"""Of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
 COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
@@ -41,22 +43,14 @@ COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
 def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lane) -> dict[str, Any]:
     """One training job; its curves."""
     folder = options.work.resolve() / f"{mode}-{seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
     command = training_command(task, folder, [
         f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
-        f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *MODES[mode], *options.overrides,
+        f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *mode_options(mode, SLOTS), *options.overrides,
     ])  # fmt: skip
-    environment = job_environment(metrics) | lane.environment
-    with (folder / "log.txt").open("w") as log:
-        job = subprocess.Popen(lane.pinned(command), env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(JOB_TIMEOUT_S)
-        end_job(job)
-    if job.returncode:
-        raise subprocess.CalledProcessError(job.returncode, f"{mode}, see {folder / 'log.txt'}")
-    return curves(mode, seed, read_steps(metrics))
+    with training_job(command, folder, lane) as job, suppress(subprocess.TimeoutExpired):
+        job.wait(JOB_TIMEOUT_S)
+    require_success(job, mode, folder)
+    return curves(mode, seed, read_steps(folder))
 
 
 def curves(mode: str, seed: int, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +120,7 @@ def _trailing_mean(values: list[float]) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=list(COMPARED), choices=CPU_MODES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--at-once", type=int, default=1, help="jobs side by side, each on two cores")

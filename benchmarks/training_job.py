@@ -6,13 +6,24 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from benchmarks.lanes import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ROOT = Path(__file__).resolve().parents[1]
+METRICS, LOG = "metrics.jsonl", "log.txt"
+"""In a job's folder."""
+TRAINING_ONLY = (
+    "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
+)  # fmt: skip
+"""Of jobs that neither validate nor leave anything."""
 STOP_S = 20.0
 """From asking a job to end to killing it."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
@@ -25,26 +36,44 @@ def training_command(task: Path, folder: Path, overrides: list[str]) -> list[str
         sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
         f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
         f"actor_rollout_ref.model.path={task / 'model'}",
-        "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
+        *TRAINING_ONLY,
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
         *overrides,
     ]  # fmt: skip
 
 
-def job_environment(metrics: Path) -> dict[str, str]:
-    """Variables of a job that writes its metrics to this file."""
+@contextmanager
+def training_job(command: list[str], folder: Path, lane: Lane | None = None) -> Iterator[subprocess.Popen[Any]]:
+    """A job that runs in `folder`, where its log and metrics go; it is over on exit, with all that it has started."""
+    lane = lane or Lane()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS).unlink(missing_ok=True)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": paths}
+    variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths}
+    with (folder / LOG).open("w") as log:
+        options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
+        job = subprocess.Popen(lane.pinned(command), env=os.environ | variables | lane.environment, **options)
+        try:
+            yield job
+        finally:
+            _end(job)
 
 
-def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Metrics of the training steps that have ended."""
+def require_success(job: subprocess.Popen[Any], name: str, folder: Path) -> None:
+    """Raise CalledProcessError, which says where the log is, unless the job has ended with 0."""
+    if job.returncode:
+        raise subprocess.CalledProcessError(job.returncode, f"{name}, see {folder / LOG}")
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of the training steps that the job of this folder has ended."""
+    metrics = folder / METRICS
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     steps = [json.loads(line)["data"] for line in lines]
     return [step for step in steps if "timing_s/gen" in step]
 
 
-def end_job(job: subprocess.Popen[Any]) -> None:
+def _end(job: subprocess.Popen[Any]) -> None:
     """End a job, if it has not, and all that it has started, some of which has left its session."""
     if job.poll() is not None:
         return

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,11 +19,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench_rollout import MODES, summarise
+from benchmarks.bench_rollout import MODES, mode_options, summarise
 from benchmarks.gpu.all import SIZES, TINY, devices, versions
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_job, job_environment, read_steps, training_command
+from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job
 
 if TYPE_CHECKING:
     from benchmarks.bench_rollout import Workload
@@ -33,7 +32,6 @@ COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
 SKIP = 2
 """Steps that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
 PROMPT_TOKENS = 256
-METRICS = "metrics.jsonl"
 POLL_S = 0.5
 KEPT = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "timing_s/update_actor", "perf/total_num_tokens")
 
@@ -81,15 +79,14 @@ def on_a_gpu(memory: float) -> list[str]:
         f"{rollout}.gpu_memory_utilization={memory}", f"{rollout}.free_cache_engine=False",
         f"{rollout}.agent.num_workers=1", "reward.num_workers=1", "ray_kwargs.ray_init.num_cpus=64",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1", "trainer.n_gpus_per_node=1",
-        "trainer.logger=[console,file]", "trainer.val_before_train=False", "trainer.save_freq=-1",
-        "trainer.test_freq=-1", "trainer.resume_mode=disable", "trainer.total_epochs=1000",
+        "trainer.logger=[console,file]", "trainer.total_epochs=1000", *TRAINING_ONLY,
     ]  # fmt: skip
 
 
 def command(mode: str, folder: Path, load: Workload, shared: list[str], *, memory: float | None) -> list[str]:
     """The training job of one mode on a GPU, or on a CPU without a share of GPU `memory`."""
     slots = load.batch * load.group
-    own = [*shared, *(option.format(slots=slots, twice_slots=2 * slots) for option in MODES[mode])]
+    own = [*shared, *mode_options(mode, slots)]
     if memory is None:
         return training_command(folder, folder, own)
     main = [sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
@@ -99,20 +96,13 @@ def command(mode: str, folder: Path, load: Workload, shared: list[str], *, memor
 
 def run_job(words: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
     """Run one job for up to `limit_s`; its steps after the first ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / METRICS).unlink(missing_ok=True)
-    metrics, started_s, first_step_s = folder / METRICS, time.monotonic(), None
-    with (folder / "log.txt").open("w") as log:
-        options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
-        job = subprocess.Popen(words, env=job_environment(metrics), **options)
-        try:
-            while job.poll() is None and time.monotonic() - started_s < limit_s:
-                time.sleep(POLL_S)
-                if first_step_s is None and read_steps(metrics):
-                    first_step_s = time.monotonic() - started_s
-        finally:
-            end_job(job)
-    steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(metrics)[SKIP:]]
+    started_s, first_step_s = time.monotonic(), None
+    with training_job(words, folder) as job:
+        while job.poll() is None and time.monotonic() - started_s < limit_s:
+            time.sleep(POLL_S)
+            if first_step_s is None and read_steps(folder):
+                first_step_s = time.monotonic() - started_s
+    steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(folder)[SKIP:]]
     return {"job_s": time.monotonic() - started_s, "first_step_s": first_step_s, "code": job.returncode, "steps": steps}
 
 

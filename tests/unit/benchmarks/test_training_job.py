@@ -1,0 +1,44 @@
+"""Jobs that a benchmark starts, and the options of its modes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.bench_rollout import MODES, mode_options
+from benchmarks.training_job import LOG, METRICS, read_steps, require_success, training_job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_option_of_a_mode_is_left_to_be_filled_in(mode: str) -> None:
+    assert not [option for option in mode_options(mode, 48) if "{" in option]
+
+
+def test_adaptive_slots_start_from_the_job_s_own() -> None:
+    options = mode_options("partial_adaptive", 48)
+    assert "partial_rollout.num_slots=48" in options
+    assert "actor_rollout_ref.rollout.max_num_seqs=96" in options
+
+
+def test_a_job_is_over_when_who_waits_for_it_fails(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        training_job([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path) as job,
+    ):
+        raise KeyboardInterrupt
+    assert job.poll() is not None
+
+
+def test_a_job_has_its_log_and_no_metrics_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"data": {"timing_s/gen": 1.0}}\n')
+    with training_job([sys.executable, "-c", "print('said'); raise SystemExit(3)"], tmp_path) as job:
+        job.wait(60)
+    assert (read_steps(tmp_path), (tmp_path / LOG).read_text()) == ([], "said\n")
+    with pytest.raises(subprocess.CalledProcessError, match="the job, see .*log.txt"):
+        require_success(job, "the job", tmp_path)
