@@ -28,11 +28,13 @@ class RunningRequests:
         if not self._pages:
             self._pages = {page for process in processes for page in _pages(process) if _read(page) is not None}
 
-    def sample(self) -> None:
-        """Append the present sum over engines; nothing while none answers."""
+    def sample(self) -> float | None:
+        """Append the present sum over engines, and return it; nothing while none answers."""
         running = [value for value in map(_read, self._pages) if value is not None]
-        if running:
-            self.samples.append(sum(running))
+        if not running:
+            return None
+        self.samples.append(sum(running))
+        return self.samples[-1]
 
     def utilisation(self, num_slots: int) -> float | None:
         """Share of slots in use, over the moments at which any is."""

@@ -1,4 +1,4 @@
-"""Jobs of a benchmark at the same time, each on processor cores of its own, so that none waits for another."""
+"""Jobs of a benchmark at the same time, each on cores or GPUs of its own, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ CORES_EACH = 2
 
 @dataclass(frozen=True)
 class Lane:
-    """The cores of one job; none: those of the benchmark itself."""
+    """The cores and the GPUs of one job; none: those of the benchmark itself."""
 
     cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
 
     def pinned(self, command: list[str]) -> list[str]:
         """The command, on these cores only."""
@@ -29,9 +30,13 @@ class Lane:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its jobs: else Ray starts a process for each core of the machine, and these never get ready."""
+        """Variables of its jobs: its GPUs, and that Ray starts no process for each core of the machine beforehand.
+
+        Pinned to two cores these would never get ready.
+        """
         switches = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
-        return dict.fromkeys(switches, "0") if self.cores else {}
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        return own | (dict.fromkeys(switches, "0") if self.cores else {})
 
 
 def make_lanes(number: int) -> list[Lane]:

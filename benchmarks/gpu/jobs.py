@@ -1,10 +1,12 @@
 """Whole training jobs on one GPU: verl's `sync` and `colocate_async`, and ours, with the same model, data and lengths.
 
     PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.jobs --shape qwen3-0.6b --budget-s 560 --out $OUT/jobs
+    python3 -m benchmarks.gpu.jobs --shape 4b --batch 16 --gpus 0 1 2 --modes sync colocate_async partial_reuse_kv ...
     python -m benchmarks.gpu.jobs --shape tiny --modes partial_rollout --steps 4 --out /tmp/jobs     # on a CPU
 
-Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Jobs are interleaved
-and stored one by one (`jobs.json`). A job that does not end within the budget is stored with the steps that it has.
+Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Jobs are interleaved,
+or run side by side on the GPUs that `--gpus` names, and are stored one by one (`jobs.json`, for
+`python -m benchmarks.gpu.plots`). A job that does not end within the budget is stored with the steps that it has.
 """
 
 from __future__ import annotations
@@ -15,15 +17,22 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from benchmarks.bench_rollout import MODES, mode_options, summarise
+from benchmarks.engine_gauges import RunningRequests
 from benchmarks.gpu.all import SIZES, TINY, devices, versions
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
+from benchmarks.lanes import Lane, side_by_side
 from benchmarks.result import circumstances, store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job
+from partial_rollout.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from benchmarks.bench_rollout import Workload
@@ -32,6 +41,8 @@ COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
 SKIP = 2
 """Steps that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
 PROMPT_TOKENS = 256
+ROW_TOKENS = 12_288
+"""Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
 POLL_S = 0.5
 KEPT = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "timing_s/update_actor", "perf/total_num_tokens")
 
@@ -70,12 +81,13 @@ def settings(folder: Path, load: Workload, prompt_tokens: int) -> list[str]:
 
 
 def on_a_gpu(memory: float) -> list[str]:
-    """Engine and trainer together in one GPU's memory; no flash-attention, so padded rows."""
+    """Engine and trainer together in one GPU's memory; rows are packed, without flash-attention."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return [
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa", f"{actor}.strategy=fsdp2",
-        f"{actor}.ppo_max_token_len_per_gpu=24576", f"{actor}.use_torch_compile=False",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={PACKED_ATTENTION}", f"{actor}.strategy=fsdp2",
+        f"{actor}.fsdp_config.model_dtype=bfloat16",
+        f"{actor}.ppo_max_token_len_per_gpu={ROW_TOKENS}", f"{actor}.use_torch_compile=False",
         f"{rollout}.gpu_memory_utilization={memory}", f"{rollout}.free_cache_engine=False",
         f"{rollout}.agent.num_workers=1", "reward.num_workers=1", "ray_kwargs.ray_init.num_cpus=64",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1", "trainer.n_gpus_per_node=1",
@@ -88,22 +100,44 @@ def command(mode: str, folder: Path, load: Workload, shared: list[str], *, memor
     slots = load.batch * load.group
     own = [*shared, *mode_options(mode, slots)]
     if memory is None:
-        return training_command(folder, folder, own)
+        # verl's trainer cuts a batch into whole micro-batches only, and the quickstart's are larger than this batch.
+        rows = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
+        return training_command(folder, folder, [*own, *(f"actor_rollout_ref.{name}={load.group}" for name in rows)])
     main = [sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
     places = [f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"]
     return [*main, *on_a_gpu(memory), *places, *own]
 
 
-def run_job(words: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run one job for up to `limit_s`; its steps after the first ones."""
-    started_s, first_step_s = time.monotonic(), None
-    with training_job(words, folder) as job:
-        while job.poll() is None and time.monotonic() - started_s < limit_s:
+def run_job(
+    words: list[str], folder: Path, limit_s: float, lane: Lane | None = None, skip: int = SKIP
+) -> dict[str, Any]:
+    """Run one job for up to `limit_s`; its steps after the first ones, the ends of all, and how many requests ran.
+
+    Times are seconds from its start; samples are [time, requests in the engines' batches], from the first step on.
+    """
+    started_s = time.monotonic()
+    ends_s: list[float] = []
+    samples: list[list[float]] = []
+    engines = RunningRequests()
+    with training_job(words, folder, lane) as job:
+        while job.poll() is None and (now_s := time.monotonic() - started_s) < limit_s:
+            ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
+            if ends_s:
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    engines.find(psutil.Process(job.pid).children(recursive=True))
+                running = engines.sample()
+                samples += [] if running is None else [[round(now_s, 1), running]]
             time.sleep(POLL_S)
-            if first_step_s is None and read_steps(folder):
-                first_step_s = time.monotonic() - started_s
-    steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(folder)[SKIP:]]
-    return {"job_s": time.monotonic() - started_s, "first_step_s": first_step_s, "code": job.returncode, "steps": steps}
+    steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(folder)[skip:]]
+    times = {"job_s": time.monotonic() - started_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
+    return {**times, "code": job.returncode, "steps": steps, "samples": samples}
+
+
+def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
+    """Share of the slots that ran over the measured steps, while any did."""
+    since_s = job["ends_s"][SKIP - 1] if len(job["ends_s"]) >= SKIP else float("inf")
+    busy = [running for at_s, running in job["samples"] if at_s >= since_s and running]
+    return sum(busy) / (len(busy) * num_slots) if busy else None
 
 
 def _is_kept(name: str) -> bool:
@@ -121,36 +155,64 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--repeats", type=int, default=1)
     line.add_argument("--steps", type=int, default=6, help=f"of a job, the first {SKIP} are left out (%(default)s)")
     line.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
+    line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
     for name in ("batch", "group", "seed"):
         line.add_argument(f"--{name}", type=int, help=SIZES[name])
     return line
 
 
-def main() -> None:
-    """Run the jobs, and store what they measured."""
-    options = parser().parse_args()
-    ends_s = time.monotonic() + options.budget_s
-    sizes = {name: getattr(options, name) for name in ("batch", "group", "seed") if getattr(options, name) is not None}
-    load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
-    about = circumstances(options) | {"devices": devices(), "versions": versions(), "workload": asdict(load)}
-    del about["options"]["out"]
-    on_a_cpu = options.shape == "tiny"
-    prompt_tokens, memory = (TINY["prompt_tokens"], None) if on_a_cpu else (PROMPT_TOKENS, options.memory)
-    jobs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="pr-jobs-") as name:
-        folder = Path(name)
+class Jobs:
+    """The jobs of one load, and the file with what they measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Note under which circumstances."""
+        self._options, self._ends_s = options, time.monotonic() + options.budget_s
+        sizes = {name: getattr(options, name) for name in ("batch", "group", "seed")}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        self._load = replace(workload(options.shape, options.trace, **given), steps=options.steps, skip=SKIP)
+        about = circumstances(options) | {"devices": devices(), "versions": versions()}
+        del about["options"]["out"]
+        self._data = {**about, "engine": {"shape": options.shape}, "workload": asdict(self._load)}
+        self._jobs: list[dict[str, Any]] = []
+
+    def run(self, folder: Path) -> None:
+        """All of them, with model and prompts in `folder`; each is stored as soon as it ends."""
+        options, load = self._options, self._load
+        prompt_tokens = TINY["prompt_tokens"] if options.shape == "tiny" else PROMPT_TOKENS
         tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
         write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
         write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.batch * (load.steps + 4))
-        for repeat, mode in ((repeat, mode) for repeat in range(options.repeats) for mode in options.modes):
-            left_s = ends_s - time.monotonic()
-            if left_s > 0:
-                place = options.out.resolve() / f"{mode}-{repeat}"
-                words = command(mode, place, load, settings(folder, load, prompt_tokens), memory=memory)
-                jobs.append({"mode": mode, "repeat": repeat, "slots_in_use": None} | run_job(words, place, left_s))
-                whole = [job for job in jobs if len(job["steps"]) > 1]
-                store({**about, "summary": summarise(whole), "jobs": jobs}, options.out / "jobs.json")
-                print(jobs[-1], flush=True)
+        shared = settings(folder, load, prompt_tokens)
+        names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
+        lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or [Lane()]
+        for job in side_by_side([partial(self._run_one, shared, *name) for name in names], lanes):
+            if job is not None:
+                self._store(job)
+
+    def _run_one(self, shared: list[str], mode: str, repeat: int, lane: Lane) -> dict[str, Any] | None:
+        left_s = self._ends_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        place = self._options.out.resolve() / f"{mode}-{repeat}"
+        memory = None if self._options.shape == "tiny" else self._options.memory
+        job = run_job(command(mode, place, self._load, shared, memory=memory), place, left_s, lane)
+        in_use = slots_in_use(job, self._load.batch * self._load.group)
+        return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
+
+    def _store(self, job: dict[str, Any]) -> None:
+        self._jobs.append(job)
+        whole = [each for each in self._jobs if len(each["steps"]) > 1]
+        store({**self._data, "summary": summarise(whole), "jobs": self._jobs}, self._options.out / "jobs.json")
+        shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
+        print({name: job[name] for name in shown} | {"steps": len(job["steps"])}, flush=True)
+
+
+def main() -> None:
+    """Run the jobs, and store what they measured."""
+    options = parser().parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
+        Jobs(options).run(Path(folder))
 
 
 if __name__ == "__main__":

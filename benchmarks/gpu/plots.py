@@ -1,10 +1,10 @@
-"""Pictures of a result of `benchmarks.gpu.all`.
+"""Pictures of a result of `benchmarks.gpu.all` or `benchmarks.gpu.jobs`.
 
     python -m benchmarks.gpu.plots benchmarks/results/gpu/engine_8b_h200.json --out docs/img
 
-`slots_*`: requests in the engine's batch over the time of each mode's first block, on one axis, with the ends of its
-steps; `steps_*`: seconds of every measured step; `rates_*`: useful tokens/s against the bound of full slots; `curve_*`:
-decode step and tokens/s by concurrency, a line for each context length.
+`slots_*`: requests in the engine's batch over the time of each mode's first block or job, on one axis, with the ends of
+its steps; `steps_*`: seconds of generation in every measured step; `rates_*`: useful tokens/s against the bound of full
+slots, or tokens/s of whole steps; `curve_*`: decode step by concurrency, a line for each context length.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draw_steps(axes: Axes, result: Result) -> None:
         axes.plot([place] * len(walls), walls, "o", alpha=0.6)
         axes.plot(place, result["summary"][mode]["wall_s_median"], "k_", markersize=22)
     _name_modes(axes, result)
-    axes.set_ylabel("seconds of a step")
+    axes.set_ylabel("seconds of generation in a step")
     axes.set_ylim(bottom=0)
 
 
@@ -73,7 +73,7 @@ def draw_rates(axes: Axes, result: Result) -> None:
         axes.legend(fontsize=8, loc="lower right")
     axes.margins(y=0.12)
     _name_modes(axes, result)
-    axes.set_ylabel("useful tokens/s (number: time, sync = 1)")
+    axes.set_ylabel("tokens/s (number: time, sync = 1)")
 
 
 def _name_modes(axes: Axes, result: Result) -> None:
@@ -99,8 +99,28 @@ def draw_curve(axes: Axes, result: Result) -> None:
 PICTURES = {"slots": draw_slots, "steps": draw_steps, "rates": draw_rates}
 
 
+def as_blocks(result: Result) -> Result:
+    """A result of whole jobs as one of blocks: the first job of a mode is its block."""
+    load, trace = result["workload"], result["options"]["trace"]
+    slots, skip = load["batch"] * load["group"], load["skip"]
+    blocks = []
+    for job in result["jobs"]:
+        walls = [step["timing_s/gen"] for step in job["steps"]]
+        steps = [{"ended_s": end_s, "warmup": number < skip} for number, end_s in enumerate(job["ends_s"])]
+        steps = [{**step, "wall_s": wall_s} for step, wall_s in zip(steps, [0.0] * skip + walls, strict=False)]
+        samples = [[at_s, running, running] for at_s, running in job["samples"]]
+        blocks.append({"mode": job["mode"], "trace": trace, "slots": slots, "steps": steps, "samples": samples})
+    rows = {
+        mode: {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": row["tokens_per_s"]}
+        | ({"time_ratio": 1 / row["token_rate_ratio_to_sync"]} if "token_rate_ratio_to_sync" in row else {})
+        for mode, row in result["summary"].items()
+    }
+    return {**result, "blocks": blocks, "summary": {trace: rows}, "curve": {"cell": []}}
+
+
 def draw(result: Result, out: Path, name: str) -> list[Path]:
     """All pictures that the result has numbers for."""
+    result = as_blocks(result) if "jobs" in result else result
     where = f"{result['engine']['shape']}, {', '.join(result['devices']) or 'CPU'}"
     paths = []
     for trace, rows in result["summary"].items():

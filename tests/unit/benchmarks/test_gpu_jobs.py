@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.jobs import COMPARED, SKIP, command, run_job, settings
+from benchmarks.gpu.jobs import COMPARED, SKIP, command, run_job, settings, slots_in_use
 from benchmarks.gpu.session import CONFIGS
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
@@ -43,6 +43,12 @@ def test_a_job_s_steps_are_kept_after_the_first_ones(tmp_path):
     assert [step["timing_s/gen"] for step in job["steps"]] == list(range(SKIP, 4))
     assert set(job["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms"}
     assert json.dumps(job)
+
+
+def test_slots_in_use_are_those_of_the_measured_steps_while_any_runs():
+    samples = [[1.0, 1], [6.0, 8], [7.0, 0], [8.0, 4]]
+    assert slots_in_use({"ends_s": [2.0, 5.0, 9.0], "samples": samples}, 8) == 0.75
+    assert slots_in_use({"ends_s": [2.0], "samples": samples}, 8) is None
 
 
 def test_a_job_is_ended_at_its_limit_with_what_it_started(tmp_path):

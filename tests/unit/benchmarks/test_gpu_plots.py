@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_rollout import summarise
 from benchmarks.gpu.plots import draw
 from benchmarks.gpu.summary import by_trace
 from tests.unit.benchmarks.support import block, sample, step
@@ -28,3 +29,16 @@ def test_pictures(tmp_path, modes, cells, kinds):
     paths = draw(result(modes=modes, cells=cells), tmp_path, "x")
     assert len(paths) == kinds
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_pictures_of_whole_jobs(tmp_path):
+    """One of them was cut off before a measured step ended."""
+    steps = [{"timing_s/gen": 4.0, "timing_s/step": 6.0, "perf/total_num_tokens": 100} for _ in range(2)]
+    samples = [[float(second), 8 - second % 3] for second in range(40)]
+    whole = {"repeat": 0, "slots_in_use": 0.5, "ends_s": [10.0, 16.0, 22.0, 28.0], "steps": steps, "samples": samples}
+    cut = {**whole, "mode": "partial_rollout", "ends_s": [10.0], "steps": []}
+    jobs = [{**whole, "mode": "sync"}, {**whole, "mode": "colocate_async"}]
+    load = {"batch": 2, "group": 4, "skip": 2}
+    about = {"engine": {"shape": "tiny"}, "devices": [], "workload": load, "options": {"trace": "long_tail"}}
+    paths = draw({**about, "jobs": [*jobs, cut], "summary": summarise(jobs)}, tmp_path, "x")
+    assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("slots", "steps", "rates")]

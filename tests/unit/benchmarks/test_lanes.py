@@ -54,3 +54,8 @@ def test_a_failed_job_is_told_after_all_results() -> None:
     assert sorted(next(ending) for _ in range(3)) == [0, 2, 3]
     with pytest.raises(SystemExit, match="the second job"):
         next(ending)
+
+
+def test_a_lane_of_gpus_shows_its_jobs_no_others():
+    assert Lane(gpus=(2, 3)).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert Lane().environment == {}

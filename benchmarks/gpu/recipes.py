@@ -1,0 +1,142 @@
+"""The text recipes on GPUs, unchanged but for paths and sizes: made-up weights and problems, a few steps of each.
+
+    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.recipes --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --out OUT
+    ... --gpus 0 1 --tensor-parallel 2 --set partial_rollout.weights.backend=channel
+
+One replica for each `--tensor-parallel` GPUs. Stored one by one in `recipes.json`, with the metrics of every step; logs
+are beside it. There need be no flash-attention: attention is `varlen_sdpa`, which `--set` may change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.all import devices, versions
+from benchmarks.gpu.inputs import SHAPES, write_model
+from benchmarks.gpu.jobs import run_job, write_weights
+from benchmarks.lanes import Lane
+from benchmarks.result import circumstances, store
+from benchmarks.training_job import ROOT
+from partial_rollout.mode import PACKED_ATTENTION
+from partial_rollout.run.data import dapo_math, gsm8k
+
+RECIPES = {
+    "qwen3-0.6b_gsm8k_grpo": "qwen3-0.6b",
+    "qwen3-0.6b_gsm8k_tool": "qwen3-0.6b",
+    "qwen3-4b_gsm8k_grpo": "4b",
+    "qwen3-4b_dapo_math": "4b",
+}
+"""And the shape of the model of each."""
+MAX_POSITIONS = 4096
+ATTENTION = f"+actor_rollout_ref.model.override_config.attn_implementation={PACKED_ATTENTION}"
+
+
+def write_problems(folder: Path, recipe: str, num: int) -> None:
+    """`train.parquet` and `test.parquet`, made by the recipe's own script from `num` sums."""
+    rng = random.Random(0)
+    sums = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(num)]
+    texts = [(f"What is {a} + {b}?", a + b) for a, b in sums]
+    if "dapo" in recipe:
+        rows: list[dict[str, Any]] = [
+            {"data_source": "math_dapo", "prompt": [{"content": text}], "reward_model": {"ground_truth": str(truth)}}
+            for text, truth in texts
+        ]
+    else:
+        rows = [{"question": text, "answer": f"#### {truth}"} for text, truth in texts]
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "dapo" in recipe:
+        dapo_math.make(folder, str(source / "train.jsonl"), str(source / "test.jsonl"))
+    else:
+        gsm8k.make(folder, str(source), tool="tool" in recipe)
+
+
+def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str, str]:
+    """What the recipe is told by its environment."""
+    return {
+        "MODEL_PATH": str(model),
+        "TRAIN_FILE": str(data / "train.parquet"),
+        "VAL_FILE": str(data / "test.parquet"),
+        "GPUS_PER_NODE": str(len(options.gpus)),
+        "TENSOR_PARALLEL": str(options.tensor_parallel),
+        "BATCH_SIZE": str(options.batch),
+        "MINI_BATCH_SIZE": str(options.batch),
+        "GROUP_SIZE": str(options.group),
+        "MAX_PROMPT_LENGTH": "768",
+        "MAX_RESPONSE_LENGTH": str(options.response_tokens),
+        "MAX_TOKENS_PER_GPU": "12288",
+        "TOTAL_STEPS": str(options.steps),
+        "SAVE_FREQ": "-1",
+        "TEST_FREQ": "-1",
+        "PYTHON": options.python,
+    }
+
+
+def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Start it, and return how it went."""
+    shape = options.shape or RECIPES[recipe]
+    model, data = folder / shape, folder / recipe
+    if not model.exists():
+        write_model(model, SHAPES[shape], MAX_POSITIONS)
+        write_weights(model, shape, MAX_POSITIONS)
+    write_problems(data, recipe, 4 * options.batch)
+    place = options.out.resolve() / f"{recipe}-{len(options.gpus)}x{options.tensor_parallel}"
+    given = [
+        f"{name}={value}" for name, value in (variables(options, model, data) | {"OUTPUT_DIR": str(place)}).items()
+    ]
+    script = ROOT / "partial_rollout/run" / f"run_{recipe}.sh"
+    words = ["env", *given, "bash", str(script), ATTENTION, *options.set]
+    about = {"recipe": recipe, "tensor_parallel": options.tensor_parallel, "gpus": options.gpus, "set": options.set}
+    return about | run_job(words, place, limit_s, Lane(gpus=tuple(options.gpus)), skip=0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    line.add_argument("--out", type=Path, required=True, help="folder for recipes.json and the jobs' logs")
+    line.add_argument("--gpus", nargs="+", type=int, default=[0], help="by their numbers (%(default)s)")
+    line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine (%(default)s)")
+    line.add_argument("--shape", choices=list(SHAPES), help="of the model; the recipe's own unless given")
+    line.add_argument("--steps", type=int, default=4)
+    line.add_argument("--batch", type=int, default=16, help="prompts of a step (%(default)s)")
+    line.add_argument("--group", type=int, default=8, help="responses to each (%(default)s)")
+    line.add_argument("--response-tokens", type=int, default=512, help="at most (%(default)s)")
+    line.add_argument("--budget-s", type=float, default=560.0)
+    line.add_argument("--python", default=os.environ.get("PYTHON", "python3"), help="interpreter of the recipes")
+    line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides")
+    return line
+
+
+def main() -> None:
+    """Run the recipes, and store how they went."""
+    options = parser().parse_args()
+    ends_s = time.monotonic() + options.budget_s
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = circumstances(options) | {"devices": devices(), "versions": versions()}
+    del about["options"]["out"]
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
+        for recipe in options.recipes:
+            left_s = ends_s - time.monotonic()
+            if left_s > 0:
+                runs.append(run_recipe(options, recipe, Path(folder), left_s))
+                store({**about, "runs": runs}, options.out / "recipes.json")
+                shown = ("recipe", "tensor_parallel", "gpus", "code", "job_s", "first_step_s")
+                print({name: runs[-1][name] for name in shown} | {"steps": len(runs[-1]["steps"])}, flush=True)
+    failed = [run["recipe"] for run in runs if run["code"]]
+    if failed or len(runs) < len(options.recipes):
+        raise SystemExit(f"failed: {failed}; not run: {options.recipes[len(runs) :]}; logs in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
