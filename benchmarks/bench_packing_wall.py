@@ -1,75 +1,75 @@
-"""Wall clock of a mini-batch's forward and backward on two CPU ranks, by who decides which samples train together.
+"""Wall clock of a mini-batch's forward and backward on two ranks, by who decides which samples train together.
 
     python -m benchmarks.bench_packing_wall --json benchmarks/results/bench_packing_wall.json
+    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 \\
+        --token-budget 16384 --per-rank 32 --per-row 4 --batches 3 --rounds 2 --limit-s 300 --json OUT
 
-Two processes with one thread each are two data-parallel ranks; they meet in a gloo barrier after every micro-batch, as
-FSDP's collectives make them. A small Qwen3 is trained on lengths of the published distribution divided by `--shrink`
-(so that attention's share of the time is about that of a 7B model at full length with `--shrink 8`). Two parts:
+Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as
+FSDP's collectives make them. Two parts:
 
 - `packed`: rows without padding, attention of each sequence on its own (`varlen_sdpa`). Strided order, verl's own
   partition and micro-batches, and our planners, with the counts verl's dispatch needs; same token budget.
-- `padded`: rows padded to their longest sample, attention `sdpa`: what a CPU run without `use_remove_padding` does.
+- `padded`: rows padded to their longest sample, attention `sdpa`: what a run without `use_remove_padding` does.
   Strided and verl's partition in micro-batches of `--per-row` samples, and ours.
 
+A small Qwen3 is trained on two CPU ranks (gloo), on lengths of the published distribution divided by `--shrink` (so
+that attention's share of the time is about that of a 7B model at full length with `--shrink 8`). Another `--shape` is
+trained on two GPUs of one host (NCCL, bf16) where there are GPUs, with gradient checkpointing as in the recipes and
+without cuDNN's attention, which builds a plan for each new length. The clock waits for the GPUs.
+
 Every round runs every method on every batch once, in an order that turns from round to round. Reported: seconds a step
-(median, quartiles over batches and rounds), and the ratio to strided on the same batch of the same round.
+(median, quartiles over batches and rounds), and the ratio to strided on the same batch of the same round. Each run is
+also written beside the result at once (`.rows.jsonl`, round 0 is the warm-up), so that a run that fails leaves what it
+measured; `--limit-s` counts from the end of the imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import socket
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from torch.multiprocessing import spawn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
 from benchmarks.bench_packing import as_plan, draw_lengths, partition, strided, verl_path, workload
+from benchmarks.gpu.all import devices, versions
+from benchmarks.gpu.inputs import SHAPES
+from benchmarks.packing_steps import (
+    NUM_RANKS,
+    SMALL,
+    Trainee,
+    cost_model,
+    model_sizes,
+    packed_step,
+    padded_step,
+    training,
+)
 from benchmarks.result import circumstances, store
-from partial_rollout.core.packing import CostModel, FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
+from partial_rollout.core.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
 from partial_rollout.train import varlen_attention
-from partial_rollout.train.packer import Sample, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from benchmarks.packing_steps import Step
+    from partial_rollout.train.packer import Sample
 
     Method = Callable[[list[int], int], Plan]
-    Part = tuple[dict[str, Method], Callable[[Qwen3ForCausalLM, list[Sample]], None], str]
 
-NUM_RANKS = 2
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-PORT = 29655
 WARM_UP_ROUNDS = 1
-
-
-def cost_model() -> CostModel:
-    """Of the model below."""
-    return CostModel.from_model(
-        hidden_size=SIZES["hidden_size"],
-        num_layers=SIZES["num_hidden_layers"],
-        num_heads=SIZES["num_attention_heads"],
-        num_kv_heads=SIZES["num_key_value_heads"],
-        head_dim=SIZES["head_dim"],
-        intermediate_size=SIZES["intermediate_size"],
-        vocab_size=SIZES["vocab_size"],
-    )
+PARTS = ("packed", "padded")
 
 
 def packed_methods(options: argparse.Namespace) -> dict[str, Method]:
@@ -80,7 +80,7 @@ def packed_methods(options: argparse.Namespace) -> dict[str, Method]:
         "verl": verl_path(budget),
         "fixed": FixedCountPlanner(per_rank_batch_size=options.per_row).plan,
         "budget": TokenBudgetPlanner(token_budget=budget, equal_counts=True).plan,
-        "global": GlobalPlanner(token_budget=budget, equal_counts=True, cost=cost_model()).plan,
+        "global": GlobalPlanner(token_budget=budget, equal_counts=True, cost=cost_model(options.shape)).plan,
     }
 
 
@@ -118,44 +118,39 @@ def batches(options: argparse.Namespace) -> list[list[int]]:
     return [[max(2, n // options.shrink) for n in draw_lengths(num, seed)] for seed in range(options.batches)]
 
 
-def run_rank(rank: int, options: argparse.Namespace, out: str) -> None:
-    """One rank: every method on every batch, round after round; rank 0 writes the seconds."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+def methods_of(part: str, options: argparse.Namespace) -> dict[str, Method]:
+    """The planners that a part compares."""
+    return packed_methods(options) if part == "packed" else padded_methods(options)
+
+
+def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float, rows: str) -> None:
+    """One rank: every method on every batch, round after round; rank 0 appends each record to `rows` at once."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**cast("dict[str, Any]", SIZES), max_position_embeddings=8192))
-    parts: dict[str, Part] = {
-        "packed": (packed_methods(options), packed_step, varlen_attention.NAME),
-        "padded": (padded_methods(options), padded_step, "sdpa"),
-    }
-    found = {name: measure(model, rank, options, part) for name, part in parts.items()}
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
+    trainee = Trainee(options.shape, rank, port)
+    with Path(rows if rank == 0 else os.devnull).open("a", encoding="utf-8") as out:
+        for part in options.parts:
+            for record in measure(trainee, options, part, deadline):
+                out.write(json.dumps({"part": part} | record) + "\n")
+                out.flush()
     dist.destroy_process_group()
 
 
-def measure(
-    model: Qwen3ForCausalLM,
-    rank: int,
-    options: argparse.Namespace,
-    part: Part,
-) -> list[dict[str, Any]]:
-    """A record for each method, batch and round after the warm-up."""
-    methods, step, attention = part
-    model.set_attn_implementation(attention)
-    names, records = list(methods), []
+def measure(trainee: Trainee, options: argparse.Namespace, part: str, deadline: float) -> Iterator[dict[str, Any]]:
+    """A record for each method, batch and round, of which the first ones warm up; no round begins after `deadline`."""
+    methods, step = methods_of(part, options), packed_step if part == "packed" else padded_step
+    trainee.model.set_attn_implementation(varlen_attention.NAME if part == "packed" else "sdpa")
+    names = list(methods)
     for number in range(options.rounds + WARM_UP_ROUNDS):
-        for batch, lengths in enumerate(batches(options)):
-            samples = [make_sample(length) for length in lengths]
+        if not trainee.agree(time.monotonic() < deadline):
+            return
+        num_batches = options.warm_up_batches if number < WARM_UP_ROUNDS else None
+        for batch, lengths in enumerate(batches(options)[:num_batches]):
+            samples = [trainee.make_sample(length) for length in lengths]
             turn = (number + batch) % len(names)
             for name in names[turn:] + names[:turn]:
                 plan = methods[name](lengths, NUM_RANKS)
-                seconds = timed(model, step, [[samples[i] for i in row] for row in plan.for_rank(rank)])
-                records.append(
-                    {"method": name, "batch": batch, "round": number, "seconds": seconds} | shape(plan, lengths)
-                )
-    return [record for record in records if record["round"] >= WARM_UP_ROUNDS]
+                seconds = timed(trainee, step, [[samples[i] for i in row] for row in plan.for_rank(trainee.rank)])
+                yield {"method": name, "batch": batch, "round": number, "seconds": seconds} | shape(plan, lengths)
 
 
 def shape(plan: Plan, lengths: list[int]) -> dict[str, float]:
@@ -163,44 +158,31 @@ def shape(plan: Plan, lengths: list[int]) -> dict[str, float]:
     return {"micro_batches": plan.num_micro_batches, "padding_share_if_padded": sample_padding_share(plan, lengths)}
 
 
-def timed(model: Qwen3ForCausalLM, step: Callable[..., None], rows: list[list[Sample]]) -> float:
+def timed(trainee: Trainee, step: Step, rows: list[list[Sample]]) -> float:
     """Seconds from the first barrier to the last."""
-    model.zero_grad()
-    dist.barrier()
+    trainee.model.zero_grad()
+    trainee.meet()
     started = time.perf_counter()
     for row in rows:
-        step(model, row)
-        dist.barrier()
+        step(trainee, row)
+        trainee.meet()
     return time.perf_counter() - started
 
 
-def make_sample(length: int) -> Sample:
-    """Tokens do not matter for the time."""
-    return Sample(torch.randint(SIZES["vocab_size"], (length,)), {"advantages": torch.randn(length)})
+def whole(records: list[dict[str, Any]], num_methods: int) -> list[dict[str, Any]]:
+    """Those after the warm-up, of batches and rounds in which every method was measured."""
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for record in records:
+        if record["round"] >= WARM_UP_ROUNDS:
+            groups.setdefault((record["round"], record["batch"]), []).append(record)
+    return [record for group in groups.values() if len(group) == num_methods for record in group]
 
 
-def packed_step(model: Qwen3ForCausalLM, samples: list[Sample]) -> None:
-    """Forward and backward of one packed row."""
-    row = pack(samples)
-    logits = model(row.input_ids, position_ids=row.position_ids, use_cache=False).logits
-    policy_gradient(logits, row.input_ids, row.fields["advantages"]).backward()
-
-
-def padded_step(model: Qwen3ForCausalLM, samples: list[Sample]) -> None:
-    """Forward and backward of one padded row."""
-    tokens = torch.nn.utils.rnn.pad_sequence([sample.tokens for sample in samples], batch_first=True)
-    values = [sample.response["advantages"] for sample in samples]
-    advantages = torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
-    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-    logits = model(tokens, attention_mask=mask, use_cache=False).logits
-    policy_gradient(logits, tokens, advantages).backward()
-
-
-def policy_gradient(logits: torch.Tensor, tokens: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Sum of advantage x log-prob."""
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return (log_probs * advantages[:, 1:]).sum()
+def rounds_whole(records: list[dict[str, Any]], num_batches: int) -> int:
+    """Rounds of which all batches are in `records`."""
+    found = {(record["round"], record["batch"]) for record in records}
+    rounds = [number for number, _ in found]
+    return sum(rounds.count(number) == num_batches for number in set(rounds))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -221,13 +203,15 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
 
 
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=(SMALL, *SHAPES), default=SMALL, help="of the model (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (default: both)")
     parser.add_argument(
         "--per-rank", type=int, default=16, help="samples a rank in a mini-batch (default: %(default)s)"
     )
@@ -236,26 +220,57 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=8, help="divisor of the lengths (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=6, help="mini-batches (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="times each is run by each method (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
+    parser.add_argument("--warm-up-batches", type=int, help="mini-batches of the round before them (default: all)")
+    parser.add_argument("--limit-s", type=float, help="seconds after which no further round begins (default: none)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here, and each row beside it")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run both ranks and print what they measured."""
-    options = parse()
-    run = circumstances(options)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "records.json"
-        spawn(run_rank, (options, str(out)), nprocs=NUM_RANKS)
-        records = json.loads(out.read_text())
-    result = {
-        **run,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "model": SIZES,
-        **{part: summary(found) for part, found in records.items()},
+def run_ranks(options: argparse.Namespace, deadline: float, rows: Path) -> str:
+    """Run both ranks; the last line of what went wrong, if anything did."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.write_text("", encoding="utf-8")
+    try:
+        spawn(run_rank, (options, port, deadline, str(rows)), nprocs=NUM_RANKS)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        print(error, file=sys.stderr)
+        return str(error).strip().splitlines()[-1]
+    return ""
+
+
+def result_of(options: argparse.Namespace, rows: Path, error: str) -> dict[str, Any]:
+    """Summaries of what was measured, and how far it got."""
+    records = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    parts = {
+        part: whole([r for r in records if r["part"] == part], len(methods_of(part, options))) for part in options.parts
     }
+    rounds = {part: rounds_whole(found, options.batches) for part, found in parts.items()}
+    ended = error or ("limit" if min(rounds.values()) < options.rounds else "done")
+    return {"ended": ended, "rounds_whole": rounds} | {part: summary(found) for part, found in parts.items()}
+
+
+def main() -> None:
+    """Run both ranks, print what they measured, and store it even where they failed."""
+    options = parse()
+    deadline = time.monotonic() + (math.inf if options.limit_s is None else options.limit_s)
+    how = training(options.shape)
+    run = circumstances(options) | {
+        "versions": versions(),
+        "devices": devices() if how.device == "cuda" else [],
+        "training": asdict(how),
+        "model": model_sizes(options.shape),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        rows = options.json.with_suffix(".rows.jsonl") if options.json else Path(folder) / "rows.jsonl"
+        error = run_ranks(options, deadline, rows)
+        result = run | result_of(options, rows, error)
     print(json.dumps(result, indent=2))
     store(result, options.json)
+    if error:
+        raise SystemExit(f"a rank failed, and what was measured before is in the result: {error}")
 
 
 if __name__ == "__main__":

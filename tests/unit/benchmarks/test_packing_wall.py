@@ -1,0 +1,126 @@
+"""The wall clock of planners: what runs on GPUs, on a CPU with a tiny model; what a limit leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessRaisedException
+
+from benchmarks import bench_packing_wall
+from benchmarks.bench_packing_wall import rounds_whole, spread, summary, whole
+from benchmarks.packing_steps import (
+    LOSS_CHUNK,
+    SIZES,
+    SMALL,
+    Training,
+    lean_policy_gradient,
+    model_sizes,
+    policy_gradient,
+    training,
+)
+
+PACKED = {"strided", "verl", "fixed", "budget", "global"}
+PADDED = {"strided", "verl", "fixed", "global (by length)"}
+TINY = ["--shape=tiny", "--shrink=32", "--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--rounds=1"]
+RUN_TIMEOUT_S = 600
+
+
+def run(repository: Path, out: Path, *further: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.bench_packing_wall", *TINY, f"--json={out}", *further]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(repository)}
+    subprocess.run(command, cwd=repository, env=environment, check=True, timeout=RUN_TIMEOUT_S, capture_output=True)
+    return json.loads(out.read_text())
+
+
+def test_every_method_is_measured(repository: Path, tmp_path: Path):
+    result = run(repository, tmp_path / "result.json")
+    assert (result["ended"], result["rounds_whole"]) == ("done", {"packed": 1, "padded": 1})
+    assert result["training"]["gradient_checkpointing"]
+    assert set(result["packed"]) == PACKED
+    assert set(result["padded"]) == PADDED
+    for part in ("packed", "padded"):
+        assert result[part]["strided"]["ratio_to_strided"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    rows = [json.loads(line) for line in (tmp_path / "result.rows.jsonl").read_text().splitlines()]
+    expected = [("packed", name) for name in PACKED] + [("padded", name) for name in PADDED]
+    assert sorted((row["part"], row["method"]) for row in rows) == sorted(2 * expected)  # the warm-up too
+
+
+def test_a_limit_that_is_over_leaves_a_result(repository: Path, tmp_path: Path):
+    result = run(repository, tmp_path / "new" / "result.json", "--limit-s=0", "--parts=padded")
+    assert (result["ended"], result["rounds_whole"], result["padded"]) == ("limit", {"padded": 0}, {})
+    assert "packed" not in result
+
+
+def row(method: str, number: int, batch: int = 0, seconds: float = 1.0) -> dict[str, Any]:
+    return {"method": method, "round": number, "batch": batch, "seconds": seconds} | {
+        "micro_batches": 2,
+        "padding_share_if_padded": 0.5,
+    }
+
+
+def test_a_comparison_that_was_cut_off_counts_where_all_methods_ran():
+    methods = ("strided", "ours")
+    kept = [row(method, 1, batch) for batch in (0, 1) for method in methods] + [row(name, 2) for name in methods]
+    records = [row(name, 0) for name in methods] + kept + [row("strided", 2, 1, seconds=100.0)]
+    assert whole(records, len(methods)) == kept
+    assert rounds_whole(kept, num_batches=2) == 1
+    assert summary(kept)["ours"]["seconds"]["q3"] == 1.0
+
+
+def test_a_failed_rank_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def ranks(_run: Any, arguments: tuple[Any, ...], nprocs: int) -> None:
+        rows = [{"part": "padded"} | row(name, 1) for name in PADDED] + [{"part": "packed"} | row("strided", 0)]
+        Path(arguments[-1]).write_text("".join(json.dumps(each) + "\n" for each in rows))
+        raise ProcessRaisedException(f"one of {nprocs}\nOutOfMemoryError: full\n", error_index=0, error_pid=1)
+
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(bench_packing_wall, "spawn", ranks)
+    monkeypatch.setattr(sys, "argv", ["bench_packing_wall", *TINY, f"--json={out}"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="OutOfMemoryError: full"):
+        bench_packing_wall.main()
+    result = json.loads(out.read_text())
+    assert (result["ended"], result["rounds_whole"]) == ("OutOfMemoryError: full", {"packed": 0, "padded": 1})
+    assert (set(result["padded"]), result["packed"]) == (PADDED, {})
+
+
+def test_one_value_has_no_spread():
+    assert spread([0.5]) == {"median": 0.5, "q1": 0.5, "q3": 0.5}
+
+
+@pytest.mark.parametrize("width", [7, LOSS_CHUNK // 2 + 3])
+def test_the_lean_loss_is_the_loss(width: int):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, (2, width), generator=generator)
+    advantages = torch.randn(2, width, generator=generator)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for loss in (policy_gradient, lean_policy_gradient):
+        logits = torch.randn(2, width, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        logits.requires_grad_()
+        value = loss(logits, tokens, advantages)
+        value.backward()
+        assert logits.grad is not None
+        found.append((value.detach(), logits.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_small_shape_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert training(SMALL) == Training("cpu", "gloo", "float32", gradient_checkpointing=False)
+    assert training("tiny") == Training("cuda", "nccl", "bfloat16", gradient_checkpointing=True)
+    assert model_sizes(SMALL) == SIZES
+
+
+def test_one_gpu_is_too_few(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="--shape=8b takes 2 GPUs, not 1"):
+        training("8b")
