@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from partial_rollout.errors import ConfigError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 NAME = PACKED_ATTENTION
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What transformers' models pass to their attention that would change the scores; None means without."""
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""cuDNN's, which torch prefers on Hopper, is left out: it makes a plan for every new length, and here most are new."""
 
 
 def attend(
@@ -48,12 +51,13 @@ def attend(
     if wanted:
         raise ConfigError(f"{NAME} has no {wanted[0]}, which the model asks for: use attn_implementation=sdpa or eager")
     parts = [part.split(sequence_lengths(positions), dim=2) for part in (query, key, value)]
-    outputs = [
-        torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        for q, k, v in zip(*parts, strict=True)
-    ]
+    with sdpa_kernel(KERNELS):
+        outputs = [
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            for q, k, v in zip(*parts, strict=True)
+        ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu.all import require_known
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.policies import POLICIES, Block, Budget, Recorder, Wanted
+from benchmarks.gpu.policies import POLICIES, Block, Budget, Recorder, Wanted, least_s
 from benchmarks.gpu.session import EngineOptions, composed, overrides
 
 RECORD = {"timing_s/step": 2.0, "timing_s/gen": 1.5, "timing_s/drain": 0.1, "partial_rollout/response_tokens": 500.0}
@@ -63,6 +63,14 @@ def test_time_between_two_steps_counts():
     for number, clock.now in ((1, 10.0), (2, 15.0)):
         step(number, RECORD)
     assert [each["wall_s"] for each in step.block.steps] == [2, 5]
+
+
+def test_a_block_needs_time_for_its_warm_up_and_one_step_more():
+    """One slow step of another mode, as of the first full one, is no reason to leave out a block."""
+    walls_s = [30.0, 70.0, 20.0]
+    assert least_s("sync", walls_s) == 30.0
+    assert least_s("partial_abort", walls_s) == 90.0
+    assert least_s("partial_abort", []) == 0.0
 
 
 @pytest.mark.parametrize(

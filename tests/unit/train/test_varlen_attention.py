@@ -41,6 +41,19 @@ def test_the_scale_is_the_models(scaling: float | None):
     torch.testing.assert_close(attend(scaling=scaling), wanted.transpose(1, 2))
 
 
+def test_no_kernel_is_taken_that_plans_for_every_new_length(monkeypatch: pytest.MonkeyPatch):
+    scaled, enabled = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spy(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return scaled(*tensors, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    attend()
+    assert enabled == [False] * len(LENGTHS)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
 def test_what_would_be_left_out_is_refused(name: str):
     attend(**{name: None})

@@ -1,0 +1,242 @@
+"""What a mode would take, from a measured latency curve and response lengths alone: seconds on any machine.
+
+    python -m benchmarks.gpu.predict benchmarks/results/gpu/engine_8b_h200.json --json OUT
+
+The curve of `benchmarks.gpu.all` gives the time of a decode step, fitted as a constant, a part for each request and a
+part for each token of context, and the prefill rate. Prompts are admitted, claimed in whole groups, interrupted and
+trained as the service does it; slots, prompts in flight and what an interruption costs are the mode's. Predicted is a
+long run: the first steps are left out, so what a batch of short responses leaves for later is counted. A row that needs
+more than the whole KV cache (above 1) would see preemptions, which are not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.bench_rollout import lengths
+from benchmarks.gpu.inputs import TRACES, workload
+from benchmarks.gpu.summary import markdown
+from benchmarks.result import store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.bench_rollout import Workload
+
+WARMUP, MEASURED = 15, 40
+"""Steps that are left out, and counted."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of an engine: seconds of a decode step as `base + request * requests + token * tokens of context`."""
+
+    base: float
+    request: float
+    token: float
+    prefill_tokens_per_s: float
+    interruption_s: float
+    """Draining and resuming, once."""
+
+    @classmethod
+    def fit(cls, curve: dict[str, Any]) -> Speed:
+        """Least squares of relative errors over the curve's cells."""
+        cells = curve["cell"]
+        seconds = np.array([cell["decode_ms_by_wall"] for cell in cells]) / 1000
+        sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
+        parts, *_ = np.linalg.lstsq(np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None)
+        costs = [(row["drain_ms"] + row["resume_ms"]) / 1000 for row in curve["interruption"]]
+        prefill = statistics.median(cell["prefill_tokens_per_s"] for cell in cells)
+        return cls(*map(float, parts), prefill, statistics.median(costs) if costs else 0.0)
+
+    def decode_s(self, steps: int, requests: int, context: int) -> float:
+        """So many decode steps of the same requests, whose contexts have `context` tokens in sum at first."""
+        grown = steps * context + requests * steps * (steps - 1) / 2
+        return steps * (self.base + self.request * requests) + self.token * grown
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is predicted."""
+
+    name: str
+    slots: int
+    prefetch: float
+    """Prompts in flight, in batches."""
+    retains_kv: bool = True
+    interrupts: bool = True
+    """Otherwise requests go on as if no step had ended: the bound."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt's responses."""
+
+    lengths: list[int]
+    started: int = 0
+    """The step in which it was claimed."""
+    num_ended: int = 0
+
+
+@dataclass
+class Rollout:
+    """The engine and what is in flight; `step` runs until a batch is done."""
+
+    mode: Mode
+    speed: Speed
+    load: Workload
+    prompt_tokens: int
+    prompts: Iterator[Group]
+    pending: deque[Group] = field(default_factory=deque)
+    ongoing: int = 0
+    """Groups that have been claimed and are not done."""
+    done: deque[Group] = field(default_factory=deque)
+    running: list[tuple[int, int, int, Group]] = field(default_factory=list)
+    """A heap of [decode step after which a response ends, its number, its tokens, its group]: all decode together."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    decoded: int = 0
+    """Decode steps so far."""
+    context: int = 0
+    """Tokens of all requests that run."""
+    most_context: int = 0
+    now_s: float = 0.0
+    slot_s: float = 0.0
+    number: int = 0
+
+    def step(self) -> dict[str, float]:
+        """One training step's rollout, and what it was like."""
+        self.number += 1
+        started_s, started_slot_s = self.now_s, self.slot_s
+        interrupted, recomputed = self._interrupt()
+        in_flight = len(self.pending) + self.ongoing + len(self.done)
+        self.pending.extend(
+            itertools.islice(self.prompts, max(0, int(self.mode.prefetch * self.load.batch) - in_flight))
+        )
+        while len(self.done) < self.load.batch:
+            self._claim()
+            self._decode()
+        batch = [self.done.popleft() for _ in range(self.load.batch)]
+        ages = [self.number - group.started for group in batch]
+        return {
+            "seconds": self.now_s - started_s,
+            "slot_s": self.slot_s - started_slot_s,
+            "tokens": sum(sum(group.lengths) for group in batch),
+            "interrupted": interrupted,
+            "reprefilled": recomputed,
+            "staleness_mean": statistics.fmean(ages),
+            "staleness_max": max(ages),
+        }
+
+    def _interrupt(self) -> tuple[int, int]:
+        """Requests that were interrupted, and tokens that are computed again."""
+        if not self.running or not self.mode.interrupts:
+            return 0, 0
+        recomputed = 0 if self.mode.retains_kv else self.context
+        self.now_s += self.speed.interruption_s + recomputed / self.speed.prefill_tokens_per_s
+        return len(self.running), recomputed
+
+    def _claim(self) -> None:
+        """Start whole groups while there are slots for one."""
+        while self.pending and len(self.running) + self.load.group <= self.mode.slots:
+            group = self.pending.popleft()
+            group.started = self.number
+            self.ongoing += 1
+            for length in group.lengths:
+                heapq.heappush(self.running, (self.decoded + length, next(self.numbers), length, group))
+            tokens = self.load.group * self.prompt_tokens
+            self.context += tokens
+            self.now_s += tokens / self.speed.prefill_tokens_per_s
+
+    def _decode(self) -> None:
+        """Until the next responses end."""
+        steps, requests = self.running[0][0] - self.decoded, len(self.running)
+        seconds = self.speed.decode_s(steps, requests, self.context)
+        self.now_s += seconds
+        self.slot_s += requests * seconds
+        self.decoded += steps
+        self.context += requests * steps
+        self.most_context = max(self.most_context, self.context)
+        while self.running and self.running[0][0] == self.decoded:
+            _, _, length, group = heapq.heappop(self.running)
+            self.context -= self.prompt_tokens + length
+            group.num_ended += 1
+            if group.num_ended == len(group.lengths):
+                self.ongoing -= 1
+                self.done.append(group)
+
+
+def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dict[str, float]:
+    """Means over the measured steps, rates and shares over all of their time."""
+    drawn = lengths(load, int(load.batch * (WARMUP + MEASURED + mode.prefetch + 1)))
+    prompts = (Group(row.tolist()) for row in drawn)
+    rollout = Rollout(mode, speed, load, prompt_tokens, prompts)
+    steps = [rollout.step() for _ in range(WARMUP + MEASURED)][WARMUP:]
+    row = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
+    row |= {"staleness_max": max(step["staleness_max"] for step in steps), "kv_tokens": rollout.most_context}
+    in_use = row.pop("slot_s") / (row["seconds"] * mode.slots)
+    return row | {"slots_in_use": in_use, "tokens_per_s": row["tokens"] / row["seconds"]}
+
+
+def modes(slots: int, group: int) -> list[Mode]:
+    """What is compared, for a batch's trajectories as slots: sync first."""
+    wide = (3 * slots // 2) // group * group
+    found = [Mode("sync", slots, 1)]
+    for prefetch in (2, 3, 4, 6):
+        found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
+        found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
+    found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
+    return [*found, Mode("nothing interrupted, slots always full", slots, 12, interrupts=False)]
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    columns = {
+        "time_ratio": ("time, sync = 1", "{:.2f}"),
+        "tokens_per_s": ("tokens/s", "{:,.0f}"),
+        "slots_in_use": ("slots in use", "{:.2f}"),
+        "reprefilled": ("re-prefilled a step", "{:,.0f}"),
+        "staleness_mean": ("staleness mean", "{:.1f}"),
+        "staleness_max": ("max", "{:.0f}"),
+        "kv_share": ("KV cache, most", "{:.2f}"),
+    }
+    lines = [["mode", *(title for title, _ in columns.values())], ["---"] * (len(columns) + 1)]
+    lines += [[mode, *(form.format(row[name]) for name, (_, form) in columns.items())] for mode, row in rows.items()]
+    return markdown(lines)
+
+
+def main() -> None:
+    """Predict all modes for the traces, and print tables."""
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("result", type=Path, help="result.json of benchmarks.gpu.all, with a curve")
+    line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
+    line.add_argument("--json", type=Path, help="also write them here")
+    options = line.parse_args()
+    result = json.loads(options.result.read_text())
+    speed, engine = Speed.fit(result["curve"]), result["engine"]
+    predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
+    for trace in options.traces:
+        load = workload(engine["shape"], trace)
+        rows = {
+            mode.name: predict(mode, speed, load, engine["prompt_tokens"])
+            for mode in modes(load.batch * load.group, load.group)
+        }
+        for row in rows.values():
+            row["time_ratio"] = rows["sync"]["tokens_per_s"] / row["tokens_per_s"]
+            row["kv_share"] = row["kv_tokens"] / engine["kv_tokens"]
+        predicted["traces"][trace] = rows
+        print(f"{trace}, {engine['shape']}\n\n{table(rows)}\n")
+    store(predicted, options.json)
+
+
+if __name__ == "__main__":
+    main()
