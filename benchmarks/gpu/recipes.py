@@ -81,22 +81,25 @@ def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str,
     }
 
 
+def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -> list[str]:
+    """The recipe's own script with its settings; `places` of model, data and output."""
+    given = variables(options, places["model"], places["data"]) | {"OUTPUT_DIR": str(places["out"])}
+    script = ROOT / "partial_rollout/run" / f"run_{recipe}.sh"
+    return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), ATTENTION, *options.set]
+
+
 def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float) -> dict[str, Any]:
     """Start it, and return how it went."""
     shape = options.shape or RECIPES[recipe]
-    model, data = folder / shape, folder / recipe
-    if not model.exists():
-        write_model(model, SHAPES[shape], MAX_POSITIONS)
-        write_weights(model, shape, MAX_POSITIONS)
-    write_problems(data, recipe, 4 * options.batch)
-    place = options.out.resolve() / f"{recipe}-{len(options.gpus)}x{options.tensor_parallel}"
-    given = [
-        f"{name}={value}" for name, value in (variables(options, model, data) | {"OUTPUT_DIR": str(place)}).items()
-    ]
-    script = ROOT / "partial_rollout/run" / f"run_{recipe}.sh"
-    words = ["env", *given, "bash", str(script), ATTENTION, *options.set]
+    out = options.out.resolve() / f"{recipe}-{len(options.gpus)}x{options.tensor_parallel}"
+    places = {"model": folder / shape, "data": folder / recipe, "out": out}
+    if not places["model"].exists():
+        write_model(places["model"], SHAPES[shape], MAX_POSITIONS)
+        write_weights(places["model"], shape, MAX_POSITIONS)
+    write_problems(places["data"], recipe, 4 * options.batch)
     about = {"recipe": recipe, "tensor_parallel": options.tensor_parallel, "gpus": options.gpus, "set": options.set}
-    return about | run_job(words, place, limit_s, Lane(gpus=tuple(options.gpus)), skip=0)
+    job = run_job(command(options, recipe, places), out, limit_s, Lane(gpus=tuple(options.gpus)), skip=0)
+    return about | job
 
 
 def parser() -> argparse.ArgumentParser:

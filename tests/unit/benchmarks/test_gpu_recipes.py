@@ -1,0 +1,49 @@
+"""The text recipes with made-up weights and problems, as far as they can be seen without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_dir
+
+from benchmarks.gpu.recipes import RECIPES, command, parser, write_problems
+from benchmarks.gpu.session import CONFIGS
+from partial_rollout.mode import apply_mode, check_config, is_enabled
+from tests.unit.run.test_recipes import RECIPES as SCRIPTS
+
+
+def test_every_text_recipe_is_known():
+    assert {f"run_{name}.sh" for name in RECIPES} == {name for name in SCRIPTS if "cpu" not in name}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_problems_are_those_of_the_recipe_s_own_script(recipe, tmp_path):
+    write_problems(tmp_path, recipe, 5)
+    for split in ("train", "test"):
+        rows = pd.read_parquet(tmp_path / f"{split}.parquet")
+        assert len(rows) == 5
+        assert ("agent_name" in rows) == ("tool" in recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
+    places = {name: tmp_path / name for name in ("model", "data", "out")}
+    write_problems(places["data"], recipe, 5)
+    places["model"].mkdir()
+    words = ["--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--set", "trainer.nnodes=2"]
+    line = command(parser().parse_args(words), recipe, places)
+    environment = os.environ | {"PARTIAL_ROLLOUT_DRY_RUN": "1"}
+    shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
+    given = [word for word in shlex.split(shown)[3:] if not word.startswith("hydra.")]
+    with initialize_config_dir(CONFIGS, version_base=None):
+        config = compose("partial_rollout", overrides=given)
+    assert is_enabled(config)
+    check_config(config)
+    apply_mode(config)
+    assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
