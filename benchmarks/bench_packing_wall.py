@@ -1,8 +1,8 @@
 """Wall clock of a mini-batch's forward and backward on two ranks, by who decides which samples train together.
 
     python -m benchmarks.bench_packing_wall --json benchmarks/results/bench_packing_wall.json
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 \\
-        --token-budget 16384 --per-rank 32 --per-row 4 --batches 3 --rounds 2 --limit-s 300 --json OUT
+    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 --limit-s 60 \\
+        --token-budget 16384 --per-rank 32 --batches 3 --rounds 2 --warm-up-batches 1 --parts packed --json OUT
 
 Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as
 FSDP's collectives make them. Two parts:
@@ -20,7 +20,7 @@ without cuDNN's attention, which builds a plan for each new length. The clock wa
 Every round runs every method on every batch once, in an order that turns from round to round. Reported: seconds a step
 (median, quartiles over batches and rounds), and the ratio to strided on the same batch of the same round. Each run is
 also written beside the result at once (`.rows.jsonl`, round 0 is the warm-up), so that a run that fails leaves what it
-measured; `--limit-s` counts from the end of the imports.
+measured; `--limit-s` counts from the end of the imports and includes the start of the ranks.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from tqdm import tqdm
 from benchmarks.engine_gauges import RunningRequests
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job
+from benchmarks.training_job import ROOT, end_on_sigterm, read_steps, require_success, training_command, training_job
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Bench:
         folder = self.work / f"{mode}-{repeat}"
         started = time.monotonic()
         with training_job(self.command(mode, folder), folder, lane) as job:
-            profile, in_use = self._watch(job, folder)
+            profile, in_use = self._watch(job, folder, lane)
         require_success(job, mode, folder)
         kept = [_pick(step) for step in read_steps(folder)[self.workload.skip :]]
         job_s = time.monotonic() - started
@@ -219,7 +220,7 @@ class Bench:
         record |= {"job_s": job_s, "slots_in_use": in_use, "cores": lane.cores}
         return record | {"cpu_share": profile.shares(), "steps": kept}
 
-    def _watch(self, job: subprocess.Popen[Any], folder: Path) -> tuple[CpuProfile, float | None]:
+    def _watch(self, job: subprocess.Popen[Any], folder: Path, lane: Lane) -> tuple[CpuProfile, float | None]:
         """Sample a job until it ends; its processor use and the share of engine slots in use."""
         profile, engines = CpuProfile(job.pid), RunningRequests()
         deadline = time.monotonic() + JOB_TIMEOUT_S
@@ -229,7 +230,8 @@ class Bench:
             if measuring:
                 engines.find(profile.processes())
                 engines.sample()
-            time.sleep(SAMPLE_INTERVAL_S)
+            if lane.ended.wait(SAMPLE_INTERVAL_S):
+                break
         return profile, engines.utilisation(self.workload.batch * self.workload.group)
 
 
@@ -368,6 +370,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all jobs and store the result."""
     arguments = _parser().parse_args()
+    end_on_sigterm()
     about = circumstances(arguments)
     for folder in ("task", "work"):
         del about["options"][folder]
@@ -385,9 +388,10 @@ def main() -> None:
     plan = [(t, mode, repeat) for repeat in range(arguments.repeats) for t in benches for mode in arguments.modes]
     missing = [each for each in plan if each not in done][: arguments.most_jobs]
     runs = [partial(benches[trace].run, mode, repeat) for trace, mode, repeat in missing]
-    for job in tqdm(side_by_side(runs, make_lanes(arguments.at_once)), desc="jobs", total=len(runs)):
-        jobs.append(job)
-        store({**about, "traces": _summaries(jobs, workloads), "jobs": jobs}, arguments.json)
+    with closing(side_by_side(runs, make_lanes(arguments.at_once))) as ended:
+        for job in tqdm(ended, desc="jobs", total=len(runs)):
+            jobs.append(job)
+            store({**about, "traces": _summaries(jobs, workloads), "jobs": jobs}, arguments.json)
     for trace, table in _summaries(jobs, workloads).items():
         print(trace, pd.DataFrame(table["summary"]).T.to_string(float_format=lambda value: f"{value:.3f}"), sep="\n")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 T = TypeVar("T")
 CORES_EACH = 2
@@ -23,6 +24,8 @@ class Lane:
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
+    ended: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the benchmark ends: a job that still runs is to end, too."""
 
     def pinned(self, command: list[str]) -> list[str]:
         """The command, on these cores only."""
@@ -54,8 +57,11 @@ def make_lanes(number: int) -> list[Lane]:
     return [Lane(tuple(cores[start : start + CORES_EACH])) for start in range(0, number * CORES_EACH, CORES_EACH)]
 
 
-def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Iterator[T]:
+def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Generator[T]:
     """Results as jobs end; each takes the first lane that is free.
+
+    When this ends early, by an error or an interruption, jobs that have not started never do, and the others' lanes
+    say that they have ended. Close it (`contextlib.closing`), so that an error between two results ends it, too.
 
     Raises:
         SystemExit: some commands have failed; the other results came first.
@@ -73,11 +79,18 @@ def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> 
 
     failed: list[str] = []
     with ThreadPoolExecutor(len(lanes)) as pool:
-        for future in as_completed([pool.submit(in_a_lane, job) for job in jobs]):
-            try:
-                yield future.result()
-            except subprocess.CalledProcessError as error:
-                print(error, flush=True)
-                failed.append(str(error))
+        futures = [pool.submit(in_a_lane, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                try:
+                    yield future.result()
+                except subprocess.CalledProcessError as error:
+                    print(error, flush=True)
+                    failed.append(str(error))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for lane in lanes:
+                lane.ended.set()
+            raise
     if failed:
         raise SystemExit("\n".join(failed))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-from contextlib import suppress
+import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.bench_rollout import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job
+from benchmarks.training_job import ROOT, end_on_sigterm, read_steps, require_success, training_command, training_job
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 
 REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
@@ -36,6 +36,7 @@ WARMUP_STEPS = 5
 SLOTS = 64
 """Of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
+POLL_S = 0.5
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
 COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
 
@@ -47,8 +48,10 @@ def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lan
         f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *mode_options(mode, SLOTS), *options.overrides,
     ])  # fmt: skip
-    with training_job(command, folder, lane) as job, suppress(subprocess.TimeoutExpired):
-        job.wait(JOB_TIMEOUT_S)
+    deadline = time.monotonic() + JOB_TIMEOUT_S
+    with training_job(command, folder, lane) as job:
+        while job.poll() is None and time.monotonic() < deadline and not lane.ended.wait(POLL_S):
+            pass
     require_success(job, mode, folder)
     return curves(mode, seed, read_steps(folder))
 
@@ -135,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all jobs, store and draw."""
     options = _parser().parse_args()
+    end_on_sigterm()
     about = circumstances(options)
     for folder in ("task", "work", "png"):
         del about["options"][folder]
@@ -145,10 +149,11 @@ def main() -> None:
         make_task(task, TaskParameters())
     runs = [partial(run, task, options, mode, seed) for seed in options.seeds for mode in options.modes]
     jobs: list[dict[str, Any]] = []
-    for job in tqdm(side_by_side(runs, make_lanes(options.at_once)), desc="jobs", total=len(runs)):
-        jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
-        store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json)
-        draw(jobs, options.png)
+    with closing(side_by_side(runs, make_lanes(options.at_once))) as ended:
+        for job in tqdm(ended, desc="jobs", total=len(runs)):
+            jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
+            store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json)
+            draw(jobs, options.png)
     for mode, row in summarise(jobs).items():
         print(mode, row)
 

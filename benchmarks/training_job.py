@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from benchmarks.lanes import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS, LOG = "metrics.jsonl", "log.txt"
@@ -24,6 +27,8 @@ TRAINING_ONLY = (
     "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
 )  # fmt: skip
 """Of jobs that neither validate nor leave anything."""
+MARK = "BENCHMARK_JOB"
+"""Variable by which all processes of a job are found, also those whose parent has gone."""
 STOP_S = 20.0
 """From asking a job to end to killing it."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
@@ -49,18 +54,19 @@ def training_job(command: list[str], folder: Path, lane: Lane | None = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths}
+    mark = uuid.uuid4().hex
+    variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths, MARK: mark}
     with (folder / LOG).open("w") as log:
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
         job = subprocess.Popen(lane.pinned(command), env=os.environ | variables | lane.environment, **options)
         try:
             yield job
         finally:
-            _end(job)
+            _end(job, mark)
 
 
 def require_success(job: subprocess.Popen[Any], name: str, folder: Path) -> None:
-    """Raise CalledProcessError, which says where the log is, unless the job has ended with 0."""
+    """Raise CalledProcessError, which says where the log is, if the job, which is over, has not ended with 0."""
     if job.returncode:
         raise subprocess.CalledProcessError(job.returncode, f"{name}, see {folder / LOG}")
 
@@ -73,17 +79,32 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [step for step in steps if "timing_s/gen" in step]
 
 
-def _end(job: subprocess.Popen[Any]) -> None:
-    """End a job, if it has not, and all that it has started, some of which has left its session."""
-    if job.poll() is not None:
-        return
-    left = psutil.Process(job.pid).children(recursive=True)
-    job.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        job.wait(STOP_S)
-    job.kill()
-    job.wait()
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this program as an exception does, so that the jobs it has started are ended."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _end(job: subprocess.Popen[Any], mark: str) -> None:
+    """End a job, if it has not, and all that it has started, some of which has left its session or lost its parent."""
+    if job.poll() is None:
+        job.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(STOP_S)
+        job.kill()
+        job.wait()
+    left = [process for process in psutil.process_iter() if _has_mark(process, mark)]
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, STOP_S)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:  # it has just ended, or is somebody else's
+        return False

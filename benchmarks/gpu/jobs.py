@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from benchmarks.gpu.all import SIZES, TINY, devices, versions
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.lanes import Lane, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job
+from benchmarks.training_job import ROOT, TRAINING_ONLY, end_on_sigterm, read_steps, training_command, training_job
 from partial_rollout.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def run_job(
     ends_s: list[float] = []
     samples: list[list[float]] = []
     engines = RunningRequests()
+    lane = lane or Lane()
     with training_job(words, folder, lane) as job:
         while job.poll() is None and (now_s := time.monotonic() - started_s) < limit_s:
             ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
@@ -127,10 +128,12 @@ def run_job(
                     engines.find(psutil.Process(job.pid).children(recursive=True))
                 running = engines.sample()
                 samples += [] if running is None else [[round(now_s, 1), running]]
-            time.sleep(POLL_S)
-    steps = [{name: step[name] for name in step if _is_kept(name)} for step in read_steps(folder)[skip:]]
-    times = {"job_s": time.monotonic() - started_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
-    return {**times, "code": job.returncode, "steps": steps, "samples": samples}
+            if lane.ended.wait(POLL_S):
+                break
+    ended_s, steps = time.monotonic() - started_s, read_steps(folder)
+    ends_s += [round(ended_s, 1)] * (len(steps) - len(ends_s))
+    times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
+    return {**times, "code": job.returncode, "steps": steps[skip:], "samples": samples}
 
 
 def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
@@ -185,9 +188,12 @@ class Jobs:
         shared = settings(folder, load, prompt_tokens)
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or [Lane()]
-        for job in side_by_side([partial(self._run_one, shared, *name) for name in names], lanes):
-            if job is not None:
-                self._store(job)
+        with closing(side_by_side([partial(self._run_one, shared, *name) for name in names], lanes)) as ended:
+            for job in ended:
+                if job is not None:
+                    self._store(job)
+        if not any(job["steps"] for job in self._jobs):
+            raise SystemExit(f"no job got to a measured step; logs in {options.out}")
 
     def _run_one(self, shared: list[str], mode: str, repeat: int, lane: Lane) -> dict[str, Any] | None:
         left_s = self._ends_s - time.monotonic()
@@ -197,6 +203,7 @@ class Jobs:
         memory = None if self._options.shape == "tiny" else self._options.memory
         job = run_job(command(mode, place, self._load, shared, memory=memory), place, left_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
+        job["steps"] = [{name: step[name] for name in step if _is_kept(name)} for step in job["steps"]]
         return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
 
     def _store(self, job: dict[str, Any]) -> None:
@@ -210,6 +217,9 @@ class Jobs:
 def main() -> None:
     """Run the jobs, and store what they measured."""
     options = parser().parse_args()
+    if len(set(options.gpus)) < len(options.gpus):
+        raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
+    end_on_sigterm()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
         Jobs(options).run(Path(folder))

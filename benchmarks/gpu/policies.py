@@ -31,8 +31,8 @@ SETTLE = 1.2
 """A step may take so many times as long as the longest one before it."""
 WIDE = 1.5
 """Slots of the `wide` modes, as a multiple of a batch's trajectories."""
-WIDE_PREFETCH = 6
-"""Of the same modes, in batches: with 3, an 8B shape had 141 to 405 of its 408 slots in use, for want of prompts."""
+WIDE_PREFETCH, DEEP_PREFETCH = 3, 6
+"""Batches of prompts in flight of the `wide` and `deep` modes: with 3, slots run out of prompts within a step."""
 OURS = "partial_rollout"
 KEPT = (
     "interrupted",
@@ -63,6 +63,8 @@ class Policy:
     """Steps that are stored and not summed up: that of the primer, and those in which contexts grow to their size."""
     trainer: type[RolloutTrainer] = RolloutTrainer
     is_wide: bool = False
+    prefetch: int = WIDE_PREFETCH
+    """Of a wide one."""
 
     def overrides(self, load: Workload, most_slots: int) -> dict[str, Any]:
         """The block's settings for a load on an engine with so many sequences."""
@@ -73,7 +75,7 @@ class Policy:
             wide = {"partial_rollout.slots.most": most_slots}
         else:
             wide = {"partial_rollout.num_slots": slots}
-        return {**self.settings, **wide, "partial_rollout.prefetch_factor": WIDE_PREFETCH}
+        return {**self.settings, **wide, "partial_rollout.prefetch_factor": self.prefetch}
 
 
 def _tail(policy: str, interrupt_mode: str = "abort", **others: Any) -> dict[str, Any]:
@@ -91,10 +93,13 @@ POLICIES: dict[str, Policy] = {
     "partial_abort_cost": Policy(_tail("partial", boundary="cost")),
     "partial_abort_adaptive": Policy(_tail("partial") | ADAPTIVE, is_wide=True),
     "partial_reuse_kv_adaptive": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True),
+    "partial_reuse_kv_deep": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True, prefetch=DEEP_PREFETCH),
     "partial_reuse_kv_wide": Policy(_tail("partial", "reuse_kv"), is_wide=True),
     "reorder": Policy(_tail("reorder")),
     "reorder_reuse_kv": Policy(_tail("reorder", "reuse_kv")),
-    "uninterrupted": Policy(_tail("partial"), trainer=UninterruptedTrainer),
+    "uninterrupted": Policy(
+        _tail("partial") | {"partial_rollout.prefetch_factor": DEEP_PREFETCH}, trainer=UninterruptedTrainer
+    ),
 }
 """`sync` carries nothing from step to step; `uninterrupted` is the bound: slots always full, nothing interrupted."""
 
@@ -230,11 +235,10 @@ class Recorder:
         return numbers | {name: record[f"{OURS}/{name}"] for name in KEPT if f"{OURS}/{name}" in record}
 
 
-def plan_of(session: Session, recorder: Recorder, load: Workload, *, batch_s: float) -> BlockPlan:
-    """What the session needs to make a block ready; blocks of a round and trace have the same prompts."""
+def plan_of(session: Session, recorder: Recorder, load: Workload, *, num_prompts: int, batch_s: float) -> BlockPlan:
+    """What the session needs to make a block ready; blocks of a round and trace have the same `num_prompts` prompts."""
     block, policy = recorder.block, POLICIES[recorder.block.mode]
     load = replace(load, seed=load.seed + block.round)
-    num_prompts = load.batch * (recorder.most_steps + WIDE_PREFETCH)
     return BlockPlan(
         policy.trainer,
         policy.overrides(load, session.options.slots),
@@ -280,8 +284,10 @@ def run_policies(
         recorders = [
             Recorder(Block(each.mode, each.trace, round, slots), each.steps, budget, session, add) for each in wanted
         ]
-        batch_s = max(1.0, budget.left_s)
-        plans = [plan_of(session, each, loads[each.block.trace], batch_s=batch_s) for each in recorders]
+        # Lengths depend on how many are drawn, so all blocks have as many prompts as the longest needs.
+        limits: dict[str, Any] = {"batch_s": max(1.0, budget.left_s)}
+        limits["num_prompts"] = session.load.batch * (max(each.most_steps for each in recorders) + DEEP_PREFETCH)
+        plans = [plan_of(session, each, loads[each.block.trace], **limits) for each in recorders]
         blocks = session.ready(plans)
         for recorder, block in zip(recorders, blocks, strict=True):
             if budget.left_s > least_s(recorder.block.mode, walls_s):

@@ -15,26 +15,28 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import statistics
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.bench_rollout import lengths
+from benchmarks.bench_rollout import Workload, lengths
 from benchmarks.gpu.inputs import TRACES, workload
 from benchmarks.gpu.summary import markdown
 from benchmarks.result import store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from benchmarks.bench_rollout import Workload
 
 WARMUP, MEASURED = 15, 40
 """Steps that are left out, and counted."""
+SENT_PER_S = 180.0
+"""Requests that one agent-loop worker brings to an engine; in the samples of the 8B result 250 to 350 in 1.5 to 2 s."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,13 @@ class Speed:
         cells = curve["cell"]
         seconds = np.array([cell["decode_ms_by_wall"] for cell in cells]) / 1000
         sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
-        parts, *_ = np.linalg.lstsq(np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None)
+        (base, request, token), *_ = np.linalg.lstsq(
+            np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None
+        )
         costs = [(row["drain_ms"] + row["resume_ms"]) / 1000 for row in curve["interruption"]]
         prefill = statistics.median(cell["prefill_tokens_per_s"] for cell in cells)
-        return cls(*map(float, parts), prefill, statistics.median(costs) if costs else 0.0)
+        cost_s = statistics.median(costs) if costs else 0.0
+        return cls(float(base), float(request), float(token), prefill, cost_s)
 
     def decode_s(self, steps: int, requests: int, context: int) -> float:
         """So many decode steps of the same requests, whose contexts have `context` tokens in sum at first."""
@@ -72,7 +77,7 @@ class Mode:
     name: str
     slots: int
     prefetch: float
-    """Prompts in flight, in batches."""
+    """Prompts in flight, in batches; whole prompts count."""
     retains_kv: bool = True
     interrupts: bool = True
     """Otherwise requests go on as if no step had ended: the bound."""
@@ -88,6 +93,14 @@ class Group:
     num_ended: int = 0
 
 
+class Request(NamedTuple):
+    """A response that is not whole."""
+
+    remaining: int
+    length: int
+    group: Group
+
+
 @dataclass
 class Rollout:
     """The engine and what is in flight; `step` runs until a batch is done."""
@@ -101,14 +114,17 @@ class Rollout:
     ongoing: int = 0
     """Groups that have been claimed and are not done."""
     done: deque[Group] = field(default_factory=deque)
-    running: list[tuple[int, int, int, Group]] = field(default_factory=list)
-    """A heap of [decode step after which a response ends, its number, its tokens, its group]: all decode together."""
+    entering: deque[tuple[float, Request]] = field(default_factory=deque)
+    """On their way to the engine, with the time of their arrival."""
+    running: list[tuple[int, int, Request]] = field(default_factory=list)
+    """A heap of [decode step after which a response ends, its number, and it]: all decode together."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     decoded: int = 0
     """Decode steps so far."""
     context: int = 0
-    """Tokens of all requests that run."""
-    most_context: int = 0
+    """Tokens of all requests that run: what attention reads."""
+    most_kv: int = 0
+    """The most tokens that the KV cache held; a prompt's are there once for its group."""
     now_s: float = 0.0
     slot_s: float = 0.0
     number: int = 0
@@ -118,12 +134,11 @@ class Rollout:
         self.number += 1
         started_s, started_slot_s = self.now_s, self.slot_s
         interrupted, recomputed = self._interrupt()
-        in_flight = len(self.pending) + self.ongoing + len(self.done)
-        self.pending.extend(
-            itertools.islice(self.prompts, max(0, int(self.mode.prefetch * self.load.batch) - in_flight))
-        )
+        room = int(self.mode.prefetch * self.load.batch) - len(self.pending) - self.ongoing - len(self.done)
+        self.pending.extend(itertools.islice(self.prompts, max(0, room)))
         while len(self.done) < self.load.batch:
             self._claim()
+            self._enter()
             self._decode()
         batch = [self.done.popleft() for _ in range(self.load.batch)]
         ages = [self.number - group.started for group in batch]
@@ -137,42 +152,67 @@ class Rollout:
             "staleness_max": max(ages),
         }
 
+    @property
+    def kv(self) -> int:
+        """Tokens in the KV cache."""
+        return self.context - self.prompt_tokens * (len(self.running) - self.ongoing)
+
     def _interrupt(self) -> tuple[int, int]:
         """Requests that were interrupted, and tokens that are computed again."""
-        if not self.running or not self.mode.interrupts:
+        interrupted = len(self.running)
+        if not interrupted or not self.mode.interrupts:
             return 0, 0
-        recomputed = 0 if self.mode.retains_kv else self.context
+        recomputed = 0 if self.mode.retains_kv else self.kv
         self.now_s += self.speed.interruption_s + recomputed / self.speed.prefill_tokens_per_s
-        return len(self.running), recomputed
+        again = [request._replace(remaining=end - self.decoded) for end, _, request in sorted(self.running)]
+        self.running.clear()
+        self.context = 0
+        self._send(again)
+        return interrupted, recomputed
+
+    def _send(self, requests: Iterable[Request]) -> None:
+        """Put them on their way, one after the other."""
+        at_s = max(self.now_s, self.entering[-1][0] if self.entering else 0.0)
+        for number, request in enumerate(requests, 1):
+            self.entering.append((at_s + number / SENT_PER_S, request))
 
     def _claim(self) -> None:
-        """Start whole groups while there are slots for one."""
-        while self.pending and len(self.running) + self.load.group <= self.mode.slots:
+        """Send whole groups while there are slots for one."""
+        while self.pending and len(self.running) + len(self.entering) + self.load.group <= self.mode.slots:
             group = self.pending.popleft()
             group.started = self.number
             self.ongoing += 1
-            for length in group.lengths:
-                heapq.heappush(self.running, (self.decoded + length, next(self.numbers), length, group))
-            tokens = self.load.group * self.prompt_tokens
-            self.context += tokens
-            self.now_s += tokens / self.speed.prefill_tokens_per_s
+            self._send(Request(length, length, group) for length in group.lengths)
+            self.now_s += self.prompt_tokens / self.speed.prefill_tokens_per_s
+
+    def _enter(self) -> None:
+        """Let run what has arrived; an idle engine waits for the next one."""
+        if not self.running:
+            self.now_s = max(self.now_s, self.entering[0][0])
+        while self.entering and self.entering[0][0] <= self.now_s:
+            _, request = self.entering.popleft()
+            heapq.heappush(self.running, (self.decoded + request.remaining, next(self.numbers), request))
+            self.context += self.prompt_tokens + request.length - request.remaining
 
     def _decode(self) -> None:
-        """Until the next responses end."""
+        """Until the next responses end, or the next request has arrived."""
         steps, requests = self.running[0][0] - self.decoded, len(self.running)
+        if self.entering:
+            until_s = self.entering[0][0] - self.now_s
+            steps = min(steps, math.ceil(until_s / self.speed.decode_s(1, requests, self.context)))
         seconds = self.speed.decode_s(steps, requests, self.context)
         self.now_s += seconds
         self.slot_s += requests * seconds
         self.decoded += steps
         self.context += requests * steps
-        self.most_context = max(self.most_context, self.context)
+        self.most_kv = max(self.most_kv, self.kv)
         while self.running and self.running[0][0] == self.decoded:
-            _, _, length, group = heapq.heappop(self.running)
-            self.context -= self.prompt_tokens + length
-            group.num_ended += 1
-            if group.num_ended == len(group.lengths):
+            request = heapq.heappop(self.running)[2]
+            self.context -= self.prompt_tokens + request.length
+            request.group.num_ended += 1
+            if request.group.num_ended == len(request.group.lengths):
                 self.ongoing -= 1
-                self.done.append(group)
+                self.done.append(request.group)
 
 
 def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dict[str, float]:
@@ -182,7 +222,7 @@ def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dic
     rollout = Rollout(mode, speed, load, prompt_tokens, prompts)
     steps = [rollout.step() for _ in range(WARMUP + MEASURED)][WARMUP:]
     row = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
-    row |= {"staleness_max": max(step["staleness_max"] for step in steps), "kv_tokens": rollout.most_context}
+    row |= {"staleness_max": max(step["staleness_max"] for step in steps), "kv_tokens": rollout.most_kv}
     in_use = row.pop("slot_s") / (row["seconds"] * mode.slots)
     return row | {"slots_in_use": in_use, "tokens_per_s": row["tokens"] / row["seconds"]}
 
@@ -195,7 +235,7 @@ def modes(slots: int, group: int) -> list[Mode]:
         found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
     found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
-    return [*found, Mode("nothing interrupted, slots always full", slots, 12, interrupts=False)]
+    return [*found, Mode("nothing interrupted, always prompts", slots, 12, interrupts=False)]
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -225,7 +265,8 @@ def main() -> None:
     speed, engine = Speed.fit(result["curve"]), result["engine"]
     predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
     for trace in options.traces:
-        load = workload(engine["shape"], trace)
+        stored = result["workloads"].get(trace)
+        load = Workload(**stored) if stored else workload(engine["shape"], trace)
         rows = {
             mode.name: predict(mode, speed, load, engine["prompt_tokens"])
             for mode in modes(load.batch * load.group, load.group)

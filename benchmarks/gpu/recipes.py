@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ from benchmarks.gpu.inputs import SHAPES, write_model
 from benchmarks.gpu.jobs import run_job, write_weights
 from benchmarks.lanes import Lane
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT
+from benchmarks.training_job import ROOT, end_on_sigterm
 from partial_rollout.mode import PACKED_ATTENTION
 from partial_rollout.run.data import dapo_math, gsm8k
 
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--group", type=int, default=8, help="responses to each (%(default)s)")
     line.add_argument("--response-tokens", type=int, default=512, help="at most (%(default)s)")
     line.add_argument("--budget-s", type=float, default=560.0)
-    line.add_argument("--python", default=os.environ.get("PYTHON", "python3"), help="interpreter of the recipes")
+    line.add_argument("--python", default=sys.executable, help="interpreter of the recipes")
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides")
     return line
 
@@ -123,13 +123,14 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run the recipes, and store how they went."""
     options = parser().parse_args()
+    end_on_sigterm()
     ends_s = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
     about = circumstances(options) | {"devices": devices(), "versions": versions()}
     del about["options"]["out"]
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
-        for recipe in options.recipes:
+        for recipe in dict.fromkeys(options.recipes):
             left_s = ends_s - time.monotonic()
             if left_s > 0:
                 runs.append(run_recipe(options, recipe, Path(folder), left_s))

@@ -61,7 +61,7 @@ def _row(blocks: Sequence[Mapping[str, Any]]) -> Row:
     if not steps:
         return {}
     walls = [step["wall_s"] for step in steps]
-    quartiles = statistics.quantiles(walls, n=4) if len(walls) > 1 else [walls[0]] * 3
+    quartiles = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else [walls[0]] * 3
     overhead_s = sum(step["drain_ms"] + step["resume_ms"] for step in steps) / 1000
     row: Row = {
         "num_steps": len(steps),

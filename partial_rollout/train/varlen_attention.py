@@ -7,23 +7,23 @@ squares, while plain `sdpa` keeps sequences apart with a mask and computes the s
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 NAME = PACKED_ATTENTION
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What transformers' models pass to their attention that would change the scores; None means without."""
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN's, which torch prefers on Hopper, is left out: it makes a plan for every new length, and here most are new."""
 
 
 def attend(
@@ -51,7 +51,7 @@ def attend(
     if wanted:
         raise ConfigError(f"{NAME} has no {wanted[0]}, which the model asks for: use attn_implementation=sdpa or eager")
     parts = [part.split(sequence_lengths(positions), dim=2) for part in (query, key, value)]
-    with sdpa_kernel(KERNELS):
+    with _without_cudnn():
         outputs = [
             torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
@@ -59,6 +59,17 @@ def attend(
             for q, k, v in zip(*parts, strict=True)
         ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """cuDNN's kernel, which torch prefers on Hopper, makes a plan for every new length, and here most are new."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _checked_positions(query: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:

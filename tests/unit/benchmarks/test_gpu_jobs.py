@@ -41,7 +41,8 @@ def test_a_job_s_steps_are_kept_after_the_first_ones(tmp_path):
     job = run_job([sys.executable, "-c", WRITE], tmp_path / "a", 60.0)
     assert job["code"] == 0
     assert [step["timing_s/gen"] for step in job["steps"]] == list(range(SKIP, 4))
-    assert set(job["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms"}
+    assert set(job["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", "other"}
+    assert len(job["ends_s"]) == SKIP + len(job["steps"])
     assert json.dumps(job)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -59,3 +60,37 @@ def test_a_failed_job_is_told_after_all_results() -> None:
 def test_a_lane_of_gpus_shows_its_jobs_no_others():
     assert Lane(gpus=(2, 3)).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert Lane().environment == {}
+
+
+def test_an_error_ends_the_jobs_beside_it_and_those_that_wait() -> None:
+    seen: list[str] = []
+    both = threading.Barrier(2, timeout=20)
+
+    def long(lane: Lane) -> None:
+        both.wait()
+        seen.append("ended" if lane.ended.wait(20) else "forgotten")
+
+    def broken(_lane: Lane) -> None:
+        both.wait()
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        list(side_by_side([long, broken, lambda _lane: seen.append("started")], [Lane((0,)), Lane((1,))]))
+    assert "ended" in seen
+    assert "forgotten" not in seen
+
+
+def test_who_stops_asking_for_results_ends_the_job_that_runs() -> None:
+    seen: list[bool] = []
+    running = threading.Event()
+
+    def long(lane: Lane) -> None:
+        running.set()
+        seen.append(lane.ended.wait(20))
+
+    def short(_lane: Lane) -> None:
+        running.wait(20)
+
+    with closing(side_by_side([short, long], [Lane((0,)), Lane((1,))])) as ended:
+        next(ended)
+    assert seen == [True]

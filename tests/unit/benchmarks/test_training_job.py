@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from benchmarks.bench_rollout import MODES, mode_options
@@ -42,3 +43,14 @@ def test_a_job_has_its_log_and_no_metrics_of_an_earlier_one(tmp_path: Path) -> N
     assert (read_steps(tmp_path), (tmp_path / LOG).read_text()) == ([], "said\n")
     with pytest.raises(subprocess.CalledProcessError, match="the job, see .*log.txt"):
         require_success(job, "the job", tmp_path)
+
+
+def test_what_a_job_that_died_has_left_behind_is_ended(tmp_path: Path) -> None:
+    """Ray's processes are in sessions of their own, and outlive a driver that was killed."""
+    sleeper = "import time; time.sleep(600)"
+    options = f"[sys.executable, '-c', {sleeper!r}], start_new_session=True"
+    start = f"import subprocess, sys; print(subprocess.Popen({options}).pid)"
+    with training_job([sys.executable, "-c", f"{start}; sys.exit(1)"], tmp_path) as job:
+        job.wait(60)
+        left = psutil.Process(int((tmp_path / LOG).read_text()))
+    assert not left.is_running()
