@@ -10,9 +10,11 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks.gpu import jobs
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.jobs import COMPARED, SKIP, command, run_job, settings, slots_in_use
+from benchmarks.gpu.jobs import COMPARED, SKIP, Jobs, command, parser, run_job, settings, slots_in_use
 from benchmarks.gpu.session import CONFIGS
+from benchmarks.training_job import LOG
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
 WRITE = """
@@ -20,6 +22,14 @@ import json, os
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
     for step in range(4):
         print(json.dumps({"data": {"timing_s/gen": step, "partial_rollout/drain_ms": 1, "other": 2}}), file=file)
+"""
+
+
+TOKENS = "perf/total_num_tokens"
+METRICS = f"""import json, os
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+    for step in range(4):
+        print(json.dumps({{"data": {{"timing_s/gen": 1, "timing_s/step": 2, "{TOKENS}": 3, "other": 4}}}}), file=file)
 """
 
 
@@ -44,6 +54,30 @@ def test_a_job_s_steps_are_kept_after_the_first_ones(tmp_path):
     assert set(job["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", "other"}
     assert len(job["ends_s"]) == SKIP + len(job["steps"])
     assert json.dumps(job)
+
+
+def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
+    """Here they only write the metrics of steps, and the GPU that they see, into their logs."""
+    show = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", f"{METRICS}{show}"])
+    words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
+    Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    stored = json.loads((tmp_path / "jobs.json").read_text())
+    found = {job["mode"]: job["gpus"] for job in stored["jobs"]}
+    assert sorted(found.values()) == [[3], [5]]
+    assert {mode: [int((tmp_path / f"{mode}-0" / LOG).read_text())] for mode in found} == found
+    assert [set(step) for job in stored["jobs"] for step in job["steps"]] == [
+        {"timing_s/gen", "timing_s/step", TOKENS}
+    ] * 4
+    assert set(stored["summary"]) == set(found)
+
+
+def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(7)"])
+    words = ["--shape", "tiny", "--modes", "sync", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="no job got to a measured step"):
+        Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    assert [job["code"] for job in json.loads((tmp_path / "jobs.json").read_text())["jobs"]] == [7]
 
 
 def test_slots_in_use_are_those_of_the_measured_steps_while_any_runs():
