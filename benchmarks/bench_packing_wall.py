@@ -29,7 +29,6 @@ import argparse
 import json
 import math
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
 from benchmarks.bench_packing import as_plan, draw_lengths, partition, strided, verl_path, workload
@@ -228,13 +228,10 @@ def parse() -> argparse.Namespace:
 
 def run_ranks(options: argparse.Namespace, deadline: float, rows: Path) -> str:
     """Run both ranks; the last line of what went wrong, if anything did."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.write_text("", encoding="utf-8")
     try:
-        spawn(run_rank, (options, port, deadline, str(rows)), nprocs=NUM_RANKS)
+        spawn(run_rank, (options, get_free_port(), deadline, str(rows)), nprocs=NUM_RANKS)
     except (ProcessRaisedException, ProcessExitedException) as error:
         print(error, file=sys.stderr)
         return str(error).strip().splitlines()[-1]

@@ -33,14 +33,14 @@ from tqdm import tqdm
 from benchmarks.engine_gauges import RunningRequests
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_on_sigterm, read_steps, require_success, training_command, training_job
+from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job, until_over
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
+from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
     import subprocess
 
 JOB_TIMEOUT_S = 1800.0
-SAMPLE_INTERVAL_S = 0.5
 TASK = TaskParameters(num_train=256, num_val=8, warm_start_steps=60)
 """Made when none is given. Lengths come from the trace and nothing is learned, so the checkpoint need not be good."""
 FAST_POLL = "pkg://benchmarks.fast_poll"
@@ -223,15 +223,12 @@ class Bench:
     def _watch(self, job: subprocess.Popen[Any], folder: Path, lane: Lane) -> tuple[CpuProfile, float | None]:
         """Sample a job until it ends; its processor use and the share of engine slots in use."""
         profile, engines = CpuProfile(job.pid), RunningRequests()
-        deadline = time.monotonic() + JOB_TIMEOUT_S
-        while job.poll() is None and time.monotonic() < deadline:
+        for _ in until_over(job, lane, JOB_TIMEOUT_S):
             measuring = len(read_steps(folder)) >= self.workload.skip
             profile.sample(measuring=measuring)
             if measuring:
                 engines.find(profile.processes())
                 engines.sample()
-            if lane.ended.wait(SAMPLE_INTERVAL_S):
-                break
         return profile, engines.utilisation(self.workload.batch * self.workload.group)
 
 
@@ -370,7 +367,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all jobs and store the result."""
     arguments = _parser().parse_args()
-    end_on_sigterm()
+    heed_termination()
     about = circumstances(arguments)
     for folder in ("task", "work"):
         del about["options"][folder]

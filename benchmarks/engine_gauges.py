@@ -38,8 +38,13 @@ class RunningRequests:
 
     def utilisation(self, num_slots: int) -> float | None:
         """Share of slots in use, over the moments at which any is."""
-        busy = [value for value in self.samples if value > 0]
-        return sum(busy) / (len(busy) * num_slots) if busy else None
+        return utilisation(self.samples, num_slots)
+
+
+def utilisation(samples: Iterable[float], num_slots: int) -> float | None:
+    """Mean share of slots in use, over the samples in which any is."""
+    busy = [running for running in samples if running > 0]
+    return sum(busy) / (len(busy) * num_slots) if busy else None
 
 
 def _pages(process: psutil.Process) -> set[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,9 @@ from tqdm import tqdm
 from benchmarks.bench_rollout import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes, side_by_side
 from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_on_sigterm, read_steps, require_success, training_command, training_job
+from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job, until_over
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
+from partial_rollout.runtime.termination import heed_termination
 
 REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
 WINDOW = 10
@@ -36,7 +36,6 @@ WARMUP_STEPS = 5
 SLOTS = 64
 """Of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
-POLL_S = 0.5
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
 COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
 
@@ -48,9 +47,8 @@ def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lan
         f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *mode_options(mode, SLOTS), *options.overrides,
     ])  # fmt: skip
-    deadline = time.monotonic() + JOB_TIMEOUT_S
     with training_job(command, folder, lane) as job:
-        while job.poll() is None and time.monotonic() < deadline and not lane.ended.wait(POLL_S):
+        for _ in until_over(job, lane, JOB_TIMEOUT_S):
             pass
     require_success(job, mode, folder)
     return curves(mode, seed, read_steps(folder))
@@ -138,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all jobs, store and draw."""
     options = _parser().parse_args()
-    end_on_sigterm()
+    heed_termination()
     about = circumstances(options)
     for folder in ("task", "work", "png"):
         del about["options"][folder]

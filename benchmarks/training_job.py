@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +18,6 @@ from benchmarks.lanes import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS, LOG = "metrics.jsonl", "log.txt"
@@ -29,6 +28,7 @@ TRAINING_ONLY = (
 """Of jobs that neither validate nor leave anything."""
 MARK = "BENCHMARK_JOB"
 """Variable by which all processes of a job are found, also those whose parent has gone."""
+POLL_S = 0.5
 STOP_S = 20.0
 """From asking a job to end to killing it."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
@@ -79,13 +79,13 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return [step for step in steps if "timing_s/gen" in step]
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM end this program as an exception does, so that the jobs it has started are ended."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
+def until_over(job: subprocess.Popen[Any], lane: Lane, limit_s: float, interval_s: float = POLL_S) -> Iterator[float]:
+    """Seconds since the call, at intervals, until the job is over, the limit is reached or the lane has ended."""
+    started_s = time.monotonic()
+    while job.poll() is None and (now_s := time.monotonic() - started_s) < limit_s:
+        yield now_s
+        if lane.ended.wait(interval_s):
+            return
 
 
 def _end(job: subprocess.Popen[Any], mark: str) -> None:

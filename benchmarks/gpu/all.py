@@ -62,6 +62,13 @@ def devices() -> list[str]:
     return answer.stdout.strip().splitlines()
 
 
+def about_run(options: argparse.Namespace) -> dict[str, Any]:
+    """Circumstances of a run with its GPUs and versions; call it before the load is its own."""
+    about = circumstances(options)
+    del about["options"]["out"]
+    return {**about, "devices": devices(), "versions": versions()}
+
+
 def is_same(stored: dict[str, Any], block: dict[str, Any]) -> bool:
     """Whether it is a block that has grown, and no new one."""
     return all(stored[name] == block[name] for name in ("mode", "trace", "round"))
@@ -73,12 +80,8 @@ class Result:
     def __init__(self, options: argparse.Namespace, loads: dict[str, Workload], engine: EngineOptions) -> None:
         """Note under which circumstances."""
         self._out: Path = options.out
-        about = circumstances(options)
-        del about["options"]["out"]
         self.data: dict[str, Any] = {
-            **about,
-            "devices": devices(),
-            "versions": versions(),
+            **about_run(options),
             "workloads": {trace: asdict(load) for trace, load in loads.items()},
             "engine": asdict(engine),
             "update": "none: version and caches change at a step's end as after an update, the weights stay",
@@ -136,13 +139,13 @@ def run(options: argparse.Namespace) -> None:
     require_known("modes", {each.mode for each in wanted}, POLICIES)
     require_known("modes", {each.trace for each in wanted}, TRACES)
     budget = Budget(options.budget_s - (time.time() - psutil.Process().create_time()))
-    sizes = _given(options, ("batch", "group", "seed"))
+    sizes = given_options(options, ("batch", "group", "seed"))
     loads = {each.trace: workload(options.shape, each.trace, **sizes) for each in wanted}
     load = workload(options.shape, options.trace, **sizes)
     longest = max(each.limit for each in [load, *loads.values()])
     usual = TINY if options.shape == "tiny" else {}
-    given = {**usual, **_given(options, [item.name for item in fields(EngineOptions)])}
-    engine = EngineOptions(**given, response_tokens=max(longest, 2 * DECODED))
+    own = {**usual, **given_options(options, [item.name for item in fields(EngineOptions)])}
+    engine = EngineOptions(**own, response_tokens=max(longest, 2 * DECODED))
     result = Result(options, loads, engine)
     result.write()
     with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
@@ -168,7 +171,8 @@ def require_known(option: str, given: set[str], known: Collection[str]) -> None:
         raise SystemExit(f"--{option} {' '.join(sorted(unknown))} is not allowed: must be of {', '.join(known)}")
 
 
-def _given(options: argparse.Namespace, names: Any) -> dict[str, Any]:
+def given_options(options: argparse.Namespace, names: Any) -> dict[str, Any]:
+    """Those of the named options that were set."""
     values = vars(options)
     return {name: values[name] for name in names if values.get(name) is not None}
 

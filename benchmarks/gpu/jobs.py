@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from benchmarks.bench_rollout import MODES, mode_options, summarise
-from benchmarks.engine_gauges import RunningRequests
-from benchmarks.gpu.all import SIZES, TINY, devices, versions
+from benchmarks.engine_gauges import RunningRequests, utilisation
+from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.lanes import Lane, side_by_side
-from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, TRAINING_ONLY, end_on_sigterm, read_steps, training_command, training_job
+from benchmarks.result import store
+from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
 from partial_rollout.mode import PACKED_ATTENTION
+from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
     from benchmarks.bench_rollout import Workload
@@ -43,7 +44,6 @@ SKIP = 2
 PROMPT_TOKENS = 256
 ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
-POLL_S = 0.5
 KEPT = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "timing_s/update_actor", "perf/total_num_tokens")
 
 
@@ -121,15 +121,13 @@ def run_job(
     engines = RunningRequests()
     lane = lane or Lane()
     with training_job(words, folder, lane) as job:
-        while job.poll() is None and (now_s := time.monotonic() - started_s) < limit_s:
+        for now_s in until_over(job, lane, limit_s):
             ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
             if ends_s:
                 with suppress(psutil.NoSuchProcess):  # it has just ended
                     engines.find(psutil.Process(job.pid).children(recursive=True))
                 running = engines.sample()
                 samples += [] if running is None else [[round(now_s, 1), running]]
-            if lane.ended.wait(POLL_S):
-                break
     ended_s, steps = time.monotonic() - started_s, read_steps(folder)
     ends_s += [round(ended_s, 1)] * (len(steps) - len(ends_s))
     times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
@@ -139,8 +137,7 @@ def run_job(
 def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
     """Share of the slots that ran over the measured steps, while any did."""
     since_s = job["ends_s"][SKIP - 1] if len(job["ends_s"]) >= SKIP else float("inf")
-    busy = [running for at_s, running in job["samples"] if at_s >= since_s and running]
-    return sum(busy) / (len(busy) * num_slots) if busy else None
+    return utilisation([running for at_s, running in job["samples"] if at_s >= since_s], num_slots)
 
 
 def _is_kept(name: str) -> bool:
@@ -170,12 +167,9 @@ class Jobs:
     def __init__(self, options: argparse.Namespace) -> None:
         """Note under which circumstances."""
         self._options, self._ends_s = options, time.monotonic() + options.budget_s
-        sizes = {name: getattr(options, name) for name in ("batch", "group", "seed")}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        self._load = replace(workload(options.shape, options.trace, **given), steps=options.steps, skip=SKIP)
-        about = circumstances(options) | {"devices": devices(), "versions": versions()}
-        del about["options"]["out"]
-        self._data = {**about, "engine": {"shape": options.shape}, "workload": asdict(self._load)}
+        sizes = given_options(options, ("batch", "group", "seed"))
+        self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
+        self._data = {**about_run(options), "engine": {"shape": options.shape}, "workload": asdict(self._load)}
         self._jobs: list[dict[str, Any]] = []
 
     def run(self, folder: Path) -> None:
@@ -219,7 +213,7 @@ def main() -> None:
     options = parser().parse_args()
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
-    end_on_sigterm()
+    heed_termination()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
         Jobs(options).run(Path(folder))

@@ -278,16 +278,19 @@ def run_policies(
     """
     walls_s: list[float] = []
     for round in range(rounds):
-        if budget.left_s <= (statistics.median(walls_s) if walls_s else 0.0):
+        if all(budget.left_s <= least_s(each.mode, walls_s) for each in wanted):
             return
         slots = session.load.batch * session.load.group
         recorders = [
             Recorder(Block(each.mode, each.trace, round, slots), each.steps, budget, session, add) for each in wanted
         ]
         # Lengths depend on how many are drawn, so all blocks have as many prompts as the longest needs.
-        limits: dict[str, Any] = {"batch_s": max(1.0, budget.left_s)}
-        limits["num_prompts"] = session.load.batch * (max(each.most_steps for each in recorders) + DEEP_PREFETCH)
-        plans = [plan_of(session, each, loads[each.block.trace], **limits) for each in recorders]
+        num_prompts = session.load.batch * (max(each.most_steps for each in recorders) + DEEP_PREFETCH)
+        batch_s = max(1.0, budget.left_s)
+        plans = [
+            plan_of(session, each, loads[each.block.trace], num_prompts=num_prompts, batch_s=batch_s)
+            for each in recorders
+        ]
         blocks = session.ready(plans)
         for recorder, block in zip(recorders, blocks, strict=True):
             if budget.left_s > least_s(recorder.block.mode, walls_s):

@@ -18,14 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.all import devices, versions
+from benchmarks.gpu.all import about_run
 from benchmarks.gpu.inputs import SHAPES, write_model
 from benchmarks.gpu.jobs import run_job, write_weights
 from benchmarks.lanes import Lane
-from benchmarks.result import circumstances, store
-from benchmarks.training_job import ROOT, end_on_sigterm
+from benchmarks.result import store
+from benchmarks.training_job import ROOT
 from partial_rollout.mode import PACKED_ATTENTION
 from partial_rollout.run.data import dapo_math, gsm8k
+from partial_rollout.runtime.termination import heed_termination
 
 RECIPES = {
     "qwen3-0.6b_gsm8k_grpo": "qwen3-0.6b",
@@ -123,11 +124,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run the recipes, and store how they went."""
     options = parser().parse_args()
-    end_on_sigterm()
+    heed_termination()
     ends_s = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
-    about = circumstances(options) | {"devices": devices(), "versions": versions()}
-    del about["options"]["out"]
+    about = about_run(options)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
         for recipe in dict.fromkeys(options.recipes):
