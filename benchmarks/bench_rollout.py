@@ -101,7 +101,7 @@ ADAPTIVE = (
 )
 """From the slots of the other modes up to all prompts in flight."""
 
-OFFLOADED = ("partial_rollout.tail.offload_gib=16", "actor_rollout_ref.rollout.free_cache_engine=True")
+OFFLOADED = ("partial_rollout.tail.offload_gib=48", "actor_rollout_ref.rollout.free_cache_engine=True")
 """On a GPU only; engine memory is released between steps."""
 
 

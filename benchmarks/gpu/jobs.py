@@ -80,12 +80,20 @@ def settings(folder: Path, load: Workload, prompt_tokens: int) -> list[str]:
     ]  # fmt: skip
 
 
-def on_a_gpu(memory: float) -> list[str]:
-    """Engine and trainer together in one GPU's memory; rows are packed, without flash-attention."""
+def without_flash_attention(shape: str) -> list[str]:
+    """Packed rows where it is not installed: attention, and log-probs, which verl would compute token by token.
+
+    verl 0.9.1 has fused log-probs with `fsdp2` only where the head is tied to the embeddings.
+    """
+    attention = f"+actor_rollout_ref.model.override_config.attn_implementation={PACKED_ATTENTION}"
+    return [attention, f"actor_rollout_ref.model.use_fused_kernels={SHAPES[shape].tied}"]
+
+
+def on_a_gpu(memory: float, shape: str) -> list[str]:
+    """Engine and trainer together in one GPU's memory; rows are packed."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return [
-        "actor_rollout_ref.model.use_remove_padding=True",
-        f"+actor_rollout_ref.model.override_config.attn_implementation={PACKED_ATTENTION}", f"{actor}.strategy=fsdp2",
+        "actor_rollout_ref.model.use_remove_padding=True", *without_flash_attention(shape), f"{actor}.strategy=fsdp2",
         f"{actor}.fsdp_config.model_dtype=bfloat16",
         f"{actor}.ppo_max_token_len_per_gpu={ROW_TOKENS}", f"{actor}.use_torch_compile=False",
         f"{rollout}.gpu_memory_utilization={memory}", f"{rollout}.free_cache_engine=False",
@@ -95,17 +103,17 @@ def on_a_gpu(memory: float) -> list[str]:
     ]  # fmt: skip
 
 
-def command(mode: str, folder: Path, load: Workload, shared: list[str], *, memory: float | None) -> list[str]:
-    """The training job of one mode on a GPU, or on a CPU without a share of GPU `memory`."""
+def command(mode: str, folder: Path, load: Workload, shared: list[str], gpu: list[str] | None) -> list[str]:
+    """The training job of one mode on a GPU, with settings `on_a_gpu`, or on a CPU without any."""
     slots = load.batch * load.group
     own = [*shared, *mode_options(mode, slots)]
-    if memory is None:
+    if gpu is None:
         # verl's trainer cuts a batch into whole micro-batches only, and the quickstart's are larger than this batch.
         rows = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
         return training_command(folder, folder, [*own, *(f"actor_rollout_ref.{name}={load.group}" for name in rows)])
     main = [sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
     places = [f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"]
-    return [*main, *on_a_gpu(memory), *places, *own]
+    return [*main, *gpu, *places, *own]
 
 
 def run_job(
@@ -193,9 +201,10 @@ class Jobs:
         left_s = self._ends_s - time.monotonic()
         if left_s <= 0:
             return None
-        place = self._options.out.resolve() / f"{mode}-{repeat}"
-        memory = None if self._options.shape == "tiny" else self._options.memory
-        job = run_job(command(mode, place, self._load, shared, memory=memory), place, left_s, lane)
+        options = self._options
+        place = options.out.resolve() / f"{mode}-{repeat}"
+        gpu = None if options.shape == "tiny" else on_a_gpu(options.memory, options.shape)
+        job = run_job(command(mode, place, self._load, shared, gpu), place, left_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
         job["steps"] = [{name: step[name] for name in step if _is_kept(name)} for step in job["steps"]]
         return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job

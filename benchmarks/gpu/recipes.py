@@ -4,7 +4,8 @@
     ... --gpus 0 1 --tensor-parallel 2 --set partial_rollout.weights.backend=channel
 
 One replica for each `--tensor-parallel` GPUs. Stored one by one in `recipes.json`, with the metrics of every step; logs
-are beside it. There need be no flash-attention: attention is `varlen_sdpa`, which `--set` may change.
+are beside it. There need be no flash-attention: attention is `varlen_sdpa` and log-probs are fused, which `--set`
+may change.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from typing import Any
 
 from benchmarks.gpu.all import about_run
 from benchmarks.gpu.inputs import SHAPES, write_model
-from benchmarks.gpu.jobs import run_job, write_weights
+from benchmarks.gpu.jobs import run_job, without_flash_attention, write_weights
 from benchmarks.lanes import Lane
 from benchmarks.result import store
 from benchmarks.training_job import ROOT
-from partial_rollout.mode import PACKED_ATTENTION
 from partial_rollout.run.data import dapo_math, gsm8k
 from partial_rollout.runtime.termination import heed_termination
 
@@ -36,7 +36,6 @@ RECIPES = {
 }
 """And the shape of the model of each."""
 MAX_POSITIONS = 4096
-ATTENTION = f"+actor_rollout_ref.model.override_config.attn_implementation={PACKED_ATTENTION}"
 
 
 def write_problems(folder: Path, recipe: str, num: int) -> None:
@@ -86,7 +85,8 @@ def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -
     """The recipe's own script with its settings; `places` of model, data and output."""
     given = variables(options, places["model"], places["data"]) | {"OUTPUT_DIR": str(places["out"])}
     script = ROOT / "partial_rollout/run" / f"run_{recipe}.sh"
-    return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), ATTENTION, *options.set]
+    words = without_flash_attention(options.shape or RECIPES[recipe])
+    return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), *words, *options.set]
 
 
 def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float) -> dict[str, Any]:

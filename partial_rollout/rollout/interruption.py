@@ -25,7 +25,7 @@ class Interruption:
     def __init__(self, settings: PartialRolloutConfig) -> None:
         """Take the mode from the settings."""
         self.mode = mode_of(settings.tail)
-        self._offload_gib = settings.tail.offload_gib
+        self._offload_bytes = (settings.tail.offload_gib or 0) << 30
         self._stream_interval = settings.stream_interval
         self._engine = uuid.uuid4().hex
 
@@ -55,7 +55,12 @@ class Interruption:
                     f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={given[key]} is not allowed with "
                     "partial_rollout.tail.interrupt_mode=offload_kv: leave it out, or choose another mode"
                 )
-        given["kv_offloading_size"] = self._offload_gib
+        given["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            # vLLM's default keeps prompts only: of an interrupted response nothing would come back.
+            "kv_connector_extra_config": {"cpu_bytes_to_use": self._offload_bytes, "offload_prompt_only": False},
+        }
 
     def nothing(self, version: int) -> dict[str, Any]:
         """Fields of an output that no engine has seen."""

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.gpu import jobs
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.jobs import COMPARED, SKIP, Jobs, command, parser, run_job, settings, slots_in_use
+from benchmarks.gpu.jobs import COMPARED, SKIP, Jobs, command, on_a_gpu, parser, run_job, settings, slots_in_use
 from benchmarks.gpu.session import CONFIGS
 from benchmarks.training_job import LOG
 from partial_rollout.mode import apply_mode, check_config, is_enabled
@@ -38,7 +38,7 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "prompts.parquet").touch()
     load = workload("qwen3-0.6b", "long_tail")
-    words = command(mode, tmp_path, load, settings(tmp_path, load, 256), memory=0.5)
+    words = command(mode, tmp_path, load, settings(tmp_path, load, 256), on_a_gpu(0.5, "qwen3-0.6b"))
     with initialize_config_dir(CONFIGS, version_base=None):
         config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)

@@ -382,7 +382,10 @@ def test_the_modes_settings_reach_the_engine():
     offload = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}
     offload.engine_arguments(given)
-    assert given == {"stream_interval": 32, "kv_offloading_size": 4}
+    connector = given.pop("kv_transfer_config")
+    assert given == {"stream_interval": 32}
+    assert (connector["kv_connector"], connector["kv_role"]) == ("OffloadingConnector", "kv_both")
+    assert connector["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 * 1024**3, "offload_prompt_only": False}
     with pytest.raises(ConfigError, match="engine_kwargs.vllm.kv_transfer_config=.* not allowed with .*offload_kv"):
         offload.engine_arguments({"kv_transfer_config": {"kv_connector": "MooncakeStoreConnector"}})
 
