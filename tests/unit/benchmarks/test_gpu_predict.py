@@ -115,25 +115,32 @@ def test_retained_kv_saves_what_is_computed_again():
 
 
 @pytest.mark.parametrize(
-    ("mode", "trace", "num_drawn"),
+    ("name", "mode", "trace", "num_drawn"),
     [
-        (Mode("sync", 256, 1), "long_tail", 192),
-        (Mode("partial_reuse_kv_adaptive", 384, 3), "long_tail", 320),
-        (Mode("sync", 256, 1), "uniform", 160),
+        ("8b", Mode("sync", 256, 1), "long_tail", 192),
+        ("8b", Mode("partial_reuse_kv_adaptive", 384, 3), "long_tail", 320),
+        ("8b", Mode("sync", 256, 1), "uniform", 160),
+        ("8b_deep", Mode("sync", 256, 1), "long_tail", 416),
+        ("8b_deep", Mode("partial_abort", 256, 2, retains_kv=False), "long_tail", 416),
     ],
-    ids=["sync", "partial", "uniform"],
+    ids=["sync", "partial", "uniform", "sync again", "abort"],
 )
-def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, mode, trace, num_drawn):
-    """Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots."""
-    result = json.loads((repository / "benchmarks/results/gpu/engine_8b_h200.json").read_text())
+def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name, mode, trace, num_drawn):
+    """Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots. One run has a curve."""
+    curve, result = (
+        json.loads((repository / f"benchmarks/results/gpu/engine_{each}_h200.json").read_text())
+        for each in ("8b", name)
+    )
     (block,) = [each for each in result["blocks"] if (each["mode"], each["trace"]) == (mode.name, trace)]
     load = Workload(**result["workloads"][trace])
     primer = np.full((load.batch, load.group), 2)
     rows = np.concatenate([primer, lengths(load, num_drawn)])
-    rollout = Rollout(mode, Speed.fit(result["curve"]), load, 256, iter(Group(row.tolist()) for row in rows))
+    rollout = Rollout(mode, Speed.fit(curve["curve"]), load, 256, iter(Group(row.tolist()) for row in rows))
     steps = [(rollout.step(), step) for step in block["steps"]][1:]
     for found, measured in steps:
         assert found["tokens"] == pytest.approx(measured["useful_tokens"], rel=0.05)
+        if not measured["warmup"]:
+            assert found["reprefilled"] == pytest.approx(measured["reprefilled_in_engine"], rel=0.05, abs=6000)
     ages = [(a["staleness_mean"], b["staleness_steps/mean"]) for a, b in steps if not b["warmup"]]
     assert np.mean(ages, axis=0)[0] == pytest.approx(np.mean(ages, axis=0)[1], abs=0.2)
     seconds = [sum(each) for each in zip(*((a["seconds"], b["wall_s"]) for a, b in steps), strict=True)]
