@@ -12,7 +12,18 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.gpu import jobs
 from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.jobs import COMPARED, SKIP, Jobs, command, on_a_gpu, parser, run_job, settings, slots_in_use
+from benchmarks.gpu.jobs import (
+    COMPARED,
+    SKIP,
+    Jobs,
+    command,
+    on_a_gpu,
+    parser,
+    run_job,
+    settings,
+    slots_in_use,
+    without_flash_attention,
+)
 from benchmarks.gpu.session import CONFIGS
 from benchmarks.training_job import LOG
 from partial_rollout.mode import apply_mode, check_config, is_enabled
@@ -42,9 +53,15 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     with initialize_config_dir(CONFIGS, version_base=None):
         config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)
+    assert config.actor_rollout_ref.model.use_fused_kernels
     if is_enabled(config):
         check_config(config)
         apply_mode(config)
+
+
+def test_log_probs_are_fused_where_the_head_is_tied_only():
+    """verl's fused head gets a sharded weight with `fsdp2` where it is a module of its own."""
+    assert [without_flash_attention(shape)[-1][-5:] for shape in ("4b", "8b")] == ["=True", "False"]
 
 
 def test_a_job_s_steps_are_kept_after_the_first_ones(tmp_path):

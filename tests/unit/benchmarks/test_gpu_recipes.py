@@ -47,3 +47,4 @@ def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
+    assert config.actor_rollout_ref.model.use_fused_kernels
