@@ -15,6 +15,7 @@ from partial_rollout.core.interrupt import mode_of
 from partial_rollout.core.slots import SlotBounds
 from partial_rollout.core.staleness import make_bound
 from partial_rollout.core.tail import make_policy
+from partial_rollout.engine_needs import ADAPTER_RANKS, AT_THE_END, engine_needs
 from partial_rollout.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ PACKED_ATTENTION_MODULE = "partial_rollout.train.varlen_attention"
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
-ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
 BEYOND_CHANNEL = {
     **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},
     "rollout.quantization": ("weights quantised on arrival", (None,)),
@@ -45,16 +45,6 @@ BEYOND_CHANNEL = {
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 
 CHANNEL_DEVICES = ("cpu", "cuda")
-PREFIX_CACHING = ("rollout.enable_prefix_caching", "rollout.engine_kwargs.vllm.enable_prefix_caching")
-AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
-"""Keys below actor_rollout_ref with which a request's tokens come with its end."""
-HANDS_OVER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(AT_THE_END, (None, False)),
-    **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
-    "rollout.data_parallel_size": (None, 1),
-    "rollout.engine_kwargs.vllm.stream_interval": (None, 1),
-}
-"""Keys below actor_rollout_ref, and their values, with which a request can stay and hand over its tokens."""
 
 
 def is_enabled(config: DictConfig) -> bool:
@@ -212,11 +202,14 @@ def _check_tail(config: DictConfig) -> None:
     settings = read_settings(config)
     settings.tail.check_batch(batch)
     make_bound(settings.tail, make_policy(settings, batch), batch)
+    more = (
+        f". To generate more prompts than are trained, set {BLOCK}.tail.policy=reorder and "
+        f"{BLOCK}.tail.gen_batch_size={fetched}"
+    )
     _require(
-        fetched is None or fetched <= batch,
+        fetched is None or (fetched >= 1 and batch % fetched == 0),
         f"data.gen_batch_size={fetched}",
-        f"null, since prompts are fetched one by one. To generate more prompts than the {batch} of "
-        f"data.train_batch_size, set {BLOCK}.tail.policy=reorder and {BLOCK}.tail.gen_batch_size={fetched}",
+        f"null or a divisor of data.train_batch_size={batch}{more if fetched and fetched > batch else ''}",
     )
     for key in AT_THE_END if settings.tail.boundary == "cost" and not settings.costs.are_given else ():
         value, way_out = OmegaConf.select(config, f"actor_rollout_ref.{key}"), f"or give all of {BLOCK}.costs"
@@ -230,16 +223,12 @@ def _check_interrupt_mode(config: DictConfig) -> None:
     if mode.name == "abort":
         return
     chosen, way_out = f"with {BLOCK}.tail.interrupt_mode={mode.name}", f"(or set {BLOCK}.tail.interrupt_mode=abort)"
-    needed: dict[str, tuple[Any, ...]] = {
-        "rollout.free_cache_engine": (mode.releases_memory,),
-        "rollout.disaggregation.enabled": (None, False),
-        **(HANDS_OVER if mode.stays else dict.fromkeys(PREFIX_CACHING, (None, True))),
-    }
     on_gpu = not mode.releases_memory or config.trainer.device != "cpu"
     _require(on_gpu, f"trainer.device=cpu {chosen}", f"a GPU, from which alone vLLM offloads KV {way_out}")
-    for key, allowed in needed.items():
+    for key, allowed in engine_needs(mode).items():
         value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
-        _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{allowed[-1]} {way_out}")
+        wanted = "null" if allowed[-1] is None else allowed[-1]
+        _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{wanted} {way_out}")
 
 
 def _check_packing(config: DictConfig) -> None:

@@ -183,7 +183,7 @@ class ResumableGeneration:
             ResumeStalled: interrupted twice without a token and without the gate having closed in between.
         """
         self._check(segment)
-        if self._num_segments:
+        if self._num_segments and segment.token_ids:  # else it may not have got to compute anything
             self.num_reprefilled_tokens += self.context_len - segment.context.num_reused_tokens
         self._add_log_probs(segment)
         self._add_spans(segment)

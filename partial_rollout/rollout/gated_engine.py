@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from partial_rollout.errors import EngineError
 from partial_rollout.rollout.engine_request import INTERRUPTED, EngineRequest, KeptRequests, OutputQueue
 
 if TYPE_CHECKING:
@@ -175,9 +176,14 @@ class GatedEngine:
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """As vLLM's, which would also forget what has been moved to host memory; the engine is paused already."""
+        """As vLLM's, which would also forget what has been moved to host memory; the engine is paused already.
+
+        Raises:
+            EngineError: a request still holds blocks, so that later ones would find what memory has lost.
+        """
         if self._mode.releases_memory:
-            await self._engine.reset_prefix_cache(reset_connector=False)
+            if not await self._engine.reset_prefix_cache(reset_connector=False):
+                raise EngineError("the engine cannot release its memory: the prefix cache is in use after the drain")
             await self._engine.collective_rpc("sleep", kwargs={"level": level})
         else:
             await self._engine.sleep(level=level)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
-from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.rollout.gated_engine import Passage
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts it
 EVERY_TOKEN = 1
 """Stream interval of an engine whose requests stay: vLLM hands over a rest only of a request that leaves."""
 
@@ -41,26 +42,24 @@ class Interruption:
         return retained.cache_salt if retained is not None else f"{self._engine}-{epoch}-{version}"
 
     def engine_arguments(self, given: dict[str, Any]) -> None:
-        """Add what the mode needs to an engine's arguments, in place.
-
-        Raises:
-            ConfigError: the user asks for another KV connector.
-        """
+        """Add what the mode needs to an engine's arguments, in place."""
         given.setdefault("stream_interval", EVERY_TOKEN if self.mode.stays else self._stream_interval)
-        if not self.mode.releases_memory:
-            return
-        for key in ("kv_transfer_config", "kv_offloading_size"):
-            if given.get(key) is not None:
-                raise ConfigError(
-                    f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={given[key]} is not allowed with "
-                    "partial_rollout.tail.interrupt_mode=offload_kv: leave it out, or choose another mode"
-                )
-        given["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            # vLLM's default keeps prompts only: of an interrupted response nothing would come back.
-            "kv_connector_extra_config": {"cpu_bytes_to_use": self._offload_bytes, "offload_prompt_only": False},
-        }
+        if self.mode.releases_memory:
+            given["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "engine_id": self._engine,
+                # vLLM's default keeps prompts only: of an interrupted response nothing would come back.
+                "kv_connector_extra_config": {"cpu_bytes_to_use": self._offload_bytes, "offload_prompt_only": False},
+            }
+
+    def unlink_host_memory(self) -> None:
+        """Take the name from the file that an engine which is up holds its host memory by (vLLM 0.28).
+
+        The memory then goes with the engine's processes, however they end, and a relaunched engine starts an own file.
+        """
+        for path in SHARED_MEMORY.glob(f"vllm_offload_{self._engine}*.mmap"):
+            path.unlink(missing_ok=True)
 
     def nothing(self, version: int) -> dict[str, Any]:
         """Fields of an output that no engine has seen."""

@@ -85,6 +85,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
         self.engine = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
+        self._interruption.unlink_host_memory()
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():

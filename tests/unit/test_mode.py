@@ -133,6 +133,7 @@ def test_the_quickstart_passes(composed: Composed):
             ConfigError,
             "gen_batch_size=20 .*tail.policy=reorder and .*tail.gen_batch_size=20",
         ),
+        ("data.gen_batch_size", 3, ConfigError, "gen_batch_size=3 .* null or a divisor of data.train_batch_size=16$"),
         (
             "partial_rollout.tail.gen_batch_size",
             20,
@@ -164,6 +165,7 @@ def test_an_engine_that_releases_its_memory_can_keep_nothing(composed: Composed,
         ("reuse_kv", f"{ROLLOUT}.enable_prefix_caching", False, True),
         ("reuse_kv", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching", False, True),
         ("reuse_kv", f"{ROLLOUT}.disaggregation.enabled", True, False),
+        ("reuse_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
         ("keep", f"{ROLLOUT}.enable_rollout_routing_replay", True, False),
         ("keep_kv", f"{ROLLOUT}.mtp.enable_rollout", True, False),
         ("keep_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
@@ -183,7 +185,16 @@ def test_kv_is_offloaded_from_a_gpu_whose_memory_is_released(composed: Composed)
     changes["trainer.device"] = "cuda"
     with pytest.raises(ConfigError, match="free_cache_engine=False with .*offload_kv .* must be True"):
         check(composed(changes))
-    check(composed(changes | {f"{ROLLOUT}.free_cache_engine": True}))
+    changes[f"{ROLLOUT}.free_cache_engine"] = True
+    check(composed(changes))
+    for key, value, allowed in (
+        ("enable_rollout_routing_replay", True, False),
+        ("data_parallel_size", 2, 1),
+        ("engine_kwargs.vllm.kv_transfer_config", {"kv_connector": "MooncakeStoreConnector"}, "null"),
+        ("engine_kwargs.vllm.kv_offloading_size", 4, "null"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}=.* with .*offload_kv is not .* must be {allowed} "):
+            check(composed(changes | {f"{ROLLOUT}.{key}": value}))
 
 
 def test_a_fixed_count_needs_a_count(composed: Composed):

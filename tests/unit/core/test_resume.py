@@ -90,7 +90,7 @@ def test_reprefilled_tokens_are_prompt_and_response_so_far_per_resumption():
     generation.add(segment([5, 6], epoch=0))
     generation.add(segment([], epoch=1))
     generation.add(segment([7], STOPPED, epoch=2))
-    assert generation.num_reprefilled_tokens == (3 + 2) * 2
+    assert generation.num_reprefilled_tokens == 3 + 2  # the one that was cut before its first token does not count
 
 
 def test_what_an_engine_still_had_is_not_reprefilled():

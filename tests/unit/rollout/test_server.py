@@ -14,8 +14,8 @@ from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConf
 from partial_rollout.core.cost_model import RunningRequest
 from partial_rollout.core.engine_meter import EngineMeter, Origin
 from partial_rollout.core.interrupt import Context
-from partial_rollout.errors import ConfigError, DataError, DrainTimeout, EngineDead, WeightUpdateError
-from partial_rollout.rollout import engine_calls
+from partial_rollout.errors import DataError, DrainTimeout, EngineDead, EngineError, WeightUpdateError
+from partial_rollout.rollout import engine_calls, interruption
 from partial_rollout.rollout.engine_request import drop_repeated_logprobs
 from partial_rollout.rollout.interruption import Interruption
 from tests.fake_engine import FakeServer, completion
@@ -345,6 +345,21 @@ async def test_salts_part_epochs_and_follow_a_request_through_them():
     assert (await launched(with_mode("reuse_kv")))._interruption.cache_salt(None, 0, 0) != salts["a"]
 
 
+async def test_the_oldest_kv_stays_the_oldest_over_several_updates():
+    server = await launched(with_mode("reuse_kv"))
+    cut_at, retained = [], None
+    for version, name in ((3, "a"), (4, "b"), (5, "c")):
+        await server.receive_weights(round=version, version=version)
+        if retained is None:
+            segment = await cut(server, 5, request_id=name)
+        else:
+            await server.resume_generation()
+            segment = await cut(server, 5, request_id=name, is_resumption=True, retained=retained)
+        retained = segment.extra_fields["retained"]
+        cut_at.append((segment.extra_fields["context"].kv_version, retained.kv_version))
+    assert [kv_version for _, kv_version in cut_at] == [3, 3, 3]
+
+
 async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
     server = await launched(with_mode("reuse_kv"))
     await cut(server, 5)
@@ -372,6 +387,14 @@ async def test_memory_that_is_released_is_not_forgotten_by_the_connector():
     assert server.fake.calls == ["reset prefix cache, not the connector's", "rpc sleep", "rpc wake_up"]
 
 
+async def test_memory_that_somebody_still_uses_is_not_released():
+    server = await launched(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    server.fake.forgets = False
+    with pytest.raises(EngineError, match="cannot release its memory"):
+        await server.engine.sleep(level=2)
+    assert "rpc sleep" not in server.fake.calls
+
+
 def test_the_modes_settings_reach_the_engine():
     given = {}
     Interruption(PartialRolloutConfig()).engine_arguments(given)
@@ -386,8 +409,19 @@ def test_the_modes_settings_reach_the_engine():
     assert given == {"stream_interval": 32}
     assert (connector["kv_connector"], connector["kv_role"]) == ("OffloadingConnector", "kv_both")
     assert connector["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 * 1024**3, "offload_prompt_only": False}
-    with pytest.raises(ConfigError, match="engine_kwargs.vllm.kv_transfer_config=.* not allowed with .*offload_kv"):
-        offload.engine_arguments({"kv_transfer_config": {"kv_connector": "MooncakeStoreConnector"}})
+
+
+async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(interruption, "SHARED_MEMORY", tmp_path)
+    server = FakeServer(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    given = {}
+    server._interruption.engine_arguments(given)
+    own, other = (tmp_path / f"vllm_offload_{name}.mmap" for name in (given["kv_transfer_config"]["engine_id"], "b"))
+    for launch in (server.launch_server, server.relaunch):
+        own.touch()
+        other.touch()
+        await launch()
+        assert (own.exists(), other.exists()) == (False, True)
 
 
 def test_logprobs_without_a_token_are_cut():
