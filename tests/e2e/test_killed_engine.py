@@ -22,8 +22,8 @@ pytestmark = pytest.mark.e2e
 def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job on the GSM8K script's files whose engine is killed after three steps.
 
-    One of 17 prompts has more characters than the model allows. With prefetch_factor=1 three batches of 8 take every
-    row of the first epoch.
+    One of 17 prompts has more characters than the model allows. With policy=sync, which feeds a batch at a time, three
+    batches of 8 take every row of the first epoch.
     """
     folder = tmp_path_factory.mktemp("killed")
     rows = [{"question": f"Tom has {i} bats and buys 2 more. How many?", "answer": f"#### {i + 2}"} for i in range(17)]
@@ -35,7 +35,7 @@ def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     options = [
         f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}",
         "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
-        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.prefetch_factor=1",
+        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.tail.policy=sync",
     ]  # fmt: skip
     engine = {"process": "VLLM::EngineCore", "number": signal.SIGKILL}
     return run_job_and_signal(task, folder, FLAG, *options, after="step:3 ", **engine)
@@ -46,6 +46,11 @@ def test_gsm8k_files_are_trained_on(killed: Job) -> None:
     assert [step["training/global_step"] for step in killed.steps[:3]] == [1, 2, 3], killed.output[-4000:]
     assert all(is_conserved(step) for step in killed.steps)
     assert {step["critic/score/mean"] for step in killed.steps} == {0.0}
+
+
+def test_nothing_is_interrupted_where_all_are_waited_for(killed: Job) -> None:
+    assert {step["partial_rollout/interrupted"] for step in killed.steps} == {0}
+    assert {step["partial_rollout/resumed_trajectories"] for step in killed.steps} == {0}
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted(killed: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,17 +36,38 @@ def _check(job: Job, steps: range) -> None:
     assert [step["actor/lr"] for step in job.steps] == pytest.approx(rates)
 
 
-def test_deferred_groups_are_trained_together_with_the_tokens_they_had(task: Path, tmp_path: Path) -> None:
-    options = [
+@pytest.fixture(scope="module")
+def options(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of all jobs: same rows, same schedule."""
+    return [
         FLAG, "partial_rollout.tail.policy=reorder",
-        *traced(task, tmp_path, num_rows=NUM_ROWS, every=EVERY), "trainer.save_freq=4", "trainer.test_freq=3",
+        *traced(task, tmp_path_factory.mktemp("rows"), num_rows=NUM_ROWS, every=EVERY),
+        "trainer.save_freq=4", "trainer.test_freq=3",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", "actor_rollout_ref.actor.optim.lr_warmup_steps=8",
     ]  # fmt: skip
-    first = run_job(task, tmp_path, *options, "trainer.total_training_steps=4")
+
+
+@pytest.fixture(scope="module")
+def short_rounds(task: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """Four rounds and their checkpoint, which leave a batch of deferred groups behind."""
+    folder = tmp_path_factory.mktemp("short")
+    return folder, run_job(task, folder, *options, "trainer.total_training_steps=4")
+
+
+def _continued(short_rounds: tuple[Path, Job], folder: Path) -> tuple[Job, dict[str, Any]]:
+    """The job, with its checkpoint in another folder, and the queue in it."""
+    shutil.copytree(short_rounds[0], folder, dirs_exist_ok=True)
+    queue = json.loads((folder / "checkpoints/global_step_4/partial_rollout/queue.json").read_text())
+    return short_rounds[1], queue
+
+
+def test_deferred_groups_are_trained_together_with_the_tokens_they_had(
+    task: Path, options: list[str], short_rounds: tuple[Path, Job], tmp_path: Path
+) -> None:
+    first, queue = _continued(short_rounds, tmp_path)
     _check(first, range(1, 5))
     assert _kinds(first.steps) == ["short"] * 4
     assert [step["partial_rollout/queue/deferred"] for step in first.steps] == [2, 4, 6, 8]
-    queue = json.loads((tmp_path / "checkpoints/global_step_4/partial_rollout/queue.json").read_text())
     assert sorted(int(prompt["source_index"]) for prompt in queue["deferred"]) == LONG_ROWS
 
     second = run_job(task, tmp_path, *options, "trainer.total_training_steps=8")
@@ -62,3 +84,18 @@ def test_deferred_groups_are_trained_together_with_the_tokens_they_had(task: Pat
     assert [event["step"] for event in second.events] == list(range(1, 9))
     uids = [uid for event in second.events for uid in event["uids"]]
     assert len(uids) == len(set(uids)) == 64
+
+
+def test_a_few_deferred_groups_join_each_round(
+    task: Path, options: list[str], short_rounds: tuple[Path, Job], tmp_path: Path
+) -> None:
+    """Ten groups a round, four of them deferred, of which a batch takes what the fresh short ones leave room for."""
+    _continued(short_rounds, tmp_path)
+    few = "partial_rollout.tail.max_deferred_per_round=4"
+    job = run_job(task, tmp_path, *options, few, "trainer.total_training_steps=6")
+    _check(job, range(5, 7))
+    assert _kinds(job.steps) == ["mixed"] * 2
+    batches = [list(map(int, event["source_index"])) for event in job.events[-2:]]
+    assert all(2 <= sum(row % EVERY == EVERY - 1 for row in batch) <= 5 for batch in batches)
+    trained = set(LONG_ROWS) & {row for batch in batches for row in batch}
+    assert len(trained) >= 2
