@@ -132,6 +132,7 @@ MODES: dict[str, list[str]] = {
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],
     "partial_adaptive_keep_kv": [*_ours("partial", "keep_kv"), *ADAPTIVE],
     "reorder": _ours("reorder"),
+    "reorder_few": [*_ours("reorder"), "partial_rollout.tail.max_deferred_per_round=2"],
     "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
 

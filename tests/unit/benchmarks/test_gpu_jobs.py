@@ -10,10 +10,10 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks.bench_rollout import MODES
 from benchmarks.gpu import jobs
 from benchmarks.gpu.inputs import workload
 from benchmarks.gpu.jobs import (
-    COMPARED,
     SKIP,
     Jobs,
     command,
@@ -44,7 +44,7 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
 """
 
 
-@pytest.mark.parametrize("mode", COMPARED)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "prompts.parquet").touch()
