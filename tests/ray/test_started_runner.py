@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 class Runner:
     def run(self, config: str) -> str:
-        return f"ran {config}"
+        return f"ran {config} with {os.environ['X']}"
 
 
 class Broken:
@@ -52,13 +52,13 @@ def actor_class(of: type, **options: Any) -> Any:
 
 def test_a_started_runner_is_the_actor() -> None:
     runner = StartedRunner(actor_class(Runner), TIMEOUT_S).options(runtime_env={"env_vars": {"X": "1"}}).remote()
-    assert ray.get(runner.run.remote("it"), timeout=TIMEOUT_S) == "ran it"
+    assert ray.get(runner.run.remote("it"), timeout=TIMEOUT_S) == "ran it with 1"
     ray.kill(runner)
 
 
 def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
     with pytest.raises(ClusterError, match=r"task runner's process to start.*within 0\.5 s.*timeouts\.start_s"):
-        StartedRunner(actor_class(Runner, resources={"nowhere": 1}), 0.5).remote()
+        StartedRunner(actor_class(Runner), 0.5).options(resources={"nowhere": 1}).remote()
 
 
 def test_a_runner_that_dies_at_its_start_says_why() -> None:
