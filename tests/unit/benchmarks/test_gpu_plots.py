@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bench_rollout import summarise
-from benchmarks.gpu.plots import draw
+from benchmarks.gpu.plots import as_blocks, draw
 from benchmarks.gpu.summary import by_trace
 from tests.unit.benchmarks.support import block, sample, step
 
@@ -31,14 +31,34 @@ def test_pictures(tmp_path, modes, cells, kinds):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_pictures_of_whole_jobs(tmp_path):
-    """One of them was cut off before a measured step ended."""
-    steps = [{"timing_s/gen": 4.0, "timing_s/step": 6.0, "perf/total_num_tokens": 100} for _ in range(2)]
+def whole_jobs() -> dict:
+    """The first one was cut off before its first step ended, the last one before a measured step did."""
+    steps = [{"timing_s/gen": wall_s, "timing_s/step": 6.0, "perf/total_num_tokens": 100} for wall_s in (4.0, 5.0)]
+    faster = [{**step, "perf/total_num_tokens": 200} for step in steps]
     samples = [[float(second), 8 - second % 3] for second in range(40)]
     whole = {"repeat": 0, "slots_in_use": 0.5, "ends_s": [10.0, 16.0, 22.0, 28.0], "steps": steps, "samples": samples}
+    jobs = [{**whole, "mode": "sync"}, {**whole, "mode": "colocate_async", "steps": faster}]
+    nowhere = {**jobs[0], "ends_s": [], "steps": [], "samples": []}
     cut = {**whole, "mode": "partial_rollout", "ends_s": [10.0], "steps": []}
-    jobs = [{**whole, "mode": "sync"}, {**whole, "mode": "colocate_async"}]
     load = {"batch": 2, "group": 4, "skip": 2}
     about = {"engine": {"shape": "tiny"}, "devices": [], "workload": load, "options": {"trace": "long_tail"}}
-    paths = draw({**about, "jobs": [*jobs, cut], "summary": summarise(jobs)}, tmp_path, "x")
+    return {**about, "jobs": [nowhere, *jobs, cut], "summary": summarise(jobs)}
+
+
+def test_pictures_of_whole_jobs(tmp_path):
+    paths = draw(whole_jobs(), tmp_path, "x")
     assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("slots", "steps", "rates")]
+
+
+def test_a_whole_job_is_a_block_with_all_its_steps():
+    """Also of those that were not measured it is known when they ended."""
+    found = as_blocks(whole_jobs())
+    block = found["blocks"][1]
+    assert (block["mode"], block["trace"], block["slots"], block["samples"][1]) == ("sync", "long_tail", 8, [1.0, 7, 7])
+    assert [tuple(step[name] for name in ("ended_s", "warmup", "wall_s")) for step in block["steps"]] == [
+        *((10.0, True, 0.0), (16.0, True, 0.0), (22.0, False, 4.0), (28.0, False, 5.0))
+    ]
+    assert {mode: row["time_ratio"] for mode, row in found["summary"]["long_tail"].items()} == {
+        "sync": 1.0,
+        "colocate_async": 0.5,
+    }

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks.gpu.recipes import RECIPES, command, parser, write_problems
+from benchmarks.gpu.recipes import RECIPES, command, parser, variables, write_problems
 from benchmarks.gpu.session import CONFIGS
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
+from tests.unit.run.test_recipes import shell
 
 
 def test_every_text_recipe_is_known():
@@ -35,7 +36,8 @@ def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
     write_problems(places["data"], recipe, 5)
     places["model"].mkdir()
     words = ["--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--set", "trainer.nnodes=2"]
-    line = command(parser().parse_args(words), recipe, places)
+    options = parser().parse_args([*words, "--group", "4"])
+    line = command(options, recipe, places)
     environment = os.environ | {"PARTIAL_ROLLOUT_DRY_RUN": "1"}
     shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
     given = [word for word in shlex.split(shown)[3:] if not word.startswith("hydra.")]
@@ -45,6 +47,16 @@ def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
     check_config(config)
     apply_mode(config)
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
-    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
+    assert (data.train_batch_size, data.max_response_length) == (options.batch, options.response_tokens)
+    assert config.trainer.total_training_steps == options.steps
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
     assert config.actor_rollout_ref.model.use_fused_kernels
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_knows_every_variable_that_it_is_given(recipe, tmp_path):
+    """Of another name it would be ignored, and the recipe's own default stay."""
+    known = shell(f"run_{recipe}.sh", "--help").stdout.split()
+    assert not set(variables(parser().parse_args(["--out", "out"]), tmp_path, tmp_path)) - set(known)
