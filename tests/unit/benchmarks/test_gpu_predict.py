@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,10 +73,14 @@ def test_an_interruption_takes_its_time_and_computes_a_group_s_prompt_once(retai
     assert rollout.now_s == pytest.approx(before_s + SPEED.interruption_s + again_s)
 
 
-def test_the_group_that_was_done_first_is_trained_first():
+def test_the_group_that_was_done_first_is_trained_first(monkeypatch: pytest.MonkeyPatch):
     load = Workload(batch=1, group=1)
     rollout = started(Mode("", 3, 3), np.array([[30], [31], [32], [90], [90], [90], [90]]), load)
     assert [rollout.step()["tokens"] for _ in range(3)] == [30, 31, 32]
+    monkeypatch.setattr(predict_module, "SENT_PER_S", float("inf"))
+    rows = np.array([[30, 10], [30, 20], [30, 25], *[[90, 90]] * 4])  # done by the same decode step
+    rollout = started(Mode("", 6, 3), rows, replace(load, group=2))
+    assert [rollout.step()["tokens"] for _ in range(3)] == [40, 50, 55]
 
 
 def test_the_bound_is_not_interrupted():
