@@ -46,10 +46,11 @@ def test_a_job_has_its_log_and_no_metrics_of_an_earlier_one(tmp_path: Path) -> N
 
 
 def test_what_a_job_that_died_has_left_behind_is_ended(tmp_path: Path) -> None:
-    """Ray's processes are in sessions of their own, and outlive a driver that was killed."""
+    """Ray's processes are in sessions of their own, and outlive a driver that was killed; some heed no SIGTERM."""
     sleeper = "import time; time.sleep(600)"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # inherited
     options = f"[sys.executable, '-c', {sleeper!r}], start_new_session=True"
-    start = f"import subprocess, sys; print(subprocess.Popen({options}).pid)"
+    start = f"import signal, subprocess, sys; {deaf}; print(subprocess.Popen({options}).pid)"
     with training_job([sys.executable, "-c", f"{start}; sys.exit(1)"], tmp_path) as job:
         job.wait(60)
         left = psutil.Process(int((tmp_path / LOG).read_text()))
