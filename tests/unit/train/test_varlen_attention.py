@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.train import varlen_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LENGTHS = (3, 5)
 NUM_TOKENS = sum(LENGTHS)
@@ -41,17 +45,31 @@ def test_the_scale_is_the_models(scaling: float | None):
     torch.testing.assert_close(attend(scaling=scaling), wanted.transpose(1, 2))
 
 
-def test_no_kernel_is_taken_that_plans_for_every_new_length(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture(params=[True, False], ids=["cudnn", "no cudnn"])
+def is_allowed(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(request.param)
+    yield request.param
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")], ids=["right", "failed"])
+def test_no_kernel_is_taken_that_plans_for_every_new_length(
+    monkeypatch: pytest.MonkeyPatch, is_allowed: bool, error: Exception | None
+):
     scaled, enabled = torch.nn.functional.scaled_dot_product_attention, []
 
     def spy(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if error is not None:
+            raise error
         return scaled(*tensors, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    attend()
-    assert enabled == [False] * len(LENGTHS)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with nullcontext() if error is None else pytest.raises(RuntimeError, match="out of memory"):
+        attend()
+    assert enabled == [False] * (len(LENGTHS) if error is None else 1)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == is_allowed
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
