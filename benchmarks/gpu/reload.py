@@ -53,15 +53,15 @@ class Case:
         return "bfloat16" if HAS_GPU or self.quantization else "float32"
 
 
-def make_model(path: Path, seed: int, case: Case) -> None:
-    """Write a random Qwen3 to `path`."""
+def make_model(path: Path, seed: int, case: Case, spread: float = 0.1) -> None:
+    """Write a random Qwen3 to `path`, with weights of this standard deviation."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=case.tied,
-        initializer_range=0.1,
+        initializer_range=spread,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(getattr(torch, case.dtype))
     model.save_pretrained(path)

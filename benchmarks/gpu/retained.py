@@ -1,0 +1,204 @@
+"""Whether KV that interrupted requests left behind is right when they come back, without Ray and without a trainer.
+
+    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.retained --modes offload_kv reuse_kv abort --json OUT
+    python -m benchmarks.gpu.retained --modes reuse_kv abort        # on a CPU
+
+Greedy requests are cut in the middle as a server's drain does it, the engine releases its memory where the mode says
+so, and they go on from their tokens. Weights stay the same, so log-probs must be those of requests that were never cut.
+To show that wrong KV would be seen, the same tokens are also continued after other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, make_model
+from benchmarks.result import circumstances, store
+from partial_rollout.config import PartialRolloutConfig, TailConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MODES = ("abort", "reuse_kv", "offload_kv")
+"""Those in which a request leaves the engine."""
+NUM_REQUESTS, NUM_PROMPT, NUM_TOKENS, CUT = 8, 200, 400, 200
+"""Of tokens: a prompt's, a response's, and after how many it is cut at the earliest."""
+MAX_MODEL_LEN = 1024
+BLOCK_SIZE = 32
+OFFLOAD_GIB = 2
+TOLERANCE = 0.1 if HAS_GPU else 1e-3
+"""Of log-probs: batches of other sizes are summed in another order, on a GPU in bfloat16."""
+VISIBLE = 2
+"""After another context log-probs differ by at least so many times the tolerance."""
+SPREAD = 0.3
+"""Of weights: with so much, what is said depends on all of the context."""
+LIMIT_S = 300.0
+
+Said = tuple[list[int], list[float]]
+"""Tokens and their log-probs."""
+
+
+class Engine:
+    """vLLM as a server of the mode starts it and drains it, in this process."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        """Start it."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from partial_rollout.core.engine_meter import EngineMeter
+        from partial_rollout.rollout.admission import Admission
+        from partial_rollout.rollout.gated_engine import GatedEngine
+        from partial_rollout.rollout.interruption import Interruption
+
+        gib = OFFLOAD_GIB if mode == "offload_kv" else None
+        interruption = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode=mode, offload_gib=gib)))
+        self.mode = interruption.mode
+        own: dict[str, Any] = {"gpu_memory_utilization": 0.3, "dtype": "bfloat16"} if HAS_GPU else {"dtype": "float32"}
+        interruption.engine_arguments(own)
+        own["stream_interval"] = 1  # a cut is to come where it is asked for
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the module asks for the GPU when it is imported
+        arguments = AsyncEngineArgs(
+            str(path), skip_tokenizer_init=True, enforce_eager=True, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE,
+            max_num_seqs=2 * NUM_REQUESTS, enable_sleep_mode=self.mode.releases_memory, **own,
+        )  # fmt: skip
+        self.vllm: Any = AsyncLLM.from_engine_args(arguments)
+        interruption.unlink_host_memory()
+        self._gated = GatedEngine(self.vllm, Admission(), self.mode, EngineMeter())
+
+    async def over_a_boundary(self) -> None:
+        """Interrupt what runs, release memory if the mode does, and go on."""
+        await self._gated.interrupt(clear_cache=True)
+        if self.mode.releases_memory:
+            await self._gated.sleep(level=1)
+            await self._gated.wake_up()
+        await self._gated.resume_generation()
+
+
+class Requests:
+    """Greedy requests of one salt, which find each other's KV."""
+
+    def __init__(self, engine: Engine, salt: str, prompts: list[list[int]]) -> None:
+        """None has been sent."""
+        self._vllm, self._salt, self._prompts = engine.vllm, salt if engine.mode.retains_kv else None, prompts
+        self._name = salt
+        self.num_cached = 0
+        """Tokens of all that were found when they were sent."""
+
+    async def say(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> list[Said]:
+        """What the engine says to all of them, until it has or they are cut."""
+        rows = range(len(self._prompts))
+        return await asyncio.gather(*(self._say(row, num_tokens, on_tokens) for row in rows))
+
+    async def _say(self, row: int, num_tokens: int, on_tokens: Callable[[int], None]) -> Said:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        asked: Any = {"prompt_token_ids": self._prompts[row]} | ({"cache_salt": self._salt} if self._salt else {})
+        said: Said = ([], [])
+        num_cached = 0
+        async for answer in self._vllm.generate(asked, params, f"{self._name}-{row}"):
+            (now,) = answer.outputs
+            tokens = list(now.token_ids)
+            said = tokens, [at[token].logprob for at, token in zip(now.logprobs or (), tokens, strict=False)]
+            num_cached = max(num_cached, answer.num_cached_tokens or 0)
+            on_tokens(len(tokens))
+        self.num_cached += num_cached
+        return said
+
+
+async def cut_and_continued(engine: Engine, prompts: list[list[int]]) -> tuple[list[Said], list[Said], int, int]:
+    """What was said before and after the cut, how many tokens were sent again, and how many of them were found."""
+    half_done = asyncio.Event()
+    before = Requests(engine, "cut", prompts)
+    saying = asyncio.ensure_future(before.say(NUM_TOKENS, lambda num: half_done.set() if num >= CUT else None))
+    await asyncio.wait_for(half_done.wait(), LIMIT_S)
+    await engine.over_a_boundary()
+    parts = await saying
+    contexts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, parts, strict=True)]
+    after = Requests(engine, "cut", contexts)
+    rest = await after.say(NUM_TOKENS - max(len(tokens) for tokens, _ in parts))
+    return parts, rest, sum(map(len, contexts)), after.num_cached
+
+
+def difference(found: Said, wanted: Said) -> float:
+    """Largest difference of log-probs, up to the first token that differs and with it."""
+    pairs = zip(*found, *wanted, strict=False)
+    largest = 0.0
+    for token, log_prob, other, other_log_prob in pairs:
+        largest = max(largest, abs(log_prob - other_log_prob))
+        if token != other:
+            break
+    return largest
+
+
+def num_equal(found: list[Said], wanted: list[Said]) -> int:
+    """Tokens that are the same at the same place."""
+    return sum(a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x[0], y[0], strict=False))
+
+
+async def compare(engine: Engine) -> dict[str, Any]:
+    """The numbers of one mode."""
+    prompts = [[3 + (7 * i + 31 * row) % (VOCABULARY - 3) for i in range(NUM_PROMPT)] for row in range(NUM_REQUESTS)]
+    whole = await Requests(engine, "whole", prompts).say(NUM_TOKENS)
+    parts, rest, num_sent, num_found = await cut_and_continued(engine, prompts)
+    cuts = [len(tokens) for tokens, _ in parts]
+    others = [prompts[row - 1] + tokens for row, (tokens, _) in enumerate(parts)]
+    strange = await Requests(engine, "strange", others).say(max(map(len, (tokens for tokens, _ in rest))))
+    remaining = [(tokens[cut:], log_probs[cut:]) for (tokens, log_probs), cut in zip(whole, cuts, strict=True)]
+    return {
+        "cut_after": cuts,
+        "sent_again": num_sent,
+        "found": num_found,
+        "equal_tokens": num_equal(rest, remaining),
+        "equal_tokens_after_others": num_equal(strange, remaining),
+        "of_tokens": sum(len(tokens) for tokens, _ in rest),
+        "max_difference": max(map(difference, rest, remaining)),
+        "least_difference_after_others": min(map(difference, strange, remaining)),
+    }
+
+
+def is_right(found: dict[str, Any], *, retains_kv: bool) -> bool:
+    """Whether nothing was wrong, it would have been seen, and KV was retained where it should be."""
+    least_found = found["sent_again"] - NUM_REQUESTS * BLOCK_SIZE if retains_kv else 0
+    most_found = found["sent_again"] if retains_kv else NUM_REQUESTS * NUM_PROMPT
+    is_seen = found["least_difference_after_others"] >= VISIBLE * TOLERANCE
+    return found["max_difference"] <= TOLERANCE and is_seen and least_found <= found["found"] <= most_found
+
+
+async def run(path: Path, mode: str) -> dict[str, Any]:
+    """One mode on an engine of its own."""
+    engine = Engine(path, mode)
+    try:
+        found = await compare(engine)
+    finally:
+        engine.vllm.shutdown()
+    return {"mode": mode, **found, "is_right": is_right(found, retains_kv=engine.mode.retains_kv)}
+
+
+def main() -> int:
+    """Print a line for each mode; 1 if one is not right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=list(MODES if HAS_GPU else MODES[:2]), choices=MODES)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = circumstances(options) | {"gpu": HAS_GPU, "modes": []}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), 1, Case(None, tied=False), SPREAD)
+        for mode in options.modes:
+            found = asyncio.run(run(Path(folder), mode))
+            print(json.dumps(found), flush=True)
+            result["modes"].append(found)
+            store(result, options.json)
+    return 0 if all(found["is_right"] for found in result["modes"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

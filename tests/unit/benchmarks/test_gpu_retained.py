@@ -1,0 +1,42 @@
+"""What the comparison of interrupted with uninterrupted requests calls right."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu.retained import BLOCK_SIZE, NUM_PROMPT, NUM_REQUESTS, TOLERANCE, difference, is_right, num_equal
+
+SENT = 3200
+RIGHT = {
+    "sent_again": SENT,
+    "found": SENT - NUM_REQUESTS,
+    "max_difference": TOLERANCE / 2,
+    "least_difference_after_others": 4 * TOLERANCE,
+}
+
+
+def test_log_probs_count_up_to_the_first_other_token():
+    wanted = [5, 6, 7], [-1.0, -2.0, -3.0]
+    assert difference(([5, 6, 7], [-1.0, -2.5, -3.0]), wanted) == 0.5
+    assert difference(([5, 9, 7], [-1.0, -2.25, -9.0]), wanted) == 0.25
+    assert difference(([5], [-1.125]), wanted) == 0.125
+    assert num_equal([([5, 9, 7], []), ([5], [])], [wanted, wanted]) == 3
+
+
+def test_what_is_right():
+    assert is_right(RIGHT, retains_kv=True)
+    assert is_right(RIGHT | {"found": NUM_REQUESTS * NUM_PROMPT}, retains_kv=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "retains_kv"),
+    [
+        ({"max_difference": 2 * TOLERANCE}, True),
+        ({"least_difference_after_others": TOLERANCE}, True),
+        ({"found": SENT - NUM_REQUESTS * BLOCK_SIZE - 1}, True),
+        ({"found": NUM_REQUESTS * NUM_PROMPT + 1}, False),
+    ],
+    ids=["other log-probs", "would not be seen", "not found", "old KV is found"],
+)
+def test_what_is_not_right(wrong, retains_kv):
+    assert not is_right(RIGHT | wrong, retains_kv=retains_kv)
