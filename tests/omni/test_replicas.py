@@ -160,14 +160,20 @@ def test_a_job_trains_on_what_its_updates_interrupted(
     async def computed() -> int:
         return sum(await asyncio.gather(*(server.count_steps.remote() for server in servers)))
 
+    async def interruptions() -> list[int]:
+        statistics = await asyncio.gather(*(server.statistics.remote() for server in servers))
+        return [each.num_interrupted for each in statistics]
+
     async def trained():
         await replicas.update(actor.weights, 0, CPU, START_S)
-        before = await computed()
+        before, earlier = await computed(), await interruptions()
         metrics = [await job.step() for _ in range(4)]
         left = [sampled.result for task in job._groups.values() for sampled in (await task).sampled]
-        return metrics, left, await computed() - before
+        taken_out = [now > then for now, then in zip(await interruptions(), earlier, strict=True)]
+        return metrics, left, await computed() - before, taken_out
 
-    metrics, left, num_computed = asyncio.run(trained())
+    metrics, left, num_computed, taken_out = asyncio.run(trained())
+    assert taken_out == [interrupt == "snapshot"] * len(servers)
     assert num_computed == TRAINED_STEPS * (len(actor.trained) + len(left))
     assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
     assert (sum(row["partial_rollout/snapshots"] for row in metrics) > 0) == (interrupt == "snapshot")
