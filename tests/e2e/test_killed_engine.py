@@ -48,9 +48,10 @@ def test_gsm8k_files_are_trained_on(killed: Job) -> None:
     assert {step["critic/score/mean"] for step in killed.steps} == {0.0}
 
 
-def test_nothing_is_interrupted_where_all_are_waited_for(killed: Job) -> None:
+def test_no_prompt_is_begun_before_the_batch_in_hand_is_trained(killed: Job) -> None:
+    names = ("pending", "ongoing", "deferred", "done")
+    assert {step[f"partial_rollout/queue/{name}"] for step in killed.steps for name in names} == {0}
     assert {step["partial_rollout/interrupted"] for step in killed.steps} == {0}
-    assert {step["partial_rollout/resumed_trajectories"] for step in killed.steps} == {0}
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted(killed: Job) -> None:
