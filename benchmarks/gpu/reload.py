@@ -37,7 +37,9 @@ WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
 CHANNEL = "ipc:///tmp/rl-colocate-zmq-0-replica-0-rank-0.sock"
 """verl's name for the only worker's channel where no Ray job has another number."""
 
-Outputs = list[tuple[list[int], list[float]]]
+Said = tuple[list[int], list[float]]
+"""Tokens and their log-probs."""
+Outputs = list[Said]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ def make_model(path: Path, seed: int, case: Case, spread: float = 0.1) -> None:
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(getattr(torch, case.dtype))
     model.save_pretrained(path)
+
+
+def said(output: Any) -> Said:
+    """Of one of vLLM's outputs with `logprobs=0`."""
+    tokens = list(output.token_ids)
+    return tokens, [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
 
 
 class Engine:
@@ -97,11 +105,7 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
         self._llm.reset_prefix_cache()
         answers = self._llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-        found: list[Any] = [answer.outputs[0] for answer in answers]
-        return [
-            (list(each.token_ids), [at[token].logprob for at, token in zip(each.logprobs, each.token_ids, strict=True)])
-            for each in found
-        ]
+        return [said(answer.outputs[0]) for answer in answers]
 
     def send(self, path: Path) -> float:
         """All weights of the checkpoint; returns the seconds that it took."""

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, make_model
+from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, Outputs, Said, make_model, said
 from benchmarks.result import circumstances, store
 from partial_rollout.config import PartialRolloutConfig, TailConfig
 
@@ -40,9 +40,7 @@ VISIBLE = 2
 SPREAD = 0.3
 """Of weights: with so much, what is said depends on all of the context."""
 LIMIT_S = 300.0
-
-Said = tuple[list[int], list[float]]
-"""Tokens and their log-probs."""
+"""Of all requests of a mode."""
 
 
 class Engine:
@@ -87,12 +85,11 @@ class Requests:
 
     def __init__(self, engine: Engine, salt: str, prompts: list[list[int]]) -> None:
         """None has been sent."""
-        self._vllm, self._salt, self._prompts = engine.vllm, salt if engine.mode.retains_kv else None, prompts
-        self._name = salt
+        self._engine, self._salt, self._prompts = engine, salt, prompts
         self.num_cached = 0
         """Tokens of all that were found when they were sent."""
 
-    async def say(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> list[Said]:
+    async def say(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> Outputs:
         """What the engine says to all of them, until it has or they are cut."""
         rows = range(len(self._prompts))
         return await asyncio.gather(*(self._say(row, num_tokens, on_tokens) for row in rows))
@@ -100,28 +97,31 @@ class Requests:
     async def _say(self, row: int, num_tokens: int, on_tokens: Callable[[int], None]) -> Said:
         from vllm import SamplingParams
 
+        from partial_rollout.rollout.engine_request import drop_repeated_logprobs
+
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
-        asked: Any = {"prompt_token_ids": self._prompts[row]} | ({"cache_salt": self._salt} if self._salt else {})
-        said: Said = ([], [])
-        num_cached = 0
-        async for answer in self._vllm.generate(asked, params, f"{self._name}-{row}"):
-            (now,) = answer.outputs
-            tokens = list(now.token_ids)
-            said = tokens, [at[token].logprob for at, token in zip(now.logprobs or (), tokens, strict=False)]
-            num_cached = max(num_cached, answer.num_cached_tokens or 0)
-            on_tokens(len(tokens))
-        self.num_cached += num_cached
-        return said
+        asked: Any = {"prompt_token_ids": self._prompts[row]}
+        if self._engine.mode.retains_kv:
+            asked["cache_salt"] = self._salt
+        answer: Any = None
+        async for answer in self._engine.vllm.generate(asked, params, f"{self._salt}-{row}"):
+            on_tokens(len(answer.outputs[0].token_ids))
+        self.num_cached += answer.num_cached_tokens
+        drop_repeated_logprobs(answer.outputs[0])
+        return said(answer.outputs[0])
 
 
-async def cut_and_continued(engine: Engine, prompts: list[list[int]]) -> tuple[list[Said], list[Said], int, int]:
+async def cut_and_continued(engine: Engine, prompts: list[list[int]]) -> tuple[Outputs, Outputs, int, int]:
     """What was said before and after the cut, how many tokens were sent again, and how many of them were found."""
     half_done = asyncio.Event()
+
+    async def boundary() -> None:
+        await half_done.wait()
+        await engine.over_a_boundary()
+
     before = Requests(engine, "cut", prompts)
-    saying = asyncio.ensure_future(before.say(NUM_TOKENS, lambda num: half_done.set() if num >= CUT else None))
-    await asyncio.wait_for(half_done.wait(), LIMIT_S)
-    await engine.over_a_boundary()
-    parts = await saying
+    saying = before.say(NUM_TOKENS, lambda num: half_done.set() if num >= CUT else None)
+    parts, _ = await asyncio.gather(saying, boundary())
     contexts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, parts, strict=True)]
     after = Requests(engine, "cut", contexts)
     rest = await after.say(NUM_TOKENS - max(len(tokens) for tokens, _ in parts))
@@ -139,7 +139,7 @@ def difference(found: Said, wanted: Said) -> float:
     return largest
 
 
-def num_equal(found: list[Said], wanted: list[Said]) -> int:
+def num_equal(found: Outputs, wanted: Outputs) -> int:
     """Tokens that are the same at the same place."""
     return sum(a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x[0], y[0], strict=False))
 
@@ -151,7 +151,7 @@ async def compare(engine: Engine) -> dict[str, Any]:
     parts, rest, num_sent, num_found = await cut_and_continued(engine, prompts)
     cuts = [len(tokens) for tokens, _ in parts]
     others = [prompts[row - 1] + tokens for row, (tokens, _) in enumerate(parts)]
-    strange = await Requests(engine, "strange", others).say(max(map(len, (tokens for tokens, _ in rest))))
+    strange = await Requests(engine, "strange", others).say(len(rest[0][0]))
     remaining = [(tokens[cut:], log_probs[cut:]) for (tokens, log_probs), cut in zip(whole, cuts, strict=True)]
     return {
         "cut_after": cuts,
@@ -177,7 +177,7 @@ async def run(path: Path, mode: str) -> dict[str, Any]:
     """One mode on an engine of its own."""
     engine = Engine(path, mode)
     try:
-        found = await compare(engine)
+        found = await asyncio.wait_for(compare(engine), LIMIT_S)
     finally:
         engine.vllm.shutdown()
     return {"mode": mode, **found, "is_right": is_right(found, retains_kv=engine.mode.retains_kv)}
