@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
+from partial_rollout.weights.shared_slots import FOLDER
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.rollout.gated_engine import Passage
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts it
 EVERY_TOKEN = 1
 """Stream interval of an engine whose requests stay: vLLM hands over a rest only of a request that leaves."""
 
@@ -58,7 +57,7 @@ class Interruption:
 
         The memory then goes with the engine's processes, however they end, and a relaunched engine starts an own file.
         """
-        for path in SHARED_MEMORY.glob(f"vllm_offload_{self._engine}*.mmap"):
+        for path in FOLDER.glob(f"vllm_offload_{self._engine}*.mmap"):
             path.unlink(missing_ok=True)
 
     def nothing(self, version: int) -> dict[str, Any]:
