@@ -127,6 +127,7 @@ MODES: dict[str, list[str]] = {
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
     **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
+    "partial_reuse_kv_prefetch_3": [*_ours("partial", "reuse_kv"), "partial_rollout.prefetch_factor=3"],
     "partial_offload_kv": [*_ours("partial", "offload_kv"), *OFFLOADED],
     "partial_cost": [*_ours("partial"), "partial_rollout.tail.boundary=cost"],
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],

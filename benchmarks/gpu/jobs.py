@@ -44,7 +44,10 @@ SKIP = 2
 PROMPT_TOKENS = 256
 ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
-KEPT = ("timing_s/gen", "timing_s/step", "timing_s/update_weights", "timing_s/update_actor", "perf/total_num_tokens")
+TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
+KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
+KEPT_GROUPS = ("partial_rollout/", "training/rollout_")
+"""Metrics of a job that are stored: these, and all whose names begin so."""
 
 
 def write_weights(path: Path, shape: str, max_positions: int) -> None:
@@ -148,8 +151,9 @@ def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
     return utilisation([running for at_s, running in job["samples"] if at_s >= since_s], num_slots)
 
 
-def _is_kept(name: str) -> bool:
-    return name in KEPT or name.startswith("partial_rollout/")
+def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of steps that are stored."""
+    return [{name: step[name] for name in step if name in KEPT or name.startswith(KEPT_GROUPS)} for step in steps]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -206,7 +210,7 @@ class Jobs:
         gpu = None if options.shape == "tiny" else on_a_gpu(options.memory, options.shape)
         job = run_job(command(mode, place, self._load, shared, gpu), place, left_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
-        job["steps"] = [{name: step[name] for name in step if _is_kept(name)} for step in job["steps"]]
+        job["steps"] = kept(job["steps"])
         return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
 
     def _store(self, job: dict[str, Any]) -> None:

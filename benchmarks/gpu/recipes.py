@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.all import about_run
 from benchmarks.gpu.inputs import SHAPES, write_model
-from benchmarks.gpu.jobs import run_job, without_flash_attention, write_weights
+from benchmarks.gpu.jobs import kept, run_job, without_flash_attention, write_weights
 from benchmarks.lanes import Lane
 from benchmarks.result import store
 from benchmarks.training_job import ROOT
@@ -100,7 +100,7 @@ def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: 
     write_problems(places["data"], recipe, 4 * options.batch)
     about = {"recipe": recipe, "tensor_parallel": options.tensor_parallel, "gpus": options.gpus, "set": options.set}
     job = run_job(command(options, recipe, places), out, limit_s, Lane(gpus=tuple(options.gpus)), skip=0)
-    return about | job
+    return about | job | {"steps": kept(job["steps"])}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 
 import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks.gpu import recipes
 from benchmarks.gpu.recipes import RECIPES, command, parser, variables, write_problems
 from benchmarks.gpu.session import CONFIGS
 from partial_rollout.mode import apply_mode, check_config, is_enabled
+from tests.unit.benchmarks.test_gpu_jobs import WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell
 
@@ -60,3 +63,12 @@ def test_a_recipe_knows_every_variable_that_it_is_given(recipe, tmp_path):
     """Of another name it would be ignored, and the recipe's own default stay."""
     known = shell(f"run_{recipe}.sh", "--help").stdout.split()
     assert not set(variables(parser().parse_args(["--out", "out"]), tmp_path, tmp_path)) - set(known)
+
+
+def test_a_recipe_s_steps_are_stored_with_what_is_read_of_them(monkeypatch, tmp_path):
+    """All of them, the first ones too; here a job that only writes metrics stands for the recipe."""
+    monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", WRITE])
+    options = parser().parse_args(["--shape", "tiny", "--out", str(tmp_path / "out"), "--gpus", "3"])
+    run = recipes.run_recipe(options, "qwen3-0.6b_gsm8k_grpo", tmp_path, 60.0)
+    assert (run["code"], run["gpus"], len(run["steps"])) == (0, [3], 4)
+    assert set(run["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms"}
