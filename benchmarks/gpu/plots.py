@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,8 @@ def as_blocks(result: Result) -> Result:
 def draw(result: Result, out: Path, name: str) -> list[Path]:
     """All pictures that the result has numbers for."""
     result = as_blocks(result) if "jobs" in result else result
-    where = f"{result['engine']['shape']}, {', '.join(result['devices']) or 'CPU'}"
+    machine = ", ".join(f"{number} x {name}" for name, number in Counter(result["devices"]).items())
+    where = f"{result['engine']['shape']}, {machine or 'CPU'}"
     paths = []
     for trace, rows in result["summary"].items():
         blocks = [block for block in result["blocks"] if block["trace"] == trace]

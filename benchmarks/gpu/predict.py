@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 WARMUP, MEASURED = 15, 40
 """Steps that are left out, and counted."""
+COLOCATED = "colocate_async"
 SENT_PER_S = 130.0
 """New requests that one agent-loop worker brings to an engine, by the samples of the 8B result after a step's end.
 Those that were interrupted wait at the server, and are all there at once."""
@@ -226,7 +227,8 @@ def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dic
 def modes(slots: int, group: int) -> list[Mode]:
     """What is compared, for a batch's trajectories as slots: sync first."""
     wide = (3 * slots // 2) // group * group
-    found = [Mode("sync", slots, 1)]
+    # verl's sends all prompts to the engine: here it has room for the two batches that are in flight.
+    found = [Mode("sync", slots, 1), Mode(COLOCATED, 2 * slots, 2, retains_kv=False)]
     for prefetch in (2, 3, 4, 6):
         found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
@@ -255,14 +257,18 @@ def main() -> None:
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("result", type=Path, help="result.json of benchmarks.gpu.all, with a curve")
     line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
+    line.add_argument("--batch", type=int, help="prompts of a step; the result's own unless given")
     line.add_argument("--json", type=Path, help="also write them here")
     options = line.parse_args()
+    if options.batch is not None and options.batch < 1:
+        line.error(f"--batch {options.batch} is not allowed: at least 1")
     result = json.loads(options.result.read_text())
     speed, engine = Speed.fit(result["curve"]), result["engine"]
     predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
     for trace in options.traces:
         stored = result["workloads"].get(trace)
         load = Workload(**stored) if stored else workload(engine["shape"], trace)
+        load = replace(load, batch=options.batch or load.batch)
         rows = {
             mode.name: predict(mode, speed, load, engine["prompt_tokens"])
             for mode in modes(load.batch * load.group, load.group)

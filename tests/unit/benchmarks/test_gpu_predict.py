@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.bench_rollout import Workload, lengths
 from benchmarks.gpu import predict as predict_module
-from benchmarks.gpu.predict import SENT_PER_S, Group, Mode, Rollout, Speed, modes, predict, table
+from benchmarks.gpu.predict import COLOCATED, SENT_PER_S, Group, Mode, Rollout, Speed, modes, predict, table
 from benchmarks.gpu.summary import KV_USAGE
 
 SPEED = Speed(base=0.004, request=3e-5, token=2e-8, prefill_tokens_per_s=40_000.0, interruption_s=0.3)
@@ -152,6 +152,36 @@ def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name
     assert TOO_FAST < seconds[0] / seconds[1] < 1
     most_kv = max(sample[KV_USAGE] for sample in block["samples"]) * result["engine"]["kv_tokens"]
     assert rollout.most_kv == pytest.approx(most_kv, rel=0.05)
+
+
+def test_it_agrees_with_whole_jobs_of_another_model(repository):
+    """Generation to that of sync, over the measured steps; the curve is the 8B engine's, the jobs' model has 4B."""
+    curve, result = (
+        json.loads((repository / f"benchmarks/results/gpu/{name}_h200.json").read_text())
+        for name in ("engine_8b", "jobs_4b")
+    )
+    load = Workload(**result["workload"])
+    rows = np.concatenate([np.full((load.batch, load.group), 2), lengths(load, load.batch * (load.steps + 4))])
+    slots = load.batch * load.group
+    named = {mode.name: mode for mode in modes(slots, load.group)}
+    kept = named["KV retained, prefetch 3"]
+    wanted = {"sync": named["sync"], COLOCATED: named[COLOCATED], "partial_reuse_kv_prefetch_3": kept}
+    found = {}
+    for name, mode in wanted.items():
+        rollout = Rollout(mode, Speed.fit(curve["curve"]), load, 256, iter(Group(row.tolist()) for row in rows))
+        found[name] = [rollout.step()["seconds"] for _ in range(load.steps)][load.skip :]
+    for name, row in result["summary"].items():
+        assert sum(found[name]) / sum(found["sync"]) == pytest.approx(row["gen_ratio_to_sync"], rel=0.06)
+    (job,) = [job for job in result["jobs"] if job["mode"] == COLOCATED]
+    for seconds in (found[COLOCATED], [step["timing_s/gen"] for step in job["steps"]]):
+        assert min(seconds[1::2]) > 3 * max(seconds[::2])  # all requests at once: every other step waits for none
+
+
+def test_a_batch_without_prompts_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["predict", "result.json", "--batch", "0"])
+    with pytest.raises(SystemExit):
+        predict_module.main()
+    assert "--batch 0 is not allowed: at least 1" in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_every_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.gpu import retained
 from benchmarks.gpu.retained import BLOCK_SIZE, NUM_PROMPT, NUM_REQUESTS, TOLERANCE, difference, is_right, num_equal
 
 SENT = 3200
@@ -11,7 +12,8 @@ RIGHT = {
     "sent_again": SENT,
     "found": SENT - NUM_REQUESTS,
     "max_difference": TOLERANCE / 2,
-    "least_difference_after_others": 4 * TOLERANCE,
+    "equal_tokens_after_others": 4,
+    "of_tokens": 100,
 }
 
 
@@ -28,15 +30,23 @@ def test_what_is_right():
     assert is_right(RIGHT | {"found": NUM_REQUESTS * NUM_PROMPT}, retains_kv=False)
 
 
+def test_rounding_of_what_a_gpu_computes_again_is_not_judged(monkeypatch):
+    other = RIGHT | {"found": 0, "max_difference": 9.0}
+    monkeypatch.setattr(retained, "HAS_GPU", True)
+    assert is_right(other, retains_kv=False)
+    assert not is_right(other | {"found": SENT}, retains_kv=True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "retains_kv"),
     [
         ({"max_difference": 2 * TOLERANCE}, True),
-        ({"least_difference_after_others": TOLERANCE}, True),
+        ({"max_difference": 2 * TOLERANCE, "found": 0}, False),
+        ({"equal_tokens_after_others": 50}, True),
         ({"found": SENT - NUM_REQUESTS * BLOCK_SIZE - 1}, True),
         ({"found": NUM_REQUESTS * NUM_PROMPT + 1}, False),
     ],
-    ids=["other log-probs", "would not be seen", "not found", "old KV is found"],
+    ids=["other log-probs", "computed again to other log-probs", "would not be seen", "not found", "old KV is found"],
 )
 def test_what_is_not_right(wrong, retains_kv):
     assert not is_right(RIGHT | wrong, retains_kv=retains_kv)
