@@ -46,7 +46,7 @@ ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
 TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
 KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
-KEPT_GROUPS = ("partial_rollout/", "training/rollout_")
+KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
 """Metrics of a job that are stored: these, and all whose names begin so."""
 
 
@@ -122,7 +122,7 @@ def command(mode: str, folder: Path, load: Workload, shared: list[str], gpu: lis
 def run_job(
     words: list[str], folder: Path, limit_s: float, lane: Lane | None = None, skip: int = SKIP
 ) -> dict[str, Any]:
-    """Run one job for up to `limit_s`; its steps after the first ones, the ends of all, and how many requests ran.
+    """Run one job for up to `limit_s`; its steps, `skip` of them apart, the ends of all, and how many requests ran.
 
     Times are seconds from its start; samples are [time, requests in the engines' batches], from the first step on.
     """
@@ -142,7 +142,8 @@ def run_job(
     ended_s, steps = time.monotonic() - started_s, read_steps(folder)
     ends_s += [round(ended_s, 1)] * (len(steps) - len(ends_s))
     times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
-    return {**times, "code": job.returncode, "steps": steps[skip:], "samples": samples}
+    first = {"first_steps": steps[:skip]} if skip else {}
+    return {**times, "code": job.returncode, **first, "steps": steps[skip:], "samples": samples}
 
 
 def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
@@ -210,7 +211,7 @@ class Jobs:
         gpu = None if options.shape == "tiny" else on_a_gpu(options.memory, options.shape)
         job = run_job(command(mode, place, self._load, shared, gpu), place, left_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
-        job["steps"] = kept(job["steps"])
+        job |= {name: kept(job[name]) for name in ("first_steps", "steps")}
         return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
 
     def _store(self, job: dict[str, Any]) -> None:

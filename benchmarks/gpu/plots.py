@@ -116,14 +116,21 @@ def as_blocks(result: Result) -> Result:
         | ({"time_ratio": 1 / row["token_rate_ratio_to_sync"]} if "token_rate_ratio_to_sync" in row else {})
         for mode, row in result["summary"].items()
     }
-    return {**result, "blocks": blocks, "summary": {trace: rows}, "curve": {"cell": []}}
+    each = max(len(job.get("gpus", ())) for job in result["jobs"])
+    devices = result["devices"][: each or None]
+    return {**result, "devices": devices, "blocks": blocks, "summary": {trace: rows}, "curve": {"cell": []}}
+
+
+def place(result: Result) -> str:
+    """The model's shape and the GPUs: of a result of whole jobs, those of one job."""
+    machine = ", ".join(f"{number} x {name}" for name, number in Counter(result["devices"]).items())
+    return f"{result['engine']['shape']}, {machine or 'CPU'}"
 
 
 def draw(result: Result, out: Path, name: str) -> list[Path]:
     """All pictures that the result has numbers for."""
     result = as_blocks(result) if "jobs" in result else result
-    machine = ", ".join(f"{number} x {name}" for name, number in Counter(result["devices"]).items())
-    where = f"{result['engine']['shape']}, {machine or 'CPU'}"
+    where = place(result)
     paths = []
     for trace, rows in result["summary"].items():
         blocks = [block for block in result["blocks"] if block["trace"] == trace]

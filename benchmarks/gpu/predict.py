@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 WARMUP, MEASURED = 15, 40
 """Steps that are left out, and counted."""
 COLOCATED = "colocate_async"
+POLL_S = 2.0
+"""Between two looks of verl's trainers."""
 SENT_PER_S = 130.0
 """New requests that one agent-loop worker brings to an engine, by the samples of the 8B result after a step's end.
 Those that were interrupted wait at the server, and are all there at once."""
@@ -83,6 +85,10 @@ class Mode:
     retains_kv: bool = True
     interrupts: bool = True
     """Otherwise requests go on as if no step had ended: the bound."""
+    oldest_first: bool = False
+    """Of the groups that are done, those are trained that were admitted first; otherwise those that were done first."""
+    poll_s: float = 0.0
+    """A step ends when the trainer looks, every so many seconds from its start; 0: when a batch is done."""
 
 
 @dataclass(eq=False)
@@ -138,9 +144,12 @@ class Rollout:
         room = int(self.mode.prefetch * self.load.batch) - len(self.pending) - self.ongoing - len(self.done)
         self.pending.extend(itertools.islice(self.prompts, max(0, room)))
         while len(self.done) < self.load.batch:
-            self._claim()
-            self._enter()
-            self._decode()
+            self._proceed()
+        if self.mode.poll_s:
+            polls = math.ceil((self.now_s - started_s) / self.mode.poll_s)
+            self._proceed_until(started_s + polls * self.mode.poll_s)
+        if self.mode.oldest_first:
+            self.done = deque(sorted(self.done, key=lambda group: group.started))
         batch = [self.done.popleft() for _ in range(self.load.batch)]
         ages = [self.number - group.started for group in batch]
         return {
@@ -191,12 +200,24 @@ class Rollout:
             heapq.heappush(self.running, (self.decoded + request.length, next(self.numbers), request))
             self.context += self.prompt_tokens
 
-    def _decode(self) -> None:
-        """Until the next responses end, or the next request has arrived."""
+    def _proceed(self, until_s: float = math.inf) -> None:
+        self._claim()
+        self._enter()
+        self._decode(until_s)
+
+    def _proceed_until(self, until_s: float) -> None:
+        while self.now_s < until_s and (self.running or self.entering or self.pending):
+            self._proceed(until_s)
+        self.now_s = max(self.now_s, until_s)
+
+    def _decode(self, until_s: float) -> None:
+        """Until the next responses end, the next request has arrived, or about `until_s`."""
         steps, requests = self.running[0][0] - self.decoded, len(self.running)
         if self.entering:
-            until_s = self.entering[0][0] - self.now_s
-            steps = min(steps, math.ceil(until_s / self.speed.decode_s(1, requests, self.context)))
+            until_s = min(until_s, self.entering[0][0])
+        if until_s < math.inf:
+            left_s = max(0.0, until_s - self.now_s)
+            steps = max(1, min(steps, math.ceil(left_s / self.speed.decode_s(1, requests, self.context))))
         seconds = self.speed.decode_s(steps, requests, self.context)
         self.now_s += seconds
         self.slot_s += requests * seconds
@@ -228,7 +249,8 @@ def modes(slots: int, group: int) -> list[Mode]:
     """What is compared, for a batch's trajectories as slots: sync first."""
     wide = (3 * slots // 2) // group * group
     # verl's sends all prompts to the engine: here it has room for the two batches that are in flight.
-    found = [Mode("sync", slots, 1), Mode(COLOCATED, 2 * slots, 2, retains_kv=False)]
+    colocated = Mode(COLOCATED, 2 * slots, 2, retains_kv=False, oldest_first=True, poll_s=POLL_S)
+    found = [Mode("sync", slots, 1), colocated]
     for prefetch in (2, 3, 4, 6):
         found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))

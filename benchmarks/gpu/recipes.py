@@ -128,6 +128,7 @@ def main() -> None:
     ends_s = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
     about = about_run(options)
+    del about["options"]["python"]  # a path
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
         for recipe in dict.fromkeys(options.recipes):

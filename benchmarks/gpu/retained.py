@@ -6,7 +6,7 @@
 Greedy requests are cut in the middle as a server's drain does it, the engine releases its memory where the mode says
 so, and they go on from their tokens. Weights stay the same, so log-probs must be those of requests that were never cut.
 To show that wrong KV would be seen, the same tokens are also continued after other prompts. Where KV is computed again
-(`abort`), in bfloat16 it is rounded in another way, which these weights turn into other tokens: that is not judged.
+(`abort`) on a GPU, other kernels do it, and these weights make other tokens of small differences: that is not judged.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.gpu.all import devices, versions
 from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, Outputs, Said, make_model, said
 from benchmarks.result import circumstances, store
 from partial_rollout.config import PartialRolloutConfig, TailConfig
@@ -36,8 +37,8 @@ BLOCK_SIZE = 32
 OFFLOAD_GIB = 2
 TOLERANCE = 0.1 if HAS_GPU else 1e-3
 """Of log-probs: batches of other sizes are summed in another order, on a GPU in bfloat16."""
-SEEN = 0.5
-"""After another context more than this share of tokens is another one."""
+EQUAL, OTHER = 0.95, 0.5
+"""At least this share of tokens is equal; at most this share after another context."""
 SPREAD = 0.3
 """Of weights: with so much, what is said depends on all of the context."""
 LIMIT_S = 300.0
@@ -165,13 +166,16 @@ async def compare(engine: Engine) -> dict[str, Any]:
     }
 
 
-def is_right(found: dict[str, Any], *, retains_kv: bool) -> bool:
-    """Whether nothing was wrong, it would have been seen, and KV was retained where it should be."""
+def is_right(found: dict[str, Any], *, retains_kv: bool) -> bool | None:
+    """Whether nothing was wrong, it would have been seen, and KV was retained where it should be; None: not judged."""
     least_found = found["sent_again"] - NUM_REQUESTS * BLOCK_SIZE if retains_kv else 0
     most_found = found["sent_again"] if retains_kv else NUM_REQUESTS * NUM_PROMPT
-    is_equal = found["max_difference"] <= TOLERANCE or (HAS_GPU and not retains_kv)
-    is_seen = found["equal_tokens_after_others"] < (1 - SEEN) * found["of_tokens"]
-    return is_equal and is_seen and least_found <= found["found"] <= most_found
+    if not least_found <= found["found"] <= most_found:
+        return False
+    if HAS_GPU and not retains_kv:
+        return None
+    is_equal = found["max_difference"] <= TOLERANCE and found["equal_tokens"] >= EQUAL * found["of_tokens"]
+    return is_equal and found["equal_tokens_after_others"] <= OTHER * found["of_tokens"]
 
 
 async def run(path: Path, mode: str) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES if HAS_GPU else MODES[:2]), choices=MODES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = circumstances(options) | {"gpu": HAS_GPU, "modes": []}
+    result = circumstances(options) | {"devices": devices(), "versions": versions(), "modes": []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), 1, Case(None, tied=False), SPREAD)
         for mode in options.modes:
@@ -198,7 +202,7 @@ def main() -> int:
             print(json.dumps(found), flush=True)
             result["modes"].append(found)
             store(result, options.json)
-    return 0 if all(found["is_right"] for found in result["modes"]) else 1
+    return 1 if any(found["is_right"] is False for found in result["modes"]) else 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ WRITE = """
 import json, os
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
     for step in range(4):
-        print(json.dumps({"data": {"timing_s/gen": step, "partial_rollout/drain_ms": 1, "other": 2}}), file=file)
+        kept = {"timing_s/gen": step, "partial_rollout/drain_ms": 1, "training/rollout_probs_diff_mean": 3}
+        print(json.dumps({"data": kept | {"training/off_policy/x": 4, "other": 2}}), file=file)
 """
 
 
@@ -68,7 +69,8 @@ def test_a_job_s_steps_are_kept_after_the_first_ones(tmp_path):
     job = run_job([sys.executable, "-c", WRITE], tmp_path / "a", 60.0)
     assert job["code"] == 0
     assert [step["timing_s/gen"] for step in job["steps"]] == list(range(SKIP, 4))
-    assert set(job["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", "other"}
+    assert [step["timing_s/gen"] for step in job["first_steps"]] == list(range(SKIP))
+    assert {"timing_s/gen", "partial_rollout/drain_ms", "other"} < set(job["steps"][0])
     assert len(job["ends_s"]) == SKIP + len(job["steps"])
     assert json.dumps(job)
 
@@ -86,6 +88,7 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     assert [set(step) for job in stored["jobs"] for step in job["steps"]] == [
         {"timing_s/gen", "timing_s/step", TOKENS}
     ] * 4
+    assert [set(job["first_steps"][0]) for job in stored["jobs"]] == [{"timing_s/gen", "timing_s/step", TOKENS}] * 2
     assert set(stored["summary"]) == set(found)
 
 

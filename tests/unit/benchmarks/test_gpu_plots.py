@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bench_rollout import summarise
-from benchmarks.gpu.plots import as_blocks, draw
+from benchmarks.gpu.plots import as_blocks, draw, place
 from benchmarks.gpu.summary import by_trace
 from tests.unit.benchmarks.support import block, sample, step
 
@@ -48,6 +48,16 @@ def whole_jobs() -> dict:
 def test_pictures_of_whole_jobs(tmp_path):
     paths = draw(whole_jobs(), tmp_path, "x")
     assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("slots", "steps", "rates")]
+
+
+def test_a_picture_says_on_what_it_was_measured():
+    about = result(modes=(), cells=[])
+    assert place(about) == "tiny, CPU"
+    assert place({**about, "devices": ["H200", "H200"]}) == "tiny, 2 x H200"
+    jobs = {**whole_jobs(), "devices": ["H200", "H200"]}
+    assert place(as_blocks(jobs)) == "tiny, 2 x H200"
+    alone = [{**job, "gpus": [1]} for job in jobs["jobs"]]
+    assert place(as_blocks({**jobs, "jobs": alone})) == "tiny, 1 x H200"
 
 
 def test_a_whole_job_is_a_block_with_all_its_steps():

@@ -71,4 +71,5 @@ def test_a_recipe_s_steps_are_stored_with_what_is_read_of_them(monkeypatch, tmp_
     options = parser().parse_args(["--shape", "tiny", "--out", str(tmp_path / "out"), "--gpus", "3"])
     run = recipes.run_recipe(options, "qwen3-0.6b_gsm8k_grpo", tmp_path, 60.0)
     assert (run["code"], run["gpus"], len(run["steps"])) == (0, [3], 4)
-    assert set(run["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms"}
+    training = {"training/rollout_probs_diff_mean", "training/off_policy/x"}
+    assert set(run["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", *training}
