@@ -28,6 +28,9 @@ FLAG = "+async_training.partial_rollout=True"
 SHORT, LONG = 6, 300
 """Response lengths of `traced`."""
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
+GONE_S = 60.0
+"""Within which all processes of a job that has ended are gone. What is left behind stays, and a busy machine takes tens
+of seconds to end an interpreter."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,10 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _survivors(mark: str) -> list[str]:
-    """Processes that inherited the job's mark and are still there."""
-    alive = [process for process in psutil.process_iter() if _has_mark(process, mark)]
-    _, alive = psutil.wait_procs(alive, timeout=20)
-    return [" ".join(process.cmdline()) for process in alive if process.is_running()]
+    """Processes that inherited the job's mark and stay."""
+    alive = [process for process in psutil.process_iter(["cmdline"]) if _has_mark(process, mark)]
+    _, alive = psutil.wait_procs(alive, timeout=GONE_S)
+    return [" ".join(process.info["cmdline"] or ["?"]) for process in alive]
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
