@@ -125,10 +125,11 @@ def test_retained_kv_saves_what_is_computed_again():
         ("8b", Mode("sync", 256, 1), "long_tail", 192),
         ("8b", Mode("partial_reuse_kv_adaptive", 384, 3), "long_tail", 320),
         ("8b", Mode("sync", 256, 1), "uniform", 160),
+        ("8b_uniform", Mode("sync", 256, 1), "uniform", 352),
         ("8b_deep", Mode("sync", 256, 1), "long_tail", 416),
         ("8b_deep", Mode("partial_abort", 256, 2, retains_kv=False), "long_tail", 416),
     ],
-    ids=["sync", "partial", "uniform", "sync again", "abort"],
+    ids=["sync", "partial", "uniform", "uniform again", "sync again", "abort"],
 )
 def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name, mode, trace, num_drawn):
     """Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots. One run has a curve."""
