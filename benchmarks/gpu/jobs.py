@@ -2,11 +2,14 @@
 
     PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.jobs --shape qwen3-0.6b --budget-s 560 --out $OUT/jobs
     python3 -m benchmarks.gpu.jobs --shape 4b --batch 16 --gpus 0 1 2 --modes sync colocate_async partial_reuse_kv ...
+    python3 -m benchmarks.gpu.jobs --shape 8b --rollout-only --memory 0.78 --steps 40 --job-s 700 --gpus 0 1 ...
     python -m benchmarks.gpu.jobs --shape tiny --modes partial_rollout --steps 4 --out /tmp/jobs     # on a CPU
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Jobs are interleaved,
 or run side by side on the GPUs that `--gpus` names, and are stored one by one (`jobs.json`, for
-`python -m benchmarks.gpu.plots`). A job that does not end within the budget is stored with the steps that it has.
+`python -m benchmarks.gpu.plots`). A job that does not end within the budget, or its own seconds (`--job-s`), is stored
+with the steps that it has. With `--rollout-only` nothing is trained: a model whose gradients and optimizer do not fit
+beside its engine can be measured, and a job of the same time has more steps. Everything else is verl's trainer.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.bench_rollout import MODES, mode_options, summarise
+from benchmarks.bench_rollout import BASELINES, MODES, mode_options, summarise
 from benchmarks.engine_gauges import RunningRequests, utilisation
 from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
@@ -48,6 +51,8 @@ TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
 KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
 KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
 """Metrics of a job that are stored: these, and all whose names begin so."""
+ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.bypass_mode=True")
+"""Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 
 
 def write_weights(path: Path, shape: str, max_positions: int) -> None:
@@ -157,6 +162,23 @@ def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: step[name] for name in step if name in KEPT or name.startswith(KEPT_GROUPS)} for step in steps]
 
 
+def generation(jobs: list[dict[str, Any]], prompt_tokens: int) -> dict[str, dict[str, float]]:
+    """By mode, response tokens of the batches for each second of generation, and the time for equal ones to verl's.
+
+    `prompt_tokens` are those of all responses of a batch, which a step's tokens count, too.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for mode in dict.fromkeys(job["mode"] for job in jobs):
+        steps = [step for job in jobs if job["mode"] == mode for step in job["steps"]]
+        tokens = sum(step["perf/total_num_tokens"] - prompt_tokens for step in steps)
+        seconds = sum(step["timing_s/gen"] for step in steps)
+        rows[mode] = {"num_steps": len(steps), "seconds": seconds, "tokens_per_s": tokens / seconds}
+    for base in (mode for mode in BASELINES if mode in rows):
+        for row in rows.values():
+            row[f"time_ratio_to_{base}"] = rows[base]["tokens_per_s"] / row["tokens_per_s"]
+    return rows
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,6 +189,8 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES))
     line.add_argument("--repeats", type=int, default=1)
     line.add_argument("--steps", type=int, default=6, help=f"of a job, the first {SKIP} are left out (%(default)s)")
+    line.add_argument("--job-s", type=float, help="at most, for each job")
+    line.add_argument("--rollout-only", action="store_true", help="compute no log-probs and no update")
     line.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
     for name in ("batch", "group", "seed"):
@@ -183,16 +207,17 @@ class Jobs:
         sizes = given_options(options, ("batch", "group", "seed"))
         self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
         self._data = {**about_run(options), "engine": {"shape": options.shape}, "workload": asdict(self._load)}
+        self._prompt_tokens = TINY["prompt_tokens"] if options.shape == "tiny" else PROMPT_TOKENS
         self._jobs: list[dict[str, Any]] = []
 
     def run(self, folder: Path) -> None:
         """All of them, with model and prompts in `folder`; each is stored as soon as it ends."""
         options, load = self._options, self._load
-        prompt_tokens = TINY["prompt_tokens"] if options.shape == "tiny" else PROMPT_TOKENS
+        prompt_tokens = self._prompt_tokens
         tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
         write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
         write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.batch * (load.steps + 4))
-        shared = settings(folder, load, prompt_tokens)
+        shared = [*settings(folder, load, prompt_tokens), *(ROLLOUT_ONLY if options.rollout_only else ())]
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or [Lane()]
         with closing(side_by_side([partial(self._run_one, shared, *name) for name in names], lanes)) as ended:
@@ -207,9 +232,10 @@ class Jobs:
         if left_s <= 0:
             return None
         options = self._options
+        limit_s = min(left_s, options.job_s or left_s)
         place = options.out.resolve() / f"{mode}-{repeat}"
         gpu = None if options.shape == "tiny" else on_a_gpu(options.memory, options.shape)
-        job = run_job(command(mode, place, self._load, shared, gpu), place, left_s, lane)
+        job = run_job(command(mode, place, self._load, shared, gpu), place, limit_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
         job |= {name: kept(job[name]) for name in ("first_steps", "steps")}
         return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
@@ -217,7 +243,10 @@ class Jobs:
     def _store(self, job: dict[str, Any]) -> None:
         self._jobs.append(job)
         whole = [each for each in self._jobs if len(each["steps"]) > 1]
-        store({**self._data, "summary": summarise(whole), "jobs": self._jobs}, self._options.out / "jobs.json")
+        load = self._load
+        rates = generation(whole, load.batch * load.group * self._prompt_tokens)
+        found = {"summary": summarise(whole), "generation": rates, "jobs": self._jobs}
+        store({**self._data, **found}, self._options.out / "jobs.json")
         shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
         print({name: job[name] for name in shown} | {"steps": len(job["steps"])}, flush=True)
 

@@ -14,9 +14,11 @@ from benchmarks.bench_rollout import MODES
 from benchmarks.gpu import jobs
 from benchmarks.gpu.inputs import workload
 from benchmarks.gpu.jobs import (
+    ROLLOUT_ONLY,
     SKIP,
     Jobs,
     command,
+    generation,
     on_a_gpu,
     parser,
     run_job,
@@ -60,6 +62,16 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
         apply_mode(config)
 
 
+def test_a_rollout_only_job_neither_updates_nor_computes_log_probs(tmp_path):
+    """verl updates the actor from step `critic_warmup` on."""
+    load = workload("8b", "long_tail", steps=40)
+    words = command("sync", tmp_path, load, [*settings(tmp_path, load, 256), *ROLLOUT_ONLY], on_a_gpu(0.7, "8b"))
+    with initialize_config_dir(CONFIGS, version_base=None):
+        config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
+    assert config.trainer.critic_warmup > config.trainer.total_training_steps
+    assert config.algorithm.rollout_correction.bypass_mode
+
+
 def test_log_probs_are_fused_where_the_head_is_tied_only():
     """verl's fused head gets a sharded weight with `fsdp2` where it is a module of its own."""
     assert [without_flash_attention(shape)[-1][-5:] for shape in ("4b", "8b")] == ["=True", "False"]
@@ -90,6 +102,34 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     ] * 4
     assert [set(job["first_steps"][0]) for job in stored["jobs"]] == [{"timing_s/gen", "timing_s/step", TOKENS}] * 2
     assert set(stored["summary"]) == set(found)
+
+
+def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp_path):
+    """And all jobs have what was asked for."""
+    given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
+    job = {"job_s": 9.0, "first_step_s": 1.0, "code": 0, "ends_s": [], "samples": [], "first_steps": [], "steps": steps}
+
+    def run(words, _folder, limit_s, _lane):
+        given.append((words, limit_s))
+        return dict(job)
+
+    monkeypatch.setattr(jobs, "run_job", run)
+    words = ["--shape", "tiny", "--modes", "sync", "--rollout-only", "--out", str(tmp_path)]
+    for more in (["--job-s", "7", "--budget-s", "500"], ["--job-s", "700", "--budget-s", "300"], ["--budget-s", "300"]):
+        Jobs(parser().parse_args([*words, *more])).run(tmp_path / "inputs")
+    assert given[0][1] == 7
+    assert all(0 < limit_s <= 300 for _, limit_s in given[1:])
+    assert all(set(ROLLOUT_ONLY) < set(words) for words, _ in given)
+    assert json.loads((tmp_path / "jobs.json").read_text())["options"]["rollout_only"]
+
+
+def test_generation_is_compared_for_equal_response_tokens():
+    def job(mode, *steps):
+        return {"mode": mode, "steps": [{"timing_s/gen": s, "perf/total_num_tokens": n} for s, n in steps]}
+
+    rows = generation([job("sync", (10, 1100), (10, 1100)), job("partial_rollout", (4, 900), (6, 1300))], 100)
+    assert rows["sync"] == {"num_steps": 2, "seconds": 20, "tokens_per_s": 100, "time_ratio_to_sync": 1}
+    assert rows["partial_rollout"] == {"num_steps": 2, "seconds": 10, "tokens_per_s": 200, "time_ratio_to_sync": 0.5}
 
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
