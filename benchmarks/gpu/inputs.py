@@ -66,6 +66,8 @@ SHAPES = {
 LARGE = Workload(batch=32, group=8, median=700, sigma=0.9, longest=4096, long_share=0.1)
 TINY = Workload(batch=4, group=2, median=24, sigma=0.9, longest=96, long_share=0.1)
 PRIMER_TOKENS = 2
+PROMPT_TOKENS = 256
+"""Of every prompt of a whole job."""
 TRACES = ("long_tail", "heavy_tail", "uniform")
 HEAVY = 8
 """The heavy tail is so many times as long as the longest other response."""

@@ -31,7 +31,7 @@ import psutil
 from benchmarks.bench_rollout import BASELINES, MODES, mode_options, summarise
 from benchmarks.engine_gauges import RunningRequests, utilisation
 from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
-from benchmarks.gpu.inputs import SHAPES, TRACES, workload, write_model, write_prompts
+from benchmarks.gpu.inputs import PROMPT_TOKENS, SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.lanes import Lane, side_by_side
 from benchmarks.result import store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
 SKIP = 2
 """Steps that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
-PROMPT_TOKENS = 256
 ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
 TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")

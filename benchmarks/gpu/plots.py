@@ -122,9 +122,11 @@ def as_blocks(result: Result) -> Result:
 
 
 def place(result: Result) -> str:
-    """The model's shape and the GPUs: of a result of whole jobs, those of one job."""
-    machine = ", ".join(f"{number} x {name}" for name, number in Counter(result["devices"]).items())
-    return f"{result['engine']['shape']}, {machine or 'CPU'}"
+    """The model's shape and the GPUs: of one engine, or of one of the whole jobs."""
+    engine = result["engine"]
+    counted = Counter(result["devices"][: engine.get("tensor_parallel")])
+    machine = ", ".join(f"{number} x {name}" for name, number in counted.items())
+    return f"{engine['shape']}, {machine or 'CPU'}"
 
 
 def draw(result: Result, out: Path, name: str) -> list[Path]:
@@ -134,7 +136,10 @@ def draw(result: Result, out: Path, name: str) -> list[Path]:
     paths = []
     for trace, rows in result["summary"].items():
         blocks = [block for block in result["blocks"] if block["trace"] == trace]
+        sampled = any(block["samples"] for block in blocks)
         for kind, picture in PICTURES.items() if rows else ():
+            if picture is draw_slots and not sampled:
+                continue
             path = out / f"{kind}_{trace}_{name}.png"
             paths.append(_save(path, f"{trace}, {where}", picture, {"blocks": blocks, "summary": rows}))
     if result["curve"]["cell"]:

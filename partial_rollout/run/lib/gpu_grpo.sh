@@ -15,6 +15,7 @@ setting MAX_RESPONSE_LENGTH 4096 "tokens"
 setting MAX_TOKENS_PER_GPU 24576 "tokens in one training micro-batch on a GPU"
 setting GPU_MEMORY_UTILIZATION 0.6 "share of GPU memory for the rollout engine"
 setting PREFETCH_FACTOR 2.0 "prompts in flight, in batches"
+setting RETAIN_KV 0 "1: interrupted responses find their KV again, and engines keep their memory while the actor trains"
 setting LEARNING_RATE 1.0e-6 "of AdamW"
 setting TOTAL_STEPS 200 "training steps"
 setting SAVE_FREQ 50 "steps between checkpoints"
@@ -23,8 +24,13 @@ setting OUTPUT_DIR "$PWD/outputs" "checkpoints and metrics go to OUTPUT_DIR/EXPE
 setting LOGGER "[console,file]" "verl loggers, for example [console,wandb]"
 
 gpu_grpo() {
-  local recipe=$1 experiment output
+  local recipe=$1 experiment output retained=()
   shift
+  case $RETAIN_KV in
+    0) ;;
+    1) retained=(actor_rollout_ref.rollout.free_cache_engine=False partial_rollout.tail.interrupt_mode=reuse_kv) ;;
+    *) fail "RETAIN_KV=$RETAIN_KV is not allowed: must be 0 or 1" ;;
+  esac
   experiment=${EXPERIMENT}_$(mode_name)
   output=$OUTPUT_DIR/$experiment
   require_file "$TRAIN_FILE" "$DATA_HINT"
@@ -41,7 +47,7 @@ gpu_grpo() {
     actor_rollout_ref.rollout.n="$GROUP_SIZE" \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$TENSOR_PARALLEL" \
     actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY_UTILIZATION" \
-    partial_rollout.prefetch_factor="$PREFETCH_FACTOR" \
+    partial_rollout.prefetch_factor="$PREFETCH_FACTOR" "${retained[@]}" \
     trainer.nnodes="$NUM_NODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" \
     trainer.total_training_steps="$TOTAL_STEPS" trainer.total_epochs=1000 \
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" \

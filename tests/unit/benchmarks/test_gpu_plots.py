@@ -50,10 +50,20 @@ def test_pictures_of_whole_jobs(tmp_path):
     assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("slots", "steps", "rates")]
 
 
+def test_without_samples_there_is_no_picture_of_slots(tmp_path):
+    jobs = whole_jobs()
+    for job in jobs["jobs"]:
+        job["samples"] = []
+    paths = draw(jobs, tmp_path, "x")
+    assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("steps", "rates")]
+
+
 def test_a_picture_says_on_what_it_was_measured():
     about = result(modes=(), cells=[])
     assert place(about) == "tiny, CPU"
     assert place({**about, "devices": ["H200", "H200"]}) == "tiny, 2 x H200"
+    one = {"engine": {"shape": "tiny", "tensor_parallel": 1}, "devices": ["H200", "H200"]}
+    assert place({**about, **one}) == "tiny, 1 x H200"
     jobs = {**whole_jobs(), "devices": ["H200", "H200"]}
     assert place(as_blocks(jobs)) == "tiny, 2 x H200"
     alone = [{**job, "gpus": [1]} for job in jobs["jobs"]]

@@ -69,6 +69,16 @@ def test_a_recipe_composes_with_the_flag_and_the_correction(name: str):
     assert not OmegaConf.missing_keys(config) - OmegaConf.missing_keys(composed(["", "-m", "", FLAG, "+recipe=grpo"]))
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if "qwen3" in name])
+def test_a_gpu_recipe_retains_kv_when_asked_to(name: str):
+    config = composed(command(name, RETAIN_KV="1"))
+    assert read_settings(config).tail.interrupt_mode == "reuse_kv"
+    assert not config.actor_rollout_ref.rollout.free_cache_engine
+    assert read_settings(composed(command(name))).tail.interrupt_mode == "abort"
+    refused = shell(name, PARTIAL_ROLLOUT_DRY_RUN="1", RETAIN_KV="yes")
+    assert (refused.returncode, refused.stderr) == (2, "error: RETAIN_KV=yes is not allowed: must be 0 or 1\n")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_baseline_differs_by_the_flag_and_the_runs_name_only(name: str):
     recipe = command(name)
