@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from partial_rollout.mode import is_enabled, read_settings
+from partial_rollout.mode import check_config, is_enabled, read_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "partial_rollout" / "run"
@@ -74,6 +74,7 @@ def test_a_gpu_recipe_retains_kv_when_asked_to(name: str):
     config = composed(command(name, RETAIN_KV="1"))
     assert read_settings(config).tail.interrupt_mode == "reuse_kv"
     assert not config.actor_rollout_ref.rollout.free_cache_engine
+    check_config(config)
     assert read_settings(composed(command(name))).tail.interrupt_mode == "abort"
     refused = shell(name, PARTIAL_ROLLOUT_DRY_RUN="1", RETAIN_KV="yes")
     assert (refused.returncode, refused.stderr) == (2, "error: RETAIN_KV=yes is not allowed: must be 0 or 1\n")
