@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -39,8 +39,11 @@ from partial_rollout.mode import PACKED_ATTENTION
 from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from benchmarks.bench_rollout import Workload
 
+T = TypeVar("T")
 COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
 SKIP = 2
 """Steps that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
@@ -161,15 +164,25 @@ def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: step[name] for name in step if name in KEPT or name.startswith(KEPT_GROUPS)} for step in steps]
 
 
-def generation(jobs: list[dict[str, Any]], prompt_tokens: int) -> dict[str, dict[str, float]]:
+def response_tokens(step: dict[str, Any], load: Workload, prompt_tokens: int) -> float:
+    """Of a step's batch, whose prompts have so many tokens each."""
+    return step["perf/total_num_tokens"] - load.batch * load.group * prompt_tokens
+
+
+def in_pairs(steps: Sequence[T]) -> Sequence[T]:
+    """Without an odd last one: every other step of `colocate_async` is a long one."""
+    return steps[: len(steps) // 2 * 2]
+
+
+def generation(jobs: list[dict[str, Any]], load: Workload, prompt_tokens: int) -> dict[str, dict[str, float]]:
     """By mode, response tokens of the batches for each second of generation, and the time for equal ones to verl's.
 
-    `prompt_tokens` are those of all responses of a batch, which a step's tokens count, too.
+    Of each job an even number of steps is counted.
     """
     rows: dict[str, dict[str, float]] = {}
     for mode in dict.fromkeys(job["mode"] for job in jobs):
-        steps = [step for job in jobs if job["mode"] == mode for step in job["steps"]]
-        tokens = sum(step["perf/total_num_tokens"] - prompt_tokens for step in steps)
+        steps = [step for job in jobs if job["mode"] == mode for step in in_pairs(job["steps"])]
+        tokens = sum(response_tokens(step, load, prompt_tokens) for step in steps)
         seconds = sum(step["timing_s/gen"] for step in steps)
         rows[mode] = {"num_steps": len(steps), "seconds": seconds, "tokens_per_s": tokens / seconds}
     for base in (mode for mode in BASELINES if mode in rows):
@@ -181,14 +194,14 @@ def generation(jobs: list[dict[str, Any]], prompt_tokens: int) -> dict[str, dict
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    line.add_argument("--trace", choices=TRACES, default="long_tail")
+    line.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="of the model (%(default)s)")
+    line.add_argument("--trace", choices=TRACES, default="long_tail", help="of response lengths (%(default)s)")
     line.add_argument("--out", type=Path, required=True, help="folder for jobs.json and the jobs' logs")
-    line.add_argument("--budget-s", type=float, default=560.0)
-    line.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES))
-    line.add_argument("--repeats", type=int, default=1)
+    line.add_argument("--budget-s", type=float, default=560.0, help="for all jobs (%(default)s)")
+    line.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES), help="%(default)s")
+    line.add_argument("--repeats", type=int, default=1, help="jobs of each mode, interleaved (%(default)s)")
     line.add_argument("--steps", type=int, default=6, help=f"of a job, the first {SKIP} are left out (%(default)s)")
-    line.add_argument("--job-s", type=float, help="at most, for each job")
+    line.add_argument("--job-s", type=float, help="at most, for each job with its start, which takes minutes")
     line.add_argument("--rollout-only", action="store_true", help="compute no log-probs and no update")
     line.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
@@ -205,8 +218,9 @@ class Jobs:
         self._options, self._ends_s = options, time.monotonic() + options.budget_s
         sizes = given_options(options, ("batch", "group", "seed"))
         self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
-        self._data = {**about_run(options), "engine": {"shape": options.shape}, "workload": asdict(self._load)}
         self._prompt_tokens = TINY["prompt_tokens"] if options.shape == "tiny" else PROMPT_TOKENS
+        engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
+        self._data = {**about_run(options), "engine": engine, "workload": asdict(self._load)}
         self._jobs: list[dict[str, Any]] = []
 
     def run(self, folder: Path) -> None:
@@ -242,8 +256,7 @@ class Jobs:
     def _store(self, job: dict[str, Any]) -> None:
         self._jobs.append(job)
         whole = [each for each in self._jobs if len(each["steps"]) > 1]
-        load = self._load
-        rates = generation(whole, load.batch * load.group * self._prompt_tokens)
+        rates = generation(whole, self._load, self._prompt_tokens)
         found = {"summary": summarise(whole), "generation": rates, "jobs": self._jobs}
         store({**self._data, **found}, self._options.out / "jobs.json")
         shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
@@ -255,6 +268,8 @@ def main() -> None:
     options = parser().parse_args()
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
+    if options.job_s is not None and options.job_s <= 0:
+        raise SystemExit(f"--job-s {options.job_s} is not allowed: must be above 0")
     heed_termination()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:

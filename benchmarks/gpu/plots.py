@@ -4,7 +4,8 @@
 
 `slots_*`: requests in the engine's batch over the time of each mode's first block or job, on one axis, with the ends of
 its steps; `steps_*`: seconds of generation in every measured step; `rates_*`: useful tokens/s against the bound of full
-slots, or tokens/s of whole steps; `curve_*`: decode step by concurrency, a line for each context length.
+slots, of whole jobs response tokens/s of generation, or tokens/s of whole steps if it has no others; `curve_*`: decode
+step by concurrency, a line for each context length.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 WIDTH, HEIGHT = 9.0, 3.6
+COLUMN = 0.6
+"""Width of a mode's steps, of 1 from mode to mode."""
 SHOWN = 5
 """Modes in the picture of slots; more lines cannot be told apart."""
 
@@ -51,11 +54,12 @@ def draw_slots(axes: Axes, result: Result) -> None:
 
 
 def draw_steps(axes: Axes, result: Result) -> None:
-    """Seconds of each measured step, and their median."""
+    """Seconds of each measured step, from left to right, and their median."""
     for place, mode in enumerate(result["summary"]):
         blocks = [block for block in result["blocks"] if block["mode"] == mode]
         walls = [step["wall_s"] for block in blocks for step in block["steps"] if not step["warmup"]]
-        axes.plot([place] * len(walls), walls, "o", alpha=0.6)
+        across = [place + COLUMN * ((number + 0.5) / len(walls) - 0.5) for number in range(len(walls))]
+        axes.plot(across, walls, "o-", alpha=0.6, linewidth=0.8)
         axes.plot(place, result["summary"][mode]["wall_s_median"], "k_", markersize=22)
     _name_modes(axes, result)
     axes.set_ylabel("seconds of generation in a step")
@@ -111,11 +115,14 @@ def as_blocks(result: Result) -> Result:
         steps = [{**step, "wall_s": wall_s} for step, wall_s in zip(steps, [0.0] * skip + walls, strict=False)]
         samples = [[at_s, running, running] for at_s, running in job["samples"]]
         blocks.append({"mode": job["mode"], "trace": trace, "slots": slots, "steps": steps, "samples": samples})
-    rows = {
-        mode: {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": row["tokens_per_s"]}
-        | ({"time_ratio": 1 / row["token_rate_ratio_to_sync"]} if "token_rate_ratio_to_sync" in row else {})
-        for mode, row in result["summary"].items()
-    }
+    rates = result.get("generation", {})
+    rows = {}
+    for mode, row in result["summary"].items():
+        rate, to_sync = row["tokens_per_s"], 1 / row.get("token_rate_ratio_to_sync", 1)
+        if mode in rates:
+            rate, to_sync = rates[mode]["tokens_per_s"], rates[mode].get("time_ratio_to_sync", 1)
+        rows[mode] = {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": rate}
+        rows[mode] |= {"time_ratio": to_sync} if "sync" in result["summary"] else {}
     each = max(len(job.get("gpus", ())) for job in result["jobs"])
     devices = result["devices"][: each or None]
     return {**result, "devices": devices, "blocks": blocks, "summary": {trace: rows}, "curve": {"cell": []}}

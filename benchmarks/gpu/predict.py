@@ -1,14 +1,13 @@
 """What a mode would take, from a measured latency curve and response lengths alone: seconds on any machine.
 
     python -m benchmarks.gpu.predict benchmarks/results/gpu/engine_8b_h200.json --json OUT
-    python -m benchmarks.gpu.predict RESULT --jobs benchmarks/results/gpu/jobs_8b_h200.json
 
 The curve of `benchmarks.gpu.all` gives the time of a decode step, fitted as a constant, a part for each request and a
 part for each token of context, and the prefill rate. Prompts are admitted, claimed in whole groups, interrupted and
 trained as the service does it; slots, prompts in flight and what an interruption costs are the mode's. Predicted is a
 long run: the first steps are left out, so what a batch of short responses leaves for later is counted. A row that needs
-more than the whole KV cache (above 1) would see preemptions, which are not predicted. With `--jobs` the steps of whole
-jobs of `benchmarks.gpu.jobs` are predicted from their own prompts, beside what they took.
+more than the whole KV cache (above 1) would see preemptions, which are not predicted.
+`benchmarks.gpu.predict_jobs` predicts whole jobs from their own prompts, beside what they took.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.bench_rollout import Workload, lengths
-from benchmarks.gpu.inputs import PRIMER_TOKENS, PROMPT_TOKENS, TRACES, workload
+from benchmarks.gpu.inputs import TRACES, workload
 from benchmarks.gpu.summary import markdown
 from benchmarks.result import store
 
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 WARMUP, MEASURED = 15, 40
 """Steps that are left out, and counted."""
 COLOCATED = "colocate_async"
+POLLING = "sync, 2 s poll"
+"""verl's own; `sync` is our policy of that name, which is told when a batch is done."""
 POLL_S = 2.0
 """Between two looks of verl's trainers."""
 SENT_PER_S = 130.0
@@ -252,79 +253,12 @@ def modes(slots: int, group: int) -> list[Mode]:
     wide = (3 * slots // 2) // group * group
     # verl's sends all prompts to the engine: here it has room for the two batches that are in flight.
     colocated = Mode(COLOCATED, 2 * slots, 2, retains_kv=False, oldest_first=True, poll_s=POLL_S)
-    found = [Mode("sync", slots, 1), colocated]
+    found = [Mode("sync", slots, 1), Mode(POLLING, slots, 1, poll_s=POLL_S), colocated]
     for prefetch in (2, 3, 4, 6):
         found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
     found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
     return [*found, Mode("nothing interrupted, always prompts", slots, 12, interrupts=False)]
-
-
-def job_modes(slots: int, group: int) -> dict[str, Mode]:
-    """Those of whole jobs that can be predicted, by their names in `bench_rollout.MODES`."""
-    named = {mode.name: mode for mode in modes(slots, group)}
-    # Adaptive slots settle where the table's wide ones are.
-    adaptive = replace(named["KV retained, prefetch 3, 1.5 x the slots"], prefetch=4)
-    return {
-        "sync": replace(named["sync"], poll_s=POLL_S),
-        "sync_fast_poll": named["sync"],
-        COLOCATED: named[COLOCATED],
-        f"{COLOCATED}_fast_poll": replace(named[COLOCATED], poll_s=0.0),
-        "partial_rollout": named["abort, prefetch 2"],
-        "partial_rollout_prefetch_3": named["abort, prefetch 3"],
-        "partial_reuse_kv": named["KV retained, prefetch 2"],
-        "partial_reuse_kv_prefetch_3": named["KV retained, prefetch 3"],
-        "partial_adaptive_reuse_kv": adaptive,
-    }
-
-
-def predict_jobs(result: dict[str, Any], speed: Speed) -> list[dict[str, Any]]:
-    """Seconds of generation and response tokens of each step of jobs, `[predicted, measured]`, from their own prompts.
-
-    The step of the primer is left out, as engine and workers load at their first use what they need.
-    """
-    load = Workload(**result["workload"])
-    prompt_tokens = load.batch * load.group * PROMPT_TOKENS
-    drawn = lengths(load, load.batch * (load.steps + 4))
-    drawn = np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), drawn])
-    known, found = job_modes(load.batch * load.group, load.group), []
-    for job in result["jobs"]:
-        if job["mode"] not in known:
-            continue
-        prompts = (Group(row.tolist()) for row in itertools.cycle(drawn))
-        rollout = Rollout(known[job["mode"]], speed, load, PROMPT_TOKENS, prompts)
-        measured = job.get("first_steps", []) + job["steps"]
-        steps = [(rollout.step(), step) for step in measured][1:]
-        found.append({
-            "mode": job["mode"],
-            "seconds": [[step["seconds"], now["timing_s/gen"]] for step, now in steps],
-            "tokens": [[step["tokens"], now["perf/total_num_tokens"] - prompt_tokens] for step, now in steps],
-        })  # fmt: skip
-    return found
-
-
-def rates(job: dict[str, Any], first: int) -> tuple[float, float]:
-    """Response tokens for each second of generation, predicted and measured, from step `first` on; 1 is the primer's.
-
-    An odd last step is left out, since every other one of `colocate_async` is a long one.
-    """
-    tokens, seconds = (np.array(job[name][first - 2 :]) for name in ("tokens", "seconds"))
-    even = len(seconds) // 2 * 2
-    predicted, measured = tokens[:even].sum(axis=0) / seconds[:even].sum(axis=0)
-    return float(predicted), float(measured)
-
-
-def jobs_table(jobs: list[dict[str, Any]], first: int) -> str:
-    """Markdown, predicted / measured: all steps, and from the step `first` on what equal tokens took to `sync`."""
-    of_sync = next((rates(job, first) for job in jobs if job["mode"] == "sync"), None)
-    lines = [["mode", "seconds of each step", "tokens/s", "time, sync = 1"], ["---"] * 4]
-    for job in jobs:
-        found = rates(job, first)
-        ratios = [base / rate for base, rate in zip(of_sync, found, strict=True)] if of_sync else []
-        steps = ", ".join(f"{predicted:.1f} / {measured:.1f}" for predicted, measured in job["seconds"])
-        columns = [" / ".join(f"{rate:,.0f}" for rate in found), " / ".join(f"{ratio:.2f}" for ratio in ratios)]
-        lines.append([job["mode"], steps, *columns])
-    return markdown(lines)
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -343,6 +277,13 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return markdown(lines)
 
 
+def fitted(line: argparse.ArgumentParser, path: Path, result: dict[str, Any]) -> Speed:
+    """The speed of a result's engine; a result without a curve is an error of the command line."""
+    if not result["curve"]["cell"]:
+        line.error(f"{path} has no curve: run benchmarks.gpu.all with --parts curve")
+    return Speed.fit(result["curve"])
+
+
 def main() -> None:
     """Predict all modes for the traces, and print tables."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -353,20 +294,11 @@ def main() -> None:
     line.add_argument(
         "--jobs", type=Path, nargs="+", help="jobs.json of benchmarks.gpu.jobs: predict its steps instead"
     )
-    line.add_argument("--from-step", type=int, default=3, help="of jobs, for rates (%(default)s)")
     options = line.parse_args()
     if options.batch is not None and options.batch < 1:
         line.error(f"--batch {options.batch} is not allowed: at least 1")
     result = json.loads(options.result.read_text())
-    speed, engine = Speed.fit(result["curve"]), result["engine"]
-    if options.jobs:
-        jobs = [job for path in options.jobs for job in predict_jobs(json.loads(path.read_text()), speed)]
-        least = min((len(job["seconds"]) for job in jobs), default=0)
-        if not 2 <= options.from_step < least:
-            line.error(f"--from-step {options.from_step} is not allowed: 2 to {least - 1}, with two steps after it")
-        print(jobs_table(jobs, options.from_step))
-        store({"from": options.result.name, "speed": asdict(speed), "jobs": jobs}, options.json)
-        return
+    speed, engine = fitted(line, options.result, result), result["engine"]
     predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
     for trace in options.traces:
         stored = result["workloads"].get(trace)

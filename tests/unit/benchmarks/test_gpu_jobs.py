@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.bench_rollout import MODES
 from benchmarks.gpu import jobs
+from benchmarks.gpu.all import TINY
 from benchmarks.gpu.inputs import workload
 from benchmarks.gpu.jobs import (
     ROLLOUT_ONLY,
@@ -114,22 +115,44 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
         return dict(job)
 
     monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--rollout-only", "--out", str(tmp_path)]
     for more in (["--job-s", "7", "--budget-s", "500"], ["--job-s", "700", "--budget-s", "300"], ["--budget-s", "300"]):
         Jobs(parser().parse_args([*words, *more])).run(tmp_path / "inputs")
     assert given[0][1] == 7
     assert all(0 < limit_s <= 300 for _, limit_s in given[1:])
     assert all(set(ROLLOUT_ONLY) < set(words) for words, _ in given)
-    assert json.loads((tmp_path / "jobs.json").read_text())["options"]["rollout_only"]
+    stored = json.loads((tmp_path / "jobs.json").read_text())
+    assert stored["options"]["rollout_only"]
+    assert stored["engine"] == {"shape": "tiny", "prompt_tokens": TINY["prompt_tokens"]}
+    words.remove("--rollout-only")
+    Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    assert not set(ROLLOUT_ONLY) & set(given[-1][0])
 
 
-def test_generation_is_compared_for_equal_response_tokens():
+def test_generation_is_compared_for_equal_response_tokens_of_pairs_of_steps():
     def job(mode, *steps):
         return {"mode": mode, "steps": [{"timing_s/gen": s, "perf/total_num_tokens": n} for s, n in steps]}
 
-    rows = generation([job("sync", (10, 1100), (10, 1100)), job("partial_rollout", (4, 900), (6, 1300))], 100)
+    load = workload("tiny", "long_tail", batch=5, group=2)
+    sync, ours = job("sync", (10, 1100), (10, 1100), (90, 9000)), job("partial_rollout", (4, 900), (6, 1300))
+    rows = generation([sync, ours], load, prompt_tokens=10)
     assert rows["sync"] == {"num_steps": 2, "seconds": 20, "tokens_per_s": 100, "time_ratio_to_sync": 1}
     assert rows["partial_rollout"] == {"num_steps": 2, "seconds": 10, "tokens_per_s": 200, "time_ratio_to_sync": 0.5}
+
+
+def test_a_limit_of_no_seconds_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["jobs", "--out", str(tmp_path), "--job-s", "0"])
+    with pytest.raises(SystemExit, match="--job-s 0.0 is not allowed: must be above 0"):
+        jobs.main()
+
+
+def test_stored_rollouts_trained_nothing_and_others_did(repository):
+    for name, trained in (("jobs_8b_h200", False), ("jobs_8b_second_round_h200", False), ("jobs_4b_h200", True)):
+        result = json.loads((repository / f"benchmarks/results/gpu/{name}.json").read_text())
+        steps = [step for job in result["jobs"] for step in job["steps"]]
+        assert {"timing_s/update_actor" in step for step in steps} == {trained}
+        assert result["options"].get("rollout_only", False) is not trained
 
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):

@@ -58,6 +58,17 @@ def test_without_samples_there_is_no_picture_of_slots(tmp_path):
     assert [path.name for path in paths] == [f"{kind}_long_tail_x.png" for kind in ("steps", "rates")]
 
 
+def test_rates_of_whole_jobs_are_those_of_generation_where_it_has_them():
+    jobs = whole_jobs()
+    assert as_blocks(jobs)["summary"]["long_tail"]["colocate_async"]["time_ratio"] == 0.5
+    rates = {
+        "sync": {"tokens_per_s": 7.0, "time_ratio_to_sync": 1.0},
+        "colocate_async": {"tokens_per_s": 9.0, "time_ratio_to_sync": 0.8},
+    }
+    rows = as_blocks({**jobs, "generation": rates})["summary"]["long_tail"]
+    assert [(row["useful_tokens_per_s"], row["time_ratio"]) for row in rows.values()] == [(7.0, 1.0), (9.0, 0.8)]
+
+
 def test_a_picture_says_on_what_it_was_measured():
     about = result(modes=(), cells=[])
     assert place(about) == "tiny, CPU"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from benchmarks.gpu.predict import (
     Speed,
     modes,
     predict,
-    predict_jobs,
-    rates,
     table,
 )
 from benchmarks.gpu.summary import KV_USAGE
@@ -169,73 +166,6 @@ def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name
     assert rollout.most_kv == pytest.approx(most_kv, rel=0.05)
 
 
-def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
-    """Stored jobs by mode, predicted from the curve of the 8B engine."""
-    results = repository / "benchmarks/results/gpu"
-    curve, result = (json.loads((results / f"{each}_h200.json").read_text()) for each in ("engine_8b", name))
-    found = predict_jobs(result, Speed.fit(curve["curve"]))
-    assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
-    return {job["mode"]: job for job in found}
-
-
-def test_it_agrees_with_whole_jobs_of_another_model(repository):
-    """Generation to that of sync, without the step in which slots fill."""
-    jobs = {mode: np.array(job["seconds"][1:]) for mode, job in predicted_jobs(repository, "jobs_4b").items()}
-    predicted, measured = np.array([sum(jobs[mode]) / sum(jobs["sync"]) for mode in jobs]).T
-    assert predicted == pytest.approx(measured, rel=0.08)
-    for seconds in jobs[COLOCATED].T:
-        assert min(seconds[1::2]) > 3 * max(seconds[::2])  # all requests at once: every other step waits for few
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "ratio", "tokens"),
-    [
-        ("jobs_8b", "sync", 1.04, 0.0),
-        ("jobs_8b", COLOCATED, 1.09, 0.09),
-        ("jobs_8b", "partial_reuse_kv_prefetch_3", 1.05, 0.06),
-        ("jobs_8b_second_round", "partial_rollout", 1.025, 0.04),
-        ("jobs_8b_second_round", f"{COLOCATED}_fast_poll", 1.055, 0.31),
-    ],
-)
-def test_it_agrees_with_every_step_of_whole_jobs(repository, name, mode, ratio, tokens):
-    """All took a bit longer than predicted; tokens of the batches hang on which of them was done first."""
-    job = predicted_jobs(repository, name)[mode]
-    predicted, measured = np.array(job["seconds"]).T
-    assert measured == pytest.approx(predicted, abs=8.5)
-    assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
-    predicted, measured = np.array(job["tokens"]).T
-    assert predicted == pytest.approx(measured, rel=tokens)
-    assert sum(predicted) == pytest.approx(sum(measured), rel=0.005)
-
-
-def test_jobs_are_printed_and_stored_beside_what_is_predicted(monkeypatch, repository, tmp_path, capsys):
-    results, out = repository / "benchmarks/results/gpu", tmp_path / "out.json"
-    files = [str(results / f"jobs_8b{round}_h200.json") for round in ("", "_second_round")]
-    words = ["predict", str(results / "engine_8b_h200.json"), "--json", str(out), "--jobs", *files, "--from-step"]
-    monkeypatch.setattr("sys.argv", [*words, "5"])
-    predict_module.main()
-    stored, shown = json.loads(out.read_text())["jobs"], capsys.readouterr().out
-    assert [f"| {job['mode']} |" in shown for job in stored] == [True] * 6
-    predicted, measured = stored[0]["seconds"][0]
-    assert f"{predicted:.1f} / {measured:.1f}, " in shown
-    assert "1.00 / 1.00" in shown
-    for number in ("1", "11"):
-        monkeypatch.setattr("sys.argv", [*words, number])
-        with pytest.raises(SystemExit):
-            predict_module.main()
-        assert f"--from-step {number} is not allowed: 2 to 8" in capsys.readouterr().err
-
-
-def test_rates_are_of_pairs_of_steps():
-    """The primer's step is not among them."""
-    job = {
-        "tokens": [[9, 9], [10, 20], [30, 20], [50, 60], [70, 80]],
-        "seconds": [[9, 9], [1, 1], [3, 1], [1, 1], [9, 2]],
-    }
-    assert rates(job, 3) == (160 / 14, 180 / 5)
-    assert rates(job, 4) == (80 / 4, 80 / 2)
-
-
 def test_a_trainer_that_polls_ends_a_step_when_it_looks():
     slots = LOAD.batch * LOAD.group
     rows = lengths(LOAD, 8 * LOAD.batch)
@@ -278,6 +208,14 @@ def test_a_batch_without_prompts_is_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         predict_module.main()
     assert "--batch 0 is not allowed: at least 1" in capsys.readouterr().err
+
+
+def test_a_result_without_a_curve_is_an_error(monkeypatch, capsys, repository):
+    path = repository / "benchmarks/results/gpu/engine_8b_modes_h200.json"
+    monkeypatch.setattr("sys.argv", ["predict", str(path)])
+    with pytest.raises(SystemExit):
+        predict_module.main()
+    assert f"{path} has no curve: run benchmarks.gpu.all with --parts curve" in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_every_mode():

@@ -1,0 +1,128 @@
+"""Predictions of whole jobs, and that they agree with what jobs took step by step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.bench_rollout import MODES
+from benchmarks.gpu import predict_jobs as module
+from benchmarks.gpu.predict import COLOCATED, Speed
+from benchmarks.gpu.predict_jobs import job_modes, predict_jobs, rates
+
+RESULTS = "benchmarks/results/gpu"
+FAST_POLL = f"{COLOCATED}_fast_poll"
+
+
+def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
+    """Stored jobs by mode, predicted from the curve of the 8B engine."""
+    curve, result = (
+        json.loads((repository / RESULTS / f"{each}_h200.json").read_text()) for each in ("engine_8b", name)
+    )
+    found = predict_jobs(result, Speed.fit(curve["curve"]))
+    assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
+    return {job["mode"]: job for job in found}
+
+
+def test_it_agrees_with_whole_jobs_of_another_model(repository):
+    """Generation to that of sync, without the step in which slots fill."""
+    jobs = {mode: np.array(job["seconds"][1:]) for mode, job in predicted_jobs(repository, "jobs_4b").items()}
+    predicted, measured = np.array([sum(jobs[mode]) / sum(jobs["sync"]) for mode in jobs]).T
+    assert predicted == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "ratio", "seconds", "tokens"),
+    [
+        ("jobs_8b", "sync", 1.04, 2.2, 0.0),
+        ("jobs_8b", COLOCATED, 1.09, 8.5, 0.09),
+        ("jobs_8b", "partial_reuse_kv_prefetch_3", 1.05, 4.0, 0.06),
+        ("jobs_8b_second_round", "partial_rollout", 1.025, 3.2, 0.04),
+        ("jobs_8b_second_round", FAST_POLL, 1.055, 6.6, 0.31),
+        ("jobs_8b_second_round", "partial_adaptive_reuse_kv", 1.12, 8.6, 0.06),
+    ],
+)
+def test_it_agrees_with_every_step_of_whole_jobs(repository, name, mode, ratio, seconds, tokens):
+    """All took longer than predicted, in sum; which groups a batch has hangs on which were done first."""
+    job = predicted_jobs(repository, name)[mode]
+    predicted, measured = np.array(job["seconds"]).T
+    assert measured == pytest.approx(predicted, abs=seconds)
+    assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
+    predicted, measured = np.array(job["tokens"]).T
+    assert predicted == pytest.approx(measured, rel=tokens)
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("jobs_4b", COLOCATED), ("jobs_8b", COLOCATED), ("jobs_8b_second_round", FAST_POLL)]
+)
+def test_every_other_step_of_verl_s_mode_waits_for_few(repository, name, mode):
+    """All requests of two batches are in the engine at once."""
+    for seconds in np.array(predicted_jobs(repository, name)[mode]["seconds"]).T:
+        assert min(seconds[::2]) > 3 * max(seconds[1::2])
+
+
+def test_the_names_are_those_of_jobs():
+    assert set(job_modes(256, 8)) < set(MODES)
+
+
+def test_rates_are_of_pairs_of_steps():
+    """The primer's step is not among them."""
+    tokens = [[9, 9], [10, 20], [30, 20], [50, 60], [70, 80]]
+    job = {"tokens": tokens, "seconds": [[9, 9], [1, 1], [3, 1], [1, 1], [9, 2]]}
+    assert rates(job, 3) == (160 / 14, 180 / 5)
+    assert rates(job, 4) == (80 / 4, 80 / 2)
+
+
+def run(monkeypatch, repository, *words: str) -> None:
+    monkeypatch.setattr("sys.argv", ["predict_jobs", str(repository / RESULTS / "engine_8b_h200.json"), *words])
+    module.main()
+
+
+def test_jobs_are_printed_and_stored_beside_what_is_predicted(monkeypatch, repository, tmp_path, capsys):
+    files = [str(repository / RESULTS / f"jobs_8b{round}_h200.json") for round in ("", "_second_round")]
+    run(monkeypatch, repository, *files, "--json", str(tmp_path / "out.json"), "--from-step", "5")
+    stored, shown = json.loads((tmp_path / "out.json").read_text())["jobs"], capsys.readouterr().out
+    assert [f"| {job['mode']} |" in shown for job in stored] == [True] * 6
+    predicted, measured = stored[0]["seconds"][0]
+    assert f"{predicted:.1f} / {measured:.1f}, " in shown
+    assert "1.00 / 1.00" in shown
+    for number in ("1", "10"):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, repository, *files, "--from-step", number)
+        assert f"--from-step {number} is not allowed: 2 to 9" in capsys.readouterr().err
+
+
+def test_jobs_that_have_no_step_or_no_prediction_are_left_out_and_told(monkeypatch, repository, tmp_path, capsys):
+    result = json.loads((repository / RESULTS / "jobs_8b_h200.json").read_text())
+    result["jobs"] += [{"mode": "sync", "first_steps": [], "steps": []}, {**result["jobs"][0], "mode": "reorder"}]
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(result))
+    run(monkeypatch, repository, str(path))
+    told = capsys.readouterr()
+    assert told.err.splitlines() == ["left out: sync, a job of 0 steps", "left out: reorder, a job of 15 steps"]
+    assert told.out.count("| sync |") == 1
+    path.write_text(json.dumps({**result, "jobs": []}))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, repository, str(path))
+    assert "no job has two steps" in capsys.readouterr().err
+
+
+def test_jobs_of_different_workloads_are_not_compared(monkeypatch, repository, capsys):
+    files = [str(repository / RESULTS / f"jobs_{name}_h200.json") for name in ("4b", "8b")]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, repository, *files)
+    assert "different workloads" in capsys.readouterr().err
+
+
+def test_prompts_are_as_long_as_the_jobs_were(repository):
+    result = json.loads((repository / RESULTS / "jobs_8b_h200.json").read_text())
+    speed = Speed.fit(json.loads((repository / RESULTS / "engine_8b_h200.json").read_text())["curve"])
+    (usual, *_), load = predict_jobs(result, speed), result["workload"]
+    result["engine"]["prompt_tokens"] = 6
+    (shorter, *_) = predict_jobs(result, speed)
+    more = np.array(shorter["tokens"])[:, 1] - np.array(usual["tokens"])[:, 1]
+    assert set(more) == {250 * load["batch"] * load["group"]}
