@@ -156,6 +156,11 @@ def lengths(workload: Workload, num_prompts: int) -> np.ndarray:
     return drawn.astype(int)
 
 
+def num_prompts(workload: Workload) -> int:
+    """Of a job: more than it trains, as some are in flight at its end."""
+    return workload.batch * (workload.steps + 4)
+
+
 def default_task(work: Path) -> Path:
     """A small quickstart task below `work`, reused by the next run."""
     make_task(work / "task", TASK)
@@ -171,9 +176,9 @@ def sync_utilisation(workload: Workload) -> float:
 def write_trace(task: Path, out: Path, workload: Workload) -> Path:
     """The task's prompts with a recorded length for each trajectory."""
     frame = pd.read_parquet(task / "train.parquet")
-    num_prompts = workload.batch * (workload.steps + 4)
-    frame = pd.concat([frame] * (num_prompts // len(frame) + 1), ignore_index=True).head(num_prompts)
-    traced = lengths(workload, num_prompts)
+    number = num_prompts(workload)
+    frame = pd.concat([frame] * (number // len(frame) + 1), ignore_index=True).head(number)
+    traced = lengths(workload, number)
     frame["extra_info"] = [
         {**info, "index": row, "lengths": traced[row].tolist()} for row, info in enumerate(frame["extra_info"])
     ]

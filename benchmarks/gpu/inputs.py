@@ -97,14 +97,18 @@ def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedToken
     return tokenizer
 
 
+def primed_lengths(load: Workload, num: int) -> np.ndarray:
+    """Of the responses to the primer's batch, and to `num` prompts after it: shape (load.batch + num, load.group)."""
+    return np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), lengths(load, num)])
+
+
 def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:
     """Different prompts of exactly `prompt_tokens` tokens, with the lengths of their responses, in verl's columns.
 
     The first batch is a primer: its responses are so short that its step loads what workers and engine load at first
     use, and takes no time otherwise. `num` prompts follow.
     """
-    rng, traced = random.Random(load.seed), lengths(load, num)
-    traced = np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), traced])
+    rng, traced = random.Random(load.seed), primed_lengths(load, num)
     around = len(_tokens(tokenizer, ""))
     if prompt_tokens <= around:
         raise SystemExit(f"--prompt-tokens={prompt_tokens} must be above the {around} of the chat template")

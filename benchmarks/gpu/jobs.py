@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from benchmarks.bench_rollout import BASELINES, MODES, mode_options, summarise
+from benchmarks.bench_rollout import BASELINES, MODES, mode_options, num_prompts, summarise
 from benchmarks.engine_gauges import RunningRequests, utilisation
 from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
 from benchmarks.gpu.inputs import PROMPT_TOKENS, SHAPES, TRACES, workload, write_model, write_prompts
@@ -229,7 +229,7 @@ class Jobs:
         prompt_tokens = self._prompt_tokens
         tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
         write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
-        write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.batch * (load.steps + 4))
+        write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, num_prompts(load))
         shared = [*settings(folder, load, prompt_tokens), *(ROLLOUT_ONLY if options.rollout_only else ())]
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or [Lane()]

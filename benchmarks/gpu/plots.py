@@ -115,14 +115,15 @@ def as_blocks(result: Result) -> Result:
         steps = [{**step, "wall_s": wall_s} for step, wall_s in zip(steps, [0.0] * skip + walls, strict=False)]
         samples = [[at_s, running, running] for at_s, running in job["samples"]]
         blocks.append({"mode": job["mode"], "trace": trace, "slots": slots, "steps": steps, "samples": samples})
-    rates = result.get("generation", {})
     rows = {}
     for mode, row in result["summary"].items():
-        rate, to_sync = row["tokens_per_s"], 1 / row.get("token_rate_ratio_to_sync", 1)
-        if mode in rates:
-            rate, to_sync = rates[mode]["tokens_per_s"], rates[mode].get("time_ratio_to_sync", 1)
-        rows[mode] = {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": rate}
-        rows[mode] |= {"time_ratio": to_sync} if "sync" in result["summary"] else {}
+        rows[mode] = {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": row["tokens_per_s"]}
+        if "token_rate_ratio_to_sync" in row:
+            rows[mode]["time_ratio"] = 1 / row["token_rate_ratio_to_sync"]
+    for mode, row in result.get("generation", {}).items():
+        rows[mode]["useful_tokens_per_s"] = row["tokens_per_s"]
+        if "time_ratio_to_sync" in row:
+            rows[mode]["time_ratio"] = row["time_ratio_to_sync"]
     each = max(len(job.get("gpus", ())) for job in result["jobs"])
     devices = result["devices"][: each or None]
     return {**result, "devices": devices, "blocks": blocks, "summary": {trace: rows}, "curve": {"cell": []}}

@@ -291,9 +291,6 @@ def main() -> None:
     line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     line.add_argument("--batch", type=int, help="prompts of a step; the result's own unless given")
     line.add_argument("--json", type=Path, help="also write them here")
-    line.add_argument(
-        "--jobs", type=Path, nargs="+", help="jobs.json of benchmarks.gpu.jobs: predict its steps instead"
-    )
     options = line.parse_args()
     if options.batch is not None and options.batch < 1:
         line.error(f"--batch {options.batch} is not allowed: at least 1")

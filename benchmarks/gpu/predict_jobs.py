@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_rollout import Workload, lengths
-from benchmarks.gpu.inputs import PRIMER_TOKENS, PROMPT_TOKENS
+from benchmarks.bench_rollout import Workload, num_prompts
+from benchmarks.gpu.inputs import PROMPT_TOKENS, primed_lengths
 from benchmarks.gpu.jobs import in_pairs, response_tokens
 from benchmarks.gpu.predict import COLOCATED, POLLING, Group, Mode, Rollout, Speed, fitted, modes
 from benchmarks.gpu.summary import markdown
@@ -52,8 +52,7 @@ def predict_jobs(result: dict[str, Any], speed: Speed) -> list[dict[str, Any]]:
     """
     load = Workload(**result["workload"])
     prompt = result["engine"].get("prompt_tokens", PROMPT_TOKENS)
-    drawn = lengths(load, load.batch * (load.steps + 4))
-    drawn = np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), drawn])
+    drawn = primed_lengths(load, num_prompts(load))
     known, found = job_modes(load.batch * load.group, load.group), []
     for job in result["jobs"]:
         measured = job.get("first_steps", []) + job["steps"]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -31,6 +32,9 @@ from benchmarks.gpu.session import CONFIGS
 from benchmarks.training_job import LOG
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 WRITE = """
 import json, os
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
@@ -48,14 +52,19 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
 """
 
 
+def composed(words: list[str]) -> DictConfig:
+    """The configuration that a job's command line selects, Hydra's own part left out."""
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "prompts.parquet").touch()
     load = workload("qwen3-0.6b", "long_tail")
     words = command(mode, tmp_path, load, settings(tmp_path, load, 256), on_a_gpu(0.5, "qwen3-0.6b"))
-    with initialize_config_dir(CONFIGS, version_base=None):
-        config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
+    config = composed(words)
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)
     assert config.actor_rollout_ref.model.use_fused_kernels
     if is_enabled(config):
@@ -67,8 +76,7 @@ def test_a_rollout_only_job_neither_updates_nor_computes_log_probs(tmp_path):
     """verl updates the actor from step `critic_warmup` on."""
     load = workload("8b", "long_tail", steps=40)
     words = command("sync", tmp_path, load, [*settings(tmp_path, load, 256), *ROLLOUT_ONLY], on_a_gpu(0.7, "8b"))
-    with initialize_config_dir(CONFIGS, version_base=None):
-        config = compose("partial_rollout", overrides=[word for word in words[5:] if not word.startswith("hydra.")])
+    config = composed(words)
     assert config.trainer.critic_warmup > config.trainer.total_training_steps
     assert config.algorithm.rollout_correction.bypass_mode
 
