@@ -133,6 +133,11 @@ MODES: dict[str, list[str]] = {
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],
     "partial_adaptive_keep_kv": [*_ours("partial", "keep_kv"), *ADAPTIVE],
     "partial_adaptive_reuse_kv": [*_ours("partial", "reuse_kv"), *ADAPTIVE, "partial_rollout.prefetch_factor=4"],
+    "partial_adaptive_reuse_kv_prefetch_5": [
+        *_ours("partial", "reuse_kv"),
+        *ADAPTIVE,
+        "partial_rollout.prefetch_factor=5",
+    ],
     "reorder": _ours("reorder"),
     "reorder_few": [*_ours("reorder"), "partial_rollout.tail.max_deferred_per_round=2"],
     "reorder_reuse_kv": _ours("reorder", "reuse_kv"),

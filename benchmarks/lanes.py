@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -55,6 +56,13 @@ def make_lanes(number: int) -> list[Lane]:
         most = max(1, len(cores) // CORES_EACH)
         raise SystemExit(f"--at-once {number}: {len(cores)} cores are enough for 1 to {most}, {CORES_EACH} each")
     return [Lane(tuple(cores[start : start + CORES_EACH])) for start in range(0, number * CORES_EACH, CORES_EACH)]
+
+
+def run_all(jobs: Sequence[Callable[[Lane], None]], lanes: Sequence[Lane]) -> None:
+    """As `side_by_side`, of jobs that keep what they find themselves, also when they are ended."""
+    with closing(side_by_side(jobs, lanes)) as ended:
+        for _ in ended:
+            pass
 
 
 def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Generator[T]:

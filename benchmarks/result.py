@@ -22,7 +22,12 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def store(result: dict[str, Any], path: Path | None) -> None:
-    """Write `result` to `path`, whose folder is made if it is missing; without a path do nothing."""
+    """Write `result` to `path`, whose folder is made if it is missing; without a path do nothing.
+
+    A reader, or a copy that is made meanwhile, finds what was there before or all of it.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        new.replace(path)

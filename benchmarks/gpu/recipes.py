@@ -16,13 +16,14 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.all import about_run
 from benchmarks.gpu.inputs import SHAPES, write_model
 from benchmarks.gpu.jobs import kept, run_job, without_flash_attention, write_weights
-from benchmarks.lanes import Lane
+from benchmarks.lanes import Lane, run_all
 from benchmarks.result import store
 from benchmarks.training_job import ROOT
 from partial_rollout.run.data import dapo_math, gsm8k
@@ -68,6 +69,7 @@ def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str,
         "VAL_FILE": str(data / "test.parquet"),
         "GPUS_PER_NODE": str(len(options.gpus)),
         "TENSOR_PARALLEL": str(options.tensor_parallel),
+        "RETAIN_KV": str(int(options.retain_kv)),
         "BATCH_SIZE": str(options.batch),
         "MINI_BATCH_SIZE": str(options.batch),
         "GROUP_SIZE": str(options.group),
@@ -89,8 +91,8 @@ def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -
     return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), *words, *options.set]
 
 
-def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Start it, and return how it went."""
+def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float, lane: Lane) -> dict[str, Any]:
+    """Start it, and return how it went, which is as far as it came where the lane or the time has ended."""
     shape = options.shape or RECIPES[recipe]
     out = options.out.resolve() / f"{recipe}-{len(options.gpus)}x{options.tensor_parallel}"
     places = {"model": folder / shape, "data": folder / recipe, "out": out}
@@ -99,7 +101,7 @@ def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: 
         write_weights(places["model"], shape, MAX_POSITIONS)
     write_problems(places["data"], recipe, 4 * options.batch)
     about = {"recipe": recipe, "tensor_parallel": options.tensor_parallel, "gpus": options.gpus, "set": options.set}
-    job = run_job(command(options, recipe, places), out, limit_s, Lane(gpus=tuple(options.gpus)), skip=0)
+    job = run_job(command(options, recipe, places), out, limit_s, lane, skip=0)
     return about | job | {"steps": kept(job["steps"])}
 
 
@@ -110,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--out", type=Path, required=True, help="folder for recipes.json and the jobs' logs")
     line.add_argument("--gpus", nargs="+", type=int, default=[0], help="by their numbers (%(default)s)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine (%(default)s)")
+    line.add_argument("--retain-kv", action="store_true", help="recipes with RETAIN_KV=1")
     line.add_argument("--shape", choices=list(SHAPES), help="of the model; the recipe's own unless given")
     line.add_argument("--steps", type=int, default=4)
     line.add_argument("--batch", type=int, default=16, help="prompts of a step (%(default)s)")
@@ -130,14 +133,19 @@ def main() -> None:
     about = about_run(options)
     del about["options"]["python"]  # a path
     runs: list[dict[str, Any]] = []
+
+    def run(recipe: str, folder: Path, lane: Lane) -> None:
+        left_s = ends_s - time.monotonic()
+        if left_s > 0:
+            runs.append(run_recipe(options, recipe, folder, left_s, lane))
+            store({**about, "runs": runs}, options.out / "recipes.json")
+            shown = ("recipe", "tensor_parallel", "gpus", "code", "job_s", "first_step_s")
+            print({name: runs[-1][name] for name in shown} | {"steps": len(runs[-1]["steps"])}, flush=True)
+
     with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
-        for recipe in dict.fromkeys(options.recipes):
-            left_s = ends_s - time.monotonic()
-            if left_s > 0:
-                runs.append(run_recipe(options, recipe, Path(folder), left_s))
-                store({**about, "runs": runs}, options.out / "recipes.json")
-                shown = ("recipe", "tensor_parallel", "gpus", "code", "job_s", "first_step_s")
-                print({name: runs[-1][name] for name in shown} | {"steps": len(runs[-1]["steps"])}, flush=True)
+        recipes = [partial(run, recipe, Path(folder)) for recipe in dict.fromkeys(options.recipes)]
+        # One lane, one after the other; a recipe that is interrupted is stored, too.
+        run_all(recipes, [Lane(gpus=tuple(options.gpus))])
     failed = [run["recipe"] for run in runs if run["code"]]
     if failed or len(runs) < len(options.recipes):
         raise SystemExit(f"failed: {failed}; not run: {options.recipes[len(runs) :]}; logs in {options.out}")

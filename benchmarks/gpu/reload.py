@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.result import circumstances, store
+from benchmarks.gpu.all import about_run
+from benchmarks.result import store
 
 VOCABULARY = 1024
 NUM_TOKENS = 32
@@ -175,7 +176,7 @@ def main() -> int:
     parser.add_argument("--quantization", nargs="+", default=["none", "fp8"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = circumstances(options) | {"device": torch.cuda.get_device_name() if HAS_GPU else "cpu", "cases": []}
+    result: dict[str, Any] = about_run(options) | {"cases": []}
     for name in options.quantization:
         for tied in (True, False):
             with tempfile.TemporaryDirectory() as folder:

@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu.all import devices, versions
+from benchmarks.gpu.all import about_run
 from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, Outputs, Said, make_model, said
-from benchmarks.result import circumstances, store
+from benchmarks.result import store
 from partial_rollout.config import PartialRolloutConfig, TailConfig
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES if HAS_GPU else MODES[:2]), choices=MODES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = circumstances(options) | {"devices": devices(), "versions": versions(), "modes": []}
+    result = about_run(options) | {"modes": []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), 1, Case(None, tied=False), SPREAD)
         for mode in options.modes:

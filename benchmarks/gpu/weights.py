@@ -32,8 +32,9 @@ import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
 from benchmarks.bench_weights import qwen_shapes
-from benchmarks.child import Child, say, serve
-from benchmarks.result import circumstances, store
+from benchmarks.child import Child, say, serve, wait_for_the_end
+from benchmarks.gpu.all import about_run
+from benchmarks.result import store
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
@@ -168,7 +169,7 @@ def receive_and_stall(round: int) -> None:
     with receiver(round) as channel:
         for _ in channel.tensors():
             say("streaming")
-            threading.Event().wait()
+            wait_for_the_end()
 
 
 def send_and_stall(round: int, gigabytes: float, bucket_mb: int | None) -> None:
@@ -176,7 +177,7 @@ def send_and_stall(round: int, gigabytes: float, bucket_mb: int | None) -> None:
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_weights(gigabytes)[:-1]
-        threading.Event().wait()
+        wait_for_the_end()
 
     with sender(ChannelAddress.inherited(), round, bucket_mb) as channel:
         channel.send(weights())
@@ -217,17 +218,17 @@ def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
     environment = dict(os.environ)
     if HAS_GPU:
         environment["CUDA_VISIBLE_DEVICES"] = "GPU-" + Transports().identify(DEVICE).removeprefix("GPU-")
-    child, weights = Child(MODULE, environment), make_weights(gigabytes)
+    weights = make_weights(gigabytes)
     shuffled = [weights[i] for i in torch.randperm(len(weights), generator=torch.Generator().manual_seed(0)).tolist()]
     rows = {}
-    for order, tensors in (("file", weights), ("shuffled", shuffled)):
-        bench.round += 1
-        child.ask("compare", round=bench.round)
-        bench.send(tensors)
-        answer = child.answer()
-        in_order = answer["names"] == [name for name, _ in tensors]
-        rows[order] = {"tensors": len(answer["names"]), "in_order": in_order, "different": answer["different"]}
-    child.kill()
+    with Child(MODULE, environment) as child:
+        for order, tensors in (("file", weights), ("shuffled", shuffled)):
+            bench.round += 1
+            child.ask("compare", round=bench.round)
+            bench.send(tensors)
+            answer = child.answer()
+            in_order = answer["names"] == [name for name, _ in tensors]
+            rows[order] = {"tensors": len(answer["names"]), "in_order": in_order, "different": answer["different"]}
     return {"largest_bytes": max(tensor.nbytes for _, tensor in weights), **rows}
 
 
@@ -293,16 +294,16 @@ def measure_speed(bench: Bench, gigabytes: float, rounds: int) -> dict[str, Any]
     """Seconds of each mode, interleaved."""
     speed = Speed(bench, gigabytes)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for _ in range(2):
-        for mode in MODES:
-            speed.run(mode)  # page tables, code, the allocator
-    speed.stream_s.clear()
-    for _ in range(rounds):
-        for mode in MODES:
-            seconds[mode].append(speed.run(mode))
-    stream_s = statistics.median(speed.stream_s)
-    extra = {mode: speed.extra_mib(mode) for mode in ("channel", "verl")}
-    speed.child.kill()
+    with speed.child:
+        for _ in range(2):
+            for mode in MODES:
+                speed.run(mode)  # page tables, code, the allocator
+        speed.stream_s.clear()
+        for _ in range(rounds):
+            for mode in MODES:
+                seconds[mode].append(speed.run(mode))
+        stream_s = statistics.median(speed.stream_s)
+        extra = {mode: speed.extra_mib(mode) for mode in ("channel", "verl")}
     rows = {mode: row(values, seconds["copy_flat"], speed.num_bytes) for mode, values in seconds.items()}
     head = {"bytes": speed.num_bytes, "tensors": len(speed.weights), "bucket_mb": bench.bucket_mb}
     return {**head, "channel_stream_s": round(stream_s, 6), "extra_mib": extra, **rows}
@@ -342,7 +343,8 @@ def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
             sent += tensor.nbytes
 
     started = time.perf_counter()
-    error = failure(lambda: bench.send(stream()))  # pyright: ignore[reportArgumentType]
+    with child:
+        error = failure(lambda: bench.send(stream()))  # pyright: ignore[reportArgumentType]
     return {"error": error, "seconds": round(time.perf_counter() - started, 2), "missing_mib": missing_mib(before)}
 
 
@@ -359,7 +361,8 @@ def kill_sender(bench: Bench, gigabytes: float) -> dict[str, Any]:
                     child.kill()
 
     started = time.perf_counter()
-    error = failure(receive)
+    with child:
+        error = failure(receive)
     return {"error": error, "seconds": round(time.perf_counter() - started, 2), "missing_mib": missing_mib(before)}
 
 
@@ -398,12 +401,6 @@ def check_handles() -> dict[str, str]:
     return {**rows, "afterwards": str(torch.ones(3, device=DEVICE).sum().item())}
 
 
-def versions() -> dict[str, str]:
-    """What ran."""
-    gpu = torch.cuda.get_device_name() if HAS_GPU else "none"
-    return {"gpu": gpu, "torch": torch.__version__, "transport": "cuda_ipc" if Transports().cuda else "shared_memory"}
-
-
 def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Yield what each step that was asked for has found."""
     sizes = [DRY_GIGABYTES] if options.dry_run else options.gigabytes
@@ -440,7 +437,8 @@ def main() -> None:
     if not HAS_GPU and not options.dry_run:
         parser.error("there is no GPU here: --dry-run runs the same steps on a CPU")
     del options.__dict__["serve"]
-    result: dict[str, Any] = {**circumstances(options), **versions()}
+    result: dict[str, Any] = about_run(options)
+    result["transport"] = "cuda_ipc" if Transports().cuda else "shared_memory"
     for name, found in run_steps(options):
         result[name] = found
         print(json.dumps({name: found}, indent=2), flush=True)

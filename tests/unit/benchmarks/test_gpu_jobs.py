@@ -12,17 +12,20 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from benchmarks.bench_rollout import MODES
+from benchmarks.gpu import all as all_parts
 from benchmarks.gpu import jobs
 from benchmarks.gpu.all import TINY
 from benchmarks.gpu.inputs import workload
 from benchmarks.gpu.jobs import (
     ROLLOUT_ONLY,
     SKIP,
+    STALENESS,
     Jobs,
     command,
     generation,
     on_a_gpu,
     parser,
+    rates_table,
     run_job,
     settings,
     slots_in_use,
@@ -113,14 +116,58 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     assert set(stored["summary"]) == set(found)
 
 
+def job_of(steps: list) -> dict:
+    """As `run_job` returns it."""
+    return {
+        "job_s": 9.0,
+        "first_step_s": 1.0,
+        "code": 0,
+        "ends_s": [],
+        "samples": [],
+        "first_steps": [],
+        "steps": steps,
+    }
+
+
+def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
+    """Here because the other one fails; SIGTERM ends all of them in the same way."""
+
+    def run(_words, folder, _limit_s, lane):
+        if "colocate_async" in str(folder):
+            raise RuntimeError("no such GPU")
+        assert lane.ended.wait(60.0)
+        return job_of([])
+
+    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
+    with pytest.raises(RuntimeError, match="no such GPU"):
+        Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    assert [job["mode"] for job in json.loads((tmp_path / "jobs.json").read_text())["jobs"]] == ["sync"]
+
+
+def test_the_table_has_rates_and_staleness_of_each_mode():
+    def job(mode, *steps):
+        names = ("timing_s/gen", "perf/total_num_tokens", f"{STALENESS}/mean", f"{STALENESS}/max")
+        return {"mode": mode, "steps": [dict(zip(names, step, strict=False)) for step in steps]}
+
+    load = workload("tiny", "long_tail", batch=5, group=2)
+    jobs = [job("sync", (10, 1100), (10, 1100)), job("partial_rollout", (4, 900, 1.0, 1), (6, 1300, 1.5, 3))]
+    lines = rates_table(generation(jobs, load, prompt_tokens=10), jobs).splitlines()
+    assert lines[0].count("|") == lines[1].count("|") == 8
+    assert lines[2:] == [
+        "| sync | 2 | 10.0 | 100 | 1.00 |  |  |",
+        "| partial_rollout | 2 | 5.0 | 200 | 0.50 | 1.2 | 3 |",
+    ]
+
+
 def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp_path):
     """And all jobs have what was asked for."""
     given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
-    job = {"job_s": 9.0, "first_step_s": 1.0, "code": 0, "ends_s": [], "samples": [], "first_steps": [], "steps": steps}
 
     def run(words, _folder, limit_s, _lane):
         given.append((words, limit_s))
-        return dict(job)
+        return job_of(steps)
 
     monkeypatch.setattr(jobs, "run_job", run)
     monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
@@ -152,11 +199,33 @@ def test_generation_is_compared_for_equal_response_tokens_of_pairs_of_steps():
 def test_a_limit_of_no_seconds_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["jobs", "--out", str(tmp_path), "--job-s", "0"])
     with pytest.raises(SystemExit, match="--job-s 0.0 is not allowed: must be above 0"):
-        jobs.main()
+        jobs.checked()
+
+
+@pytest.mark.parametrize("more", [[], ["--jobs", "--steps", "3", "--modes", "sync"]])
+def test_one_command_measures_engine_and_whole_jobs_of_the_same_load(monkeypatch, tmp_path, more):
+    ran: list = []
+    monkeypatch.setattr(all_parts, "run", lambda _: ran.append("engine"))
+    monkeypatch.setattr(jobs, "run", ran.append)
+    words = ["--shape", "tiny", "--trace", "uniform", "--seed", "7", "--batch", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["all", *words, *more])
+    all_parts.main()
+    assert (ran[0], len(ran)) == ("engine", 1 + bool(more))
+    for options in ran[1:]:
+        assert (options.shape, options.trace, options.seed, options.batch) == ("tiny", "uniform", 7, 4)
+        assert (options.steps, options.modes, options.out) == (3, ["sync"], tmp_path / "jobs")
+
+
+def test_what_whole_jobs_do_not_allow_is_refused_before_the_engine_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(all_parts, "run", lambda _: pytest.fail("the engine was started"))
+    monkeypatch.setattr("sys.argv", ["all", "--shape", "tiny", "--out", str(tmp_path), "--jobs", "--job-s", "0"])
+    with pytest.raises(SystemExit, match="--job-s 0.0 is not allowed"):
+        all_parts.main()
 
 
 def test_stored_rollouts_trained_nothing_and_others_did(repository):
-    for name, trained in (("jobs_8b_h200", False), ("jobs_8b_second_round_h200", False), ("jobs_4b_h200", True)):
+    names = ("jobs_8b_h200", "jobs_8b_second_round_h200", "jobs_8b_long_h200", "jobs_8b_offload_h200", "jobs_4b_h200")
+    for name, trained in ((name, "4b" in name) for name in names):
         result = json.loads((repository / f"benchmarks/results/gpu/{name}.json").read_text())
         steps = [step for job in result["jobs"] for step in job["steps"]]
         assert {"timing_s/update_actor" in step for step in steps} == {trained}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from benchmarks.gpu import recipes
 from benchmarks.gpu.recipes import RECIPES, command, parser, variables, write_problems
 from benchmarks.gpu.session import CONFIGS
+from benchmarks.lanes import Lane
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 from tests.unit.benchmarks.test_gpu_jobs import WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
@@ -39,7 +42,7 @@ def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
     write_problems(places["data"], recipe, 5)
     places["model"].mkdir()
     words = ["--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--set", "trainer.nnodes=2"]
-    options = parser().parse_args([*words, "--group", "4"])
+    options = parser().parse_args([*words, "--group", "4", "--retain-kv"])
     line = command(options, recipe, places)
     environment = os.environ | {"PARTIAL_ROLLOUT_DRY_RUN": "1"}
     shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
@@ -52,6 +55,7 @@ def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
+    assert (rollout.free_cache_engine, config.partial_rollout.tail.interrupt_mode) == (False, "reuse_kv")
     assert (data.train_batch_size, data.max_response_length) == (options.batch, options.response_tokens)
     assert config.trainer.total_training_steps == options.steps
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
@@ -69,7 +73,22 @@ def test_a_recipe_s_steps_are_stored_with_what_is_read_of_them(monkeypatch, tmp_
     """All of them, the first ones too; here a job that only writes metrics stands for the recipe."""
     monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", WRITE])
     options = parser().parse_args(["--shape", "tiny", "--out", str(tmp_path / "out"), "--gpus", "3"])
-    run = recipes.run_recipe(options, "qwen3-0.6b_gsm8k_grpo", tmp_path, 60.0)
+    run = recipes.run_recipe(options, "qwen3-0.6b_gsm8k_grpo", tmp_path, 60.0, Lane(gpus=(3,)))
     assert (run["code"], run["gpus"], len(run["steps"])) == (0, [3], 4)
     training = {"training/rollout_probs_diff_mean", "training/off_policy/x"}
     assert set(run["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", *training}
+
+
+def test_a_recipe_that_is_interrupted_is_stored_with_its_steps(monkeypatch, tmp_path):
+    """Ctrl-C, here by the job itself once it has ended its steps, comes to the thread that waits."""
+    stop = f"{WRITE}\nimport signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+    monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", stop])
+    monkeypatch.setattr("sys.argv", ["recipes", "--shape", "tiny", "--out", str(tmp_path), "--budget-s", "300"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            recipes.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (run,) = json.loads((tmp_path / "recipes.json").read_text())["runs"]
+    assert (run["recipe"], len(run["steps"])) == ("qwen3-0.6b_gsm8k_grpo", 4)
