@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,19 +49,19 @@ def draw_slots(axes: Axes, result: Result) -> None:
         ends = [step["ended_s"] - begun_s for step in block["steps"][1:]]
         axes.plot(ends, [0.0] * len(ends), "|", color=line.get_color(), markersize=14)
     axes.set_xlabel("seconds (bars: a step ends)")
-    axes.set_ylabel("slots in use")
+    axes.set_ylabel("running requests (1: a batch)")
     axes.set_ylim(bottom=-0.03)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def draw_steps(axes: Axes, result: Result) -> None:
-    """Seconds of each measured step, from left to right, and their median."""
+    """Seconds of each measured step, from left to right, and their mean: steps of `colocate_async` alternate."""
     for place, mode in enumerate(result["summary"]):
         blocks = [block for block in result["blocks"] if block["mode"] == mode]
         walls = [step["wall_s"] for block in blocks for step in block["steps"] if not step["warmup"]]
         across = [place + COLUMN * ((number + 0.5) / len(walls) - 0.5) for number in range(len(walls))]
         axes.plot(across, walls, "o-", alpha=0.6, linewidth=0.8)
-        axes.plot(place, result["summary"][mode]["wall_s_median"], "k_", markersize=22)
+        axes.plot(place, statistics.fmean(walls), "k_", markersize=22)
     _name_modes(axes, result)
     axes.set_ylabel("seconds of generation in a step")
     axes.set_ylim(bottom=0)
@@ -117,7 +118,7 @@ def as_blocks(result: Result) -> Result:
         blocks.append({"mode": job["mode"], "trace": trace, "slots": slots, "steps": steps, "samples": samples})
     rows = {}
     for mode, row in result["summary"].items():
-        rows[mode] = {"wall_s_median": row["gen_s_median"], "useful_tokens_per_s": row["tokens_per_s"]}
+        rows[mode] = {"useful_tokens_per_s": row["tokens_per_s"]}
         if "token_rate_ratio_to_sync" in row:
             rows[mode]["time_ratio"] = 1 / row["token_rate_ratio_to_sync"]
     for mode, row in result.get("generation", {}).items():

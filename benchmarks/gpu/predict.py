@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.predict benchmarks/results/gpu/engine_8b_h200.json --json OUT
 
 The curve of `benchmarks.gpu.all` gives the time of a decode step, fitted as a constant, a part for each request and a
-part for each token of context, and the prefill rate. Prompts are admitted, claimed in whole groups, interrupted and
-trained as the service does it; slots, prompts in flight and what an interruption costs are the mode's. Predicted is a
-long run: the first steps are left out, so what a batch of short responses leaves for later is counted. A row that needs
-more than the whole KV cache (above 1) would see preemptions, which are not predicted.
+part for each token in the KV cache, where a group has its prompt once, and the prefill rate. Prompts are admitted,
+claimed in whole groups, interrupted and trained as the service does it; slots, prompts in flight and what an
+interruption costs are the mode's. Predicted is a long run: the first steps are left out, so what a batch of short
+responses leaves for later is counted. A row that needs more than the whole KV cache (above 1) would see preemptions,
+which are not predicted.
 `benchmarks.gpu.predict_jobs` predicts whole jobs from their own prompts, beside what they took.
 """
 
@@ -48,7 +49,7 @@ Those that were interrupted wait at the server, and are all there at once."""
 
 @dataclass(frozen=True)
 class Speed:
-    """Of an engine: seconds of a decode step as `base + request * requests + token * tokens of context`."""
+    """Of an engine: seconds of a decode step as `base + request * requests + token * tokens in the KV cache`."""
 
     base: float
     request: float
@@ -61,7 +62,7 @@ class Speed:
     def fit(cls, curve: dict[str, Any]) -> Speed:
         """Least squares of relative errors over the curve's cells."""
         cells = curve["cell"]
-        seconds = np.array([cell["decode_ms_by_wall"] for cell in cells]) / 1000
+        seconds = np.array([cell["decode_ms"] for cell in cells]) / 1000
         sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
         (base, request, token), *_ = np.linalg.lstsq(
             np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None
@@ -71,9 +72,9 @@ class Speed:
         cost_s = statistics.median(costs) if costs else 0.0
         return cls(float(base), float(request), float(token), prefill, cost_s)
 
-    def decode_s(self, steps: int, requests: int, context: int) -> float:
-        """So many decode steps of the same requests, whose contexts have `context` tokens in sum at first."""
-        grown = steps * context + requests * steps * (steps - 1) / 2
+    def decode_s(self, steps: int, requests: int, kv: int) -> float:
+        """So many decode steps of the same requests, of which the KV cache holds `kv` tokens at first."""
+        grown = steps * kv + requests * steps * (steps - 1) / 2
         return steps * (self.base + self.request * requests) + self.token * grown
 
 
@@ -132,7 +133,7 @@ class Rollout:
     decoded: int = 0
     """Decode steps so far."""
     context: int = 0
-    """Tokens of all requests that run: what attention reads."""
+    """Tokens of all requests that run."""
     most_kv: int = 0
     """The most tokens that the KV cache held; a prompt's are there once for its group."""
     now_s: float = 0.0
@@ -167,7 +168,7 @@ class Rollout:
 
     @property
     def kv(self) -> int:
-        """Tokens in the KV cache."""
+        """Tokens in the KV cache, where a group has its prompt once, from its claim on."""
         return self.context - self.prompt_tokens * (len(self.running) - self.ongoing)
 
     def _interrupt(self) -> tuple[int, int]:
@@ -220,8 +221,8 @@ class Rollout:
             until_s = min(until_s, self.entering[0][0])
         if until_s < math.inf:
             left_s = max(0.0, until_s - self.now_s)
-            steps = max(1, min(steps, math.ceil(left_s / self.speed.decode_s(1, requests, self.context))))
-        seconds = self.speed.decode_s(steps, requests, self.context)
+            steps = max(1, min(steps, math.ceil(left_s / self.speed.decode_s(1, requests, self.kv))))
+        seconds = self.speed.decode_s(steps, requests, self.kv)
         self.now_s += seconds
         self.slot_s += requests * seconds
         self.decoded += steps

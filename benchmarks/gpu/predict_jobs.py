@@ -39,8 +39,10 @@ def job_modes(slots: int, group: int) -> dict[str, Mode]:
         "partial_rollout": named["abort, prefetch 2"],
         "partial_rollout_prefetch_3": named["abort, prefetch 3"],
         "partial_reuse_kv": named["KV retained, prefetch 2"],
+        "partial_offload_kv": named["KV retained, prefetch 2"],
         "partial_reuse_kv_prefetch_3": named["KV retained, prefetch 3"],
         "partial_adaptive_reuse_kv": adaptive,
+        "partial_adaptive_reuse_kv_prefetch_5": replace(adaptive, prefetch=5),
     }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.bench_rollout import summarise
-from benchmarks.gpu.plots import as_blocks, draw, place
+from benchmarks.gpu.plots import as_blocks, draw, draw_rates, draw_slots, draw_steps, place
 from benchmarks.gpu.summary import by_trace
 from tests.unit.benchmarks.support import block, sample, step
 
@@ -29,6 +30,29 @@ def test_pictures(tmp_path, modes, cells, kinds):
     paths = draw(result(modes=modes, cells=cells), tmp_path, "x")
     assert len(paths) == kinds
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_what_is_drawn_of_blocks():
+    """Requests as a share of a batch's slots, every measured step with the mean, and the bound."""
+    steps = [step(1, 8, warmup=True), step(4, 100), step(6, 90)]
+    samples = [sample(second, 4 - second % 3, 50 * second) for second in range(20)]
+    blocks = [block(mode, *steps, samples=samples, slots=8) for mode in ("sync", "uninterrupted")]
+    found = {"blocks": blocks, "summary": by_trace(blocks)["long_tail"]}
+    slots, steps, rates = (axes_of(each, found) for each in (draw_slots, draw_steps, draw_rates))
+    assert slots.get_legend_handles_labels()[1] == ["sync", "uninterrupted"]
+    assert list(slots.lines[0].get_ydata()[:4]) == [4 / 8, 3 / 8, 2 / 8, 4 / 8]
+    assert (list(steps.lines[0].get_ydata()), list(steps.lines[1].get_ydata())) == ([4, 6], [5])
+    heights = [bar.get_height() for bar in rates.patches]
+    assert heights == [row["useful_tokens_per_s"] for row in found["summary"].values()]
+    (bound,) = rates.lines
+    assert set(bound.get_ydata()) == {found["summary"]["uninterrupted"]["generated_tokens_per_s"]}
+    assert all(axes.get_ylabel() for axes in (slots, steps, rates))
+
+
+def axes_of(drawn, found: dict):
+    axes = Figure().add_subplot()
+    drawn(axes, found)
+    return axes
 
 
 def whole_jobs() -> dict:

@@ -27,8 +27,8 @@ from benchmarks.gpu.summary import KV_USAGE
 SPEED = Speed(base=0.004, request=3e-5, token=2e-8, prefill_tokens_per_s=40_000.0, interruption_s=0.3)
 LOAD = Workload(batch=8, group=4, median=200, sigma=0.9, longest=1500, long_share=0.1)
 PROMPT = 16
-TOO_FAST = 0.87
-"""What the prediction leaves out: sync was 6 % slower, partial rollout 13 %."""
+AGAIN = {"8b_keep": 0.15}
+"""How far a step may be from what is computed again in it, where that is more than 0.05: sums are nearer."""
 
 
 def started(mode: Mode, rows: np.ndarray, load: Workload = LOAD) -> Rollout:
@@ -37,9 +37,7 @@ def started(mode: Mode, rows: np.ndarray, load: Workload = LOAD) -> Rollout:
 
 def test_the_fit_finds_what_a_curve_was_made_of():
     sizes = [(16, 300), (256, 300), (64, 1600), (512, 1600), (128, 3600)]
-    cells = [
-        {"concurrency": n, "context": c, "decode_ms_by_wall": 1000 * SPEED.decode_s(1, n, n * c)} for n, c in sizes
-    ]
+    cells = [{"concurrency": n, "context": c, "decode_ms": 1000 * SPEED.decode_s(1, n, n * c)} for n, c in sizes]
     cells = [cell | {"prefill_tokens_per_s": 40_000.0} for cell in cells]
     found = Speed.fit({"cell": cells, "interruption": [{"drain_ms": 200.0, "resume_ms": 100.0}]})
     assert np.allclose(list(vars(found).values()), list(vars(SPEED).values()))
@@ -57,8 +55,9 @@ def test_sync_takes_what_its_longest_response_takes(monkeypatch: pytest.MonkeyPa
     rollout = started(Mode("sync", LOAD.batch * LOAD.group, 1), rows)
     step = rollout.step()
     alive = [int((rows > decoded).sum()) for decoded in range(rows.max())]
-    contexts = [int((rows > decoded).sum() * (PROMPT + decoded)) for decoded in range(rows.max())]
-    decoding = sum(SPEED.decode_s(1, n, c) for n, c in zip(alive, contexts, strict=True))
+    groups = [int((rows > decoded).any(axis=1).sum()) for decoded in range(rows.max())]
+    kv = [PROMPT * group + decoded * n for decoded, (group, n) in enumerate(zip(groups, alive, strict=True))]
+    decoding = sum(SPEED.decode_s(1, n, tokens) for n, tokens in zip(alive, kv, strict=True))
     assert step["seconds"] == pytest.approx(decoding + LOAD.batch * PROMPT / SPEED.prefill_tokens_per_s)
     assert (step["tokens"], rollout.context, rollout.running) == (rows.sum(), 0, [])
 
@@ -131,19 +130,25 @@ def test_retained_kv_saves_what_is_computed_again():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "trace", "num_drawn"),
+    ("name", "mode", "trace", "num_drawn", "ratio"),
     [
-        ("8b", Mode("sync", 256, 1), "long_tail", 192),
-        ("8b", Mode("partial_reuse_kv_adaptive", 384, 3), "long_tail", 320),
-        ("8b", Mode("sync", 256, 1), "uniform", 160),
-        ("8b_uniform", Mode("sync", 256, 1), "uniform", 352),
-        ("8b_deep", Mode("sync", 256, 1), "long_tail", 416),
-        ("8b_deep", Mode("partial_abort", 256, 2, retains_kv=False), "long_tail", 416),
+        ("8b", Mode("sync", 256, 1), "long_tail", 192, 1.01),
+        ("8b", Mode("partial_reuse_kv_adaptive", 384, 3), "long_tail", 320, 1.06),
+        ("8b", Mode("sync", 256, 1), "uniform", 160, 1.07),
+        ("8b_uniform", Mode("sync", 256, 1), "uniform", 352, 1.08),
+        ("8b_deep", Mode("sync", 256, 1), "long_tail", 416, 1.0),
+        ("8b_deep", Mode("partial_abort", 256, 2, retains_kv=False), "long_tail", 416, 0.98),
+        ("8b_keep", Mode("sync", 256, 1), "long_tail", 416, 1.02),
+        ("8b_keep", Mode("partial_abort", 256, 2, retains_kv=False), "long_tail", 416, 1.0),
+        ("8b_keep", Mode("partial_keep", 256, 2, retains_kv=False), "long_tail", 416, 1.0),
     ],
-    ids=["sync", "partial", "uniform", "uniform again", "sync again", "abort"],
+    ids=["sync", "partial", "uniform", "uniform 2", "sync 2", "abort", "sync 3", "abort 2", "keep"],
 )
-def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name, mode, trace, num_drawn):
-    """Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots. One run has a curve."""
+def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name, mode, trace, num_drawn, ratio):
+    """In sum, `ratio` is measured to predicted.
+
+    Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots. One run has a curve.
+    """
     curve, result = (
         json.loads((repository / f"benchmarks/results/gpu/engine_{each}_h200.json").read_text())
         for each in ("8b", name)
@@ -157,11 +162,14 @@ def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name
     for found, measured in steps:
         assert found["tokens"] == pytest.approx(measured["useful_tokens"], rel=0.05)
         if not measured["warmup"]:
-            assert found["reprefilled"] == pytest.approx(measured["reprefilled_in_engine"], rel=0.05, abs=6000)
+            near = pytest.approx(measured["reprefilled_in_engine"], rel=AGAIN.get(name, 0.05), abs=6000)
+            assert found["reprefilled"] == near
+    again = [(a["reprefilled"], b["reprefilled_in_engine"]) for a, b in steps if not b["warmup"]]
+    assert np.sum(again, axis=0)[0] == pytest.approx(np.sum(again, axis=0)[1], rel=0.07, abs=6000)
     ages = [(a["staleness_mean"], b["staleness_steps/mean"]) for a, b in steps if not b["warmup"]]
     assert np.mean(ages, axis=0)[0] == pytest.approx(np.mean(ages, axis=0)[1], abs=0.2)
     seconds = [sum(each) for each in zip(*((a["seconds"], b["wall_s"]) for a, b in steps), strict=True)]
-    assert TOO_FAST < seconds[0] / seconds[1] < 1
+    assert seconds[1] / seconds[0] == pytest.approx(ratio, abs=0.01)
     most_kv = max(sample[KV_USAGE] for sample in block["samples"]) * result["engine"]["kv_tokens"]
     assert rollout.most_kv == pytest.approx(most_kv, rel=0.05)
 

@@ -15,38 +15,44 @@ from benchmarks.gpu.predict_jobs import job_modes, predict_jobs, rates
 
 RESULTS = "benchmarks/results/gpu"
 FAST_POLL = f"{COLOCATED}_fast_poll"
+ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 
 
 def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
-    """Stored jobs by mode, predicted from the curve of the 8B engine."""
-    curve, result = (
-        json.loads((repository / RESULTS / f"{each}_h200.json").read_text()) for each in ("engine_8b", name)
-    )
+    """Stored jobs by mode, predicted from the curve of their model's engine."""
+    engine = "engine_4b" if "4b" in name else "engine_8b"
+    curve, result = (json.loads((repository / RESULTS / f"{each}_h200.json").read_text()) for each in (engine, name))
     found = predict_jobs(result, Speed.fit(curve["curve"]))
     assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
     return {job["mode"]: job for job in found}
 
 
-def test_it_agrees_with_whole_jobs_of_another_model(repository):
+def test_it_agrees_with_whole_jobs_that_train(repository):
     """Generation to that of sync, without the step in which slots fill."""
     jobs = {mode: np.array(job["seconds"][1:]) for mode, job in predicted_jobs(repository, "jobs_4b").items()}
     predicted, measured = np.array([sum(jobs[mode]) / sum(jobs["sync"]) for mode in jobs]).T
-    assert predicted == pytest.approx(measured, rel=0.08)
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "ratio", "seconds", "tokens"),
     [
-        ("jobs_8b", "sync", 1.04, 2.2, 0.0),
-        ("jobs_8b", COLOCATED, 1.09, 8.5, 0.09),
-        ("jobs_8b", "partial_reuse_kv_prefetch_3", 1.05, 4.0, 0.06),
-        ("jobs_8b_second_round", "partial_rollout", 1.025, 3.2, 0.04),
-        ("jobs_8b_second_round", FAST_POLL, 1.055, 6.6, 0.31),
-        ("jobs_8b_second_round", "partial_adaptive_reuse_kv", 1.12, 8.6, 0.06),
+        ("jobs_4b", "sync", 1.03, 2.1, 0.0),
+        ("jobs_4b", "partial_reuse_kv_prefetch_3", 0.995, 0.9, 0.04),
+        ("jobs_8b", "sync", 1.0, 2.0, 0.0),
+        ("jobs_8b", COLOCATED, 1.015, 6.7, 0.17),
+        ("jobs_8b", "partial_reuse_kv_prefetch_3", 0.98, 2.2, 0.06),
+        ("jobs_8b_second_round", "partial_rollout", 0.97, 1.7, 0.04),
+        ("jobs_8b_second_round", FAST_POLL, 0.99, 3.9, 0.31),
+        ("jobs_8b_second_round", "partial_adaptive_reuse_kv", 1.04, 5.7, 0.06),
+        ("jobs_8b_long", "partial_rollout", 0.99, 2.6, 0.04),
+        ("jobs_8b_long", ADAPTIVE_5, 1.09, 18.2, 0.27),
+        ("jobs_8b_offload", "sync", 1.015, 2.1, 0.0),
+        ("jobs_8b_offload", "partial_offload_kv", 1.07, 8.7, 0.03),
     ],
 )
 def test_it_agrees_with_every_step_of_whole_jobs(repository, name, mode, ratio, seconds, tokens):
-    """All took longer than predicted, in sum; which groups a batch has hangs on which were done first."""
+    """In sum, `ratio` is measured to predicted; which groups a batch has hangs on which were done first."""
     job = predicted_jobs(repository, name)[mode]
     predicted, measured = np.array(job["seconds"]).T
     assert measured == pytest.approx(predicted, abs=seconds)

@@ -1,0 +1,55 @@
+"""What runs on GPUs have stored: enough to repeat them, and predictions that are still those of their curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_rollout import Workload
+from benchmarks.gpu.predict import Speed, modes, predict
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/results/gpu"
+RESULTS = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("predicted"))
+BEFORE_VERSIONS = {"reload_h200.json", "weights_h200.json"}
+"""Which name a GPU, and torch."""
+LOADS = [name for name in RESULTS if name.startswith(("engine", "jobs"))]
+"""Of the benchmarks that draw lengths."""
+
+
+def stored(name: str) -> dict:
+    return json.loads((FOLDER / name).read_text())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_says_on_what_it_was_measured(name):
+    result = stored(name)
+    assert result.get("options") or result["workload"]
+    if name in BEFORE_VERSIONS:
+        assert "H200" in result.get("gpu", result.get("device", ""))
+    else:
+        assert all("H200" in device for device in result["devices"])
+        assert {"python", "torch", "vllm", "verl", "ray", "transformers"} <= set(result["versions"])
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load_can_be_drawn_again(name):
+    result = stored(name)
+    loads = result["workloads"].values() if "workloads" in result else [result["workload"]]
+    assert all(set(Workload(**load).__dict__) == set(load) for load in loads)
+    assert result["engine"]["shape"] == result["options"]["shape"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("predicted*.json")))
+def test_predictions_are_those_of_their_curve(name):
+    """Of two modes, which both terms of the fit and retained KV enter."""
+    found = stored(name)
+    result, rows = stored(found["from"]), found["traces"]["long_tail"]
+    load, engine = Workload(**result["workloads"]["long_tail"]), result["engine"]
+    speed = Speed.fit(result["curve"])
+    assert found["speed"] == pytest.approx(vars(speed))
+    for mode in modes(load.batch * load.group, load.group):
+        if mode.name in ("abort, prefetch 2", "KV retained, prefetch 3"):
+            row = predict(mode, speed, load, engine["prompt_tokens"])
+            assert rows[mode.name]["tokens_per_s"] == pytest.approx(row["tokens_per_s"])
