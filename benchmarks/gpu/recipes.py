@@ -86,7 +86,7 @@ def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str,
 def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -> list[str]:
     """The recipe's own script with its settings; `places` of model, data and output."""
     given = variables(options, places["model"], places["data"]) | {"OUTPUT_DIR": str(places["out"])}
-    script = ROOT / "partial_rollout/run" / f"run_{recipe}.sh"
+    script = ROOT / "partial_rollout/run" / f"run_{recipe}{'_baseline' * options.baseline}.sh"
     words = without_flash_attention(options.shape or RECIPES[recipe])
     return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), *words, *options.set]
 
@@ -94,7 +94,8 @@ def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -
 def run_recipe(options: argparse.Namespace, recipe: str, folder: Path, limit_s: float, lane: Lane) -> dict[str, Any]:
     """Start it, and return how it went, which is as far as it came where the lane or the time has ended."""
     shape = options.shape or RECIPES[recipe]
-    out = options.out.resolve() / f"{recipe}-{len(options.gpus)}x{options.tensor_parallel}"
+    mode = "baseline" if options.baseline else "partial"
+    out = options.out.resolve() / f"{recipe}-{mode}-{len(options.gpus)}x{options.tensor_parallel}"
     places = {"model": folder / shape, "data": folder / recipe, "out": out}
     if not places["model"].exists():
         write_model(places["model"], SHAPES[shape], MAX_POSITIONS)
@@ -112,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--out", type=Path, required=True, help="folder for recipes.json and the jobs' logs")
     line.add_argument("--gpus", nargs="+", type=int, default=[0], help="by their numbers (%(default)s)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine (%(default)s)")
+    line.add_argument("--baseline", action="store_true", help="their baselines, which are verl's sync trainer")
     line.add_argument("--retain-kv", action="store_true", help="recipes with RETAIN_KV=1")
     line.add_argument("--shape", choices=list(SHAPES), help="of the model; the recipe's own unless given")
     line.add_argument("--steps", type=int, default=4)

@@ -36,22 +36,24 @@ def test_problems_are_those_of_the_recipe_s_own_script(recipe, tmp_path):
         assert ("agent_name" in rows) == ("tool" in recipe)
 
 
+@pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_s_configuration_is_accepted(recipe, tmp_path):
+def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
     places = {name: tmp_path / name for name in ("model", "data", "out")}
     write_problems(places["data"], recipe, 5)
     places["model"].mkdir()
     words = ["--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--set", "trainer.nnodes=2"]
-    options = parser().parse_args([*words, "--group", "4", "--retain-kv"])
+    options = parser().parse_args([*words, "--group", "4", "--retain-kv", *["--baseline"] * baseline])
     line = command(options, recipe, places)
     environment = os.environ | {"PARTIAL_ROLLOUT_DRY_RUN": "1"}
     shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
     given = [word for word in shlex.split(shown)[3:] if not word.startswith("hydra.")]
     with initialize_config_dir(CONFIGS, version_base=None):
         config = compose("partial_rollout", overrides=given)
-    assert is_enabled(config)
-    check_config(config)
-    apply_mode(config)
+    assert is_enabled(config) == (not baseline)
+    if not baseline:
+        check_config(config)
+        apply_mode(config)
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
