@@ -1,0 +1,313 @@
+"""What a server keeps of interrupted requests in each interrupt mode, and what of their KV is found again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConfig
+from partial_rollout.core.engine_meter import EngineMeter
+from partial_rollout.core.interrupt import Context
+from partial_rollout.errors import DrainTimeout, EngineDead, EngineError
+from partial_rollout.rollout import interruption
+from partial_rollout.rollout.interruption import Interruption
+from tests.fake_engine import FakeServer
+from tests.fake_engine import output as fake_output
+from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode
+
+
+async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
+    server = await launched(with_mode("keep_kv"))
+    first = await cut(server, 5, 6)
+    assert (first.token_ids, first.stop_reason) == ([5, 6], "aborted")
+    statistics = await server.rollout_statistics()
+    assert (statistics.running, statistics.kept, statistics.num_aborted) == (0, 1, 1)
+    await server.set_global_steps(9)
+    task = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    await let_run()
+    await server.resume_generation()
+    server.fake.finish("a", [7])
+    second = await task
+    assert (second.token_ids, second.stop_reason) == ([7], "completed")
+    assert second.extra_fields["global_steps"] == 9
+    assert second.extra_fields["context"] == Context(0, "keep_kv", 3)
+    assert second.extra_fields["retained"] is None
+    assert (await server.progress()).speed.reprefilled_share == 0
+    assert server.fake.calls == ["add a", "pause keep False", "resume"]
+    assert (await server.rollout_statistics()).kept == 0
+
+
+async def test_what_the_front_end_takes_in_late_still_belongs_to_the_segment_before():
+    server = await launched(with_mode("keep"))
+    task = start(server)
+    await let_run()
+    messages = server.fake.engine_core.outputs_queue
+    messages.put_nowait("the engine's last message")
+
+    async def take_in_late() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        messages.get_nowait()
+        await asyncio.sleep(0)
+        server.fake.stream("a", [5])
+
+    late = asyncio.create_task(take_in_late())
+    await server.abort_all_requests()
+    assert (await task).token_ids == [5]
+    await late
+
+
+async def test_a_request_without_tokens_or_with_images_does_not_stay():
+    server = await launched(with_mode("keep_kv"))
+    empty = await cut(server)
+    assert (empty.token_ids, empty.stop_reason, empty.extra_fields["retained"]) == ([], "aborted", None)
+    assert (await server.rollout_statistics()).kept == 0
+    await server.resume_generation()
+    picture = await cut(server, 5, request_id="p", image_data=["picture"])
+    assert picture.token_ids == [5]
+    assert picture.extra_fields["retained"].kept_id is None
+    assert server.fake.calls == [
+        "add a",
+        "pause keep False",
+        "abort a",
+        "resume",
+        "add p",
+        "pause keep False",
+        "abort p",
+    ]
+
+
+async def test_a_request_that_ends_during_the_drain_is_complete():
+    server = await launched(with_mode("keep"))
+    task = start(server)
+    await let_run()
+    server.fake.finish("a", [5])
+    await server.abort_all_requests()
+    assert (await task).stop_reason == "completed"
+    assert (await server.rollout_statistics()).kept == 0
+
+
+async def test_kept_requests_that_nobody_is_here_for_leave_before_the_engine_goes_on():
+    server = await launched(with_mode("keep_kv"))
+    tasks = [start(server, name) for name in "abc"]
+    await let_run()
+    for name in "abc":
+        server.fake.stream(name, [5])
+    await server.abort_all_requests()
+    left = [(await task).extra_fields["retained"] for task in tasks]
+    waits = start(server, "d", is_resumption=True, retained=left[0])
+    given_up = start(server, "e", is_resumption=True, retained=left[1])
+    await let_run()
+    given_up.cancel()
+    await let_run()
+    await server.resume_generation()
+    assert server.fake.calls[4:] == ["abort b", "abort c", "resume"]
+    server.fake.finish("a", [6])
+    assert (await waits).token_ids == [6]
+    late = start(server, "f", is_resumption=True, retained=left[2])
+    await let_run()
+    server.fake.finish("f", [7])
+    assert (await late).extra_fields["context"] == Context(0, "abort")
+
+
+async def test_rejected_requests_leave_the_engine_too():
+    server = await launched(with_mode("keep"))
+    first = await cut(server, 5)
+    waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    await let_run()
+    await server.reject_parked()
+    assert (await waits).extra_fields["rejected"]
+    await server.resume_generation()
+    assert server.fake.calls[2:] == ["abort a", "resume"]
+
+
+async def test_an_engine_that_dies_with_kept_requests_is_named():
+    server = await launched(with_mode("keep_kv"))
+    first = await cut(server, 5)
+    waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    await let_run()
+    server.fake.die()
+    await server.resume_generation()
+    with pytest.raises(EngineDead, match="replica 0 node 0"):
+        await waits
+
+
+async def test_a_relaunched_engine_has_nothing_of_what_was_kept():
+    server = await launched(with_mode("keep_kv"))
+    first = await cut(server, 5)
+    await server.relaunch()
+    await server.receive_weights(round=1, version=5)
+    waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    await let_run()
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await waits).extra_fields["context"] == Context(5, "abort")
+
+
+async def test_draining_twice_keeps_what_is_kept():
+    server = await launched(with_mode("keep"))
+    await cut(server, 5)
+    assert (await server.abort_all_requests())["aborted_count"] == 0
+    assert (await server.rollout_statistics()).kept == 1
+
+
+async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
+    server = await launched(with_mode("keep"))
+    server.settings = PartialRolloutConfig(timeouts=TimeoutConfig(drain_s=0.01))
+    server.fake.engine_core.outputs_queue.put_nowait("a message that stays")
+    with pytest.raises(DrainTimeout):
+        await server.abort_all_requests()
+    server.fake.errored = True
+    with pytest.raises(EngineDeadError):
+        await server.abort_all_requests()
+
+
+async def test_only_a_mode_that_retains_nothing_forgets_the_prefix_cache():
+    calls = {}
+    for name in ("keep", "keep_kv", "reuse_kv", "offload_kv"):
+        tail = TailConfig(interrupt_mode=name, offload_gib=1 if name == "offload_kv" else None)
+        server = await launched(PartialRolloutConfig(tail=tail))
+        await server.abort_all_requests()
+        await server.receive_weights(round=1, version=5)
+        calls[name] = [call for call in server.fake.calls if "mm" not in call and "encoder" not in call]
+    update = "rpc receive_weights"
+    assert calls == {
+        "keep": ["pause keep True", update, "reset prefix cache"],
+        "keep_kv": ["pause keep False", update],
+        "reuse_kv": ["pause abort False", update],
+        "offload_kv": ["pause abort False", update, "reset prefix cache, not the connector's"],
+    }
+
+
+async def test_salts_part_epochs_and_follow_a_request_through_them():
+    server = await launched(with_mode("reuse_kv"))
+    first = await cut(server, 5)
+    await server.resume_generation()
+    again = await cut(server, 6, request_id="b", is_resumption=True, retained=first.extra_fields["retained"])
+    await server.resume_generation()
+    for name in "cd":
+        task = start(server, name)
+        await let_run()
+        server.fake.finish(name, [7])
+        await task
+    salts = {name: prompt["cache_salt"] for name, prompt in server.fake.prompts.items()}
+    assert salts["a"] == salts["b"]
+    assert salts["c"] == salts["d"] != salts["a"]
+    assert again.extra_fields["retained"] == first.extra_fields["retained"]
+    assert (await launched(with_mode("reuse_kv")))._interruption.cache_salt(None, 0, 0) != salts["a"]
+
+
+async def test_the_oldest_kv_stays_the_oldest_over_several_updates():
+    server = await launched(with_mode("reuse_kv"))
+    cut_at, retained = [], None
+    for version, name in ((3, "a"), (4, "b"), (5, "c")):
+        await server.receive_weights(round=version, version=version)
+        if retained is None:
+            segment = await cut(server, 5, request_id=name)
+        else:
+            await server.resume_generation()
+            segment = await cut(server, 5, request_id=name, is_resumption=True, retained=retained)
+        retained = segment.extra_fields["retained"]
+        cut_at.append((segment.extra_fields["context"].kv_version, retained.kv_version))
+    assert [kv_version for _, kv_version in cut_at] == [3, 3, 3]
+
+
+async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
+    server = await launched(with_mode("reuse_kv"))
+    await cut(server, 5)
+    await server.resume_generation()
+    for version in (3, 4):
+        await server.receive_weights(round=version, version=version)
+        task = start(server, str(version))
+        await let_run()
+        server.fake.finish(str(version), [7])
+        await task
+    assert server.fake.prompts["3"]["cache_salt"] != server.fake.prompts["4"]["cache_salt"]
+
+
+async def test_nothing_is_salted_where_nothing_is_retained():
+    for name in ("abort", "keep"):
+        server = await launched(with_mode(name))
+        await cut(server, 5)
+        assert "cache_salt" not in server.fake.prompts["a"]
+
+
+async def test_memory_that_is_released_is_not_forgotten_by_the_connector():
+    server = await launched(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    await server.engine.sleep(level=2)
+    await server.engine.wake_up(tags=["kv_cache"])
+    assert server.fake.calls == ["reset prefix cache, not the connector's", "rpc sleep", "rpc wake_up"]
+
+
+async def test_memory_that_somebody_still_uses_is_not_released():
+    server = await launched(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    server.fake.forgets = False
+    with pytest.raises(EngineError, match="cannot release its memory"):
+        await server.engine.sleep(level=2)
+    assert "rpc sleep" not in server.fake.calls
+
+
+def test_the_modes_settings_reach_the_engine():
+    given = {}
+    Interruption(PartialRolloutConfig()).engine_arguments(given)
+    assert given == {"stream_interval": 32}
+    given = {}
+    Interruption(with_mode("keep")).engine_arguments(given)
+    assert given == {"stream_interval": 1}
+    offload = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    given = {}
+    offload.engine_arguments(given)
+    connector = given.pop("kv_transfer_config")
+    assert given == {"stream_interval": 32}
+    assert (connector["kv_connector"], connector["kv_role"]) == ("OffloadingConnector", "kv_both")
+    assert connector["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 * 1024**3, "offload_prompt_only": False}
+
+
+async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(interruption, "FOLDER", tmp_path)
+    server = FakeServer(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    given = {}
+    server._interruption.engine_arguments(given)
+    own, other = (tmp_path / f"vllm_offload_{name}.mmap" for name in (given["kv_transfer_config"]["engine_id"], "b"))
+    for launch in (server.launch_server, server.relaunch):
+        own.touch()
+        other.touch()
+        await launch()
+        assert (own.exists(), other.exists()) == (False, True)
+
+
+class NotingMeter(EngineMeter):
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def begin(self, *args, stayed, **kwargs):
+        self.noted.append(stayed)
+        super().begin(*args, stayed=stayed, **kwargs)
+
+    def tokens(self, request_id, num_tokens, now_s, num_cached):
+        self.noted.append(num_cached)
+        super().tokens(request_id, num_tokens, now_s, num_cached)
+
+
+async def test_the_meter_is_told_what_was_found_in_a_cache_and_what_stayed_in_the_engine():
+    server = await launched(with_mode("keep_kv"))
+    server.engine._meter = server._meter = meter = NotingMeter()
+    task = start(server)
+    await let_run()
+    server.fake.queues["a"].put(fake_output([5], num_cached_tokens=2))
+    await let_run()
+    await server.abort_all_requests()
+    again = start(server, "b", is_resumption=True, retained=(await task).extra_fields["retained"])
+    await let_run()
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("a", [7])
+    await again
+    assert meter.noted == [False, 2, 0, True, 0]  # the mark of the cut has no tokens
