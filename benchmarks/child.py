@@ -1,4 +1,4 @@
-"""A second process of a benchmark: the same module with --serve, told what to do a line at a time."""
+"""A second process of a benchmark: a module with --serve, told what to do a line at a time."""
 
 from __future__ import annotations
 

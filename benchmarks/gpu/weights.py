@@ -24,171 +24,48 @@ import os
 import statistics
 import threading
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-from benchmarks.bench_weights import qwen_shapes
-from benchmarks.child import Child, say, serve, wait_for_the_end
+from benchmarks.child import Child
 from benchmarks.gpu.all import about_run
+from benchmarks.gpu.weights_process import (
+    DEVICE,
+    DRY_GIGABYTES,
+    HAS_GPU,
+    MEBIBYTE,
+    Weights,
+    make_weights,
+    receiver,
+    sender,
+    verl_socket,
+    wait_for_device,
+)
 from benchmarks.result import store
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
-from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
-from partial_rollout.weights.receiver import WeightReceiver
-from partial_rollout.weights.sender import WeightSender
+from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MODULE = "benchmarks.gpu.weights"
-SMALL = {"hidden": 1024, "intermediate": 3072, "vocabulary": 151_936}
-"""Qwen3-0.6B's."""
-LARGE = {"hidden": 2560, "intermediate": 9728, "vocabulary": 151_936}
-"""Qwen3-4B's."""
-LARGE_FROM_GB = 4.0
-DRY = {"hidden": 64, "intermediate": 192, "vocabulary": 10_000}
-DRY_GIGABYTES = 0.01
-MEBIBYTE = 1 << 20
-TIMEOUT_S = 60.0
+MODULE = "benchmarks.gpu.weights_process"
 FREED_WITHIN_S = 15.0
 """A killed process's memory comes back this soon."""
 SAMPLE_S = 0.001
-HAS_GPU = torch.cuda.is_available()
 KILLED_AFTER_SLOTS = 1.5
 """The first tensor is there, and the sender still has a slot to write to."""
-DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
-Weights = list[tuple[str, torch.Tensor]]
-
-
-def sizes_of(gigabytes: float) -> dict[str, int]:
-    """Dimensions of the model that has about this size."""
-    if gigabytes <= DRY_GIGABYTES:
-        return DRY
-    return LARGE if gigabytes >= LARGE_FROM_GB else SMALL
-
-
-def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Bytes that depend on the name only, so that both ends can make them."""
-    generator = torch.Generator(DEVICE).manual_seed(zlib.crc32(name.encode()))
-    num_bytes = 2 * torch.Size(shape).numel()
-    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=DEVICE, generator=generator)
-    return data.view(torch.bfloat16).view(shape)
-
-
-def make_weights(gigabytes: float) -> Weights:
-    """All tensors of a model."""
-    return [(name, make_tensor(name, shape)) for name, shape in qwen_shapes(gigabytes, **sizes_of(gigabytes))]
-
-
-def wait_for_device() -> None:
-    """Return when the GPU has done what this process asked for."""
-    if HAS_GPU:
-        torch.cuda.synchronize()
 
 
 def used_bytes() -> int:
     """Of the GPU's memory, by all processes."""
     free, total = torch.cuda.mem_get_info() if HAS_GPU else (0, 0)
     return total - free
-
-
-def sender(address: ChannelAddress, round: int, bucket_mb: int | None) -> WeightSender:
-    """Ours, for one update."""
-    slot_bytes = None if bucket_mb is None else bucket_mb * MEBIBYTE
-    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slot_bytes": slot_bytes, "check": lambda: None}
-    return WeightSender(address, "bench", round=round, device=DEVICE, **options)
-
-
-def receiver(round: int) -> WeightReceiver:
-    """Ours, for one update."""
-    return WeightReceiver(ChannelAddress.inherited(), "bench", round=round, timeout_s=TIMEOUT_S, device=DEVICE)
-
-
-def verl_socket(address: ChannelAddress, round: int) -> str:
-    """Where verl's two ends meet."""
-    return f"ipc://{Path(address.directory) / f'verl-{round}.sock'}"
-
-
-# ---- the second process ---------------------------------------------------------------------------------------------
-
-PARAMETERS: dict[str, torch.Tensor] = {}
-
-
-def load(name: str, tensor: torch.Tensor) -> None:
-    """Copy into a parameter of this process."""
-    if name not in PARAMETERS:
-        PARAMETERS[name] = torch.empty_like(tensor)
-    PARAMETERS[name].copy_(tensor)
-
-
-def take_channel(round: int, loads: bool) -> None:
-    """One update over our channel."""
-    with receiver(round) as channel:
-        for name, tensor in channel.tensors():
-            if loads:
-                load(name, tensor)
-    wait_for_device()
-
-
-def take_verl(round: int, loads: bool) -> None:
-    """One update over verl's channel."""
-
-    def take(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-        for name, tensor in weights:
-            if loads:
-                load(name, tensor)
-            else:
-                tensor.clone()
-        weights.clear()
-
-    address = verl_socket(ChannelAddress.inherited(), round)
-    BucketedWeightReceiver(address, DEVICE, use_shm=not HAS_GPU).receive_weights(take)
-
-
-def compare(round: int) -> dict[str, Any]:
-    """Keep every tensor of an update, then compare all with what they should be."""
-    with receiver(round) as channel:
-        kept = list(channel.tensors())
-    different = [name for name, tensor in kept if not same(tensor, make_tensor(name, tuple(tensor.shape)))]
-    return {"names": [name for name, _ in kept], "different": different}
-
-
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether all bytes are equal."""
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
-def receive_and_stall(round: int) -> None:
-    """Hold the first tensor until killed."""
-    with receiver(round) as channel:
-        for _ in channel.tensors():
-            say("streaming")
-            wait_for_the_end()
-
-
-def send_and_stall(round: int, gigabytes: float, bucket_mb: int | None) -> None:
-    """Send all tensors but one, then nothing until killed."""
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from make_weights(gigabytes)[:-1]
-        wait_for_the_end()
-
-    with sender(ChannelAddress.inherited(), round, bucket_mb) as channel:
-        channel.send(weights())
-
-
-ACTIONS: dict[str, Callable[..., Any]] = {
-    action.__name__: action for action in (take_channel, take_verl, compare, receive_and_stall, send_and_stall)
-}
-
-
-# ---- the first process ----------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -429,14 +306,9 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
     parser.add_argument("--dry-run", action="store_true", help="small; needs no GPU")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(ACTIONS)
-        return
     if not HAS_GPU and not options.dry_run:
         parser.error("there is no GPU here: --dry-run runs the same steps on a CPU")
-    del options.__dict__["serve"]
     result: dict[str, Any] = about_run(options)
     result["transport"] = "cuda_ipc" if Transports().cuda else "shared_memory"
     for name, found in run_steps(options):
