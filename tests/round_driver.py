@@ -60,8 +60,9 @@ class Trainer:
         self.ended |= dict.fromkeys((group.uid for group in result.groups), self.step)
         return result
 
-    def restart(self) -> None:
+    def restart(self, policy: TailPolicy | None = None, bound: StalenessBound | None = None) -> None:
         old = self.queue
-        self.queue = PromptQueue.restore(old.snapshot(), old.policy, MAX_ATTEMPTS, lambda: 0.0, old.bound)
+        policy, bound = policy or old.policy, bound or old.bound
+        self.queue = PromptQueue.restore(old.snapshot(), policy, MAX_ATTEMPTS, lambda: 0.0, bound)
         self.queue.version = old.version
         self.claims = {}

@@ -170,7 +170,7 @@ class ClaimLoop:
             for claim in claims:
                 if self.holds.begin(claim.claim_id):
                     self.slots.reserve(claim.num_trajectories)
-                    supervisor.spawn(self._run_group(claim), name=f"group-{claim.uid}")
+                    supervisor.spawn(self._run_group(supervisor, claim), name=f"group-{claim.uid}")
             self._reporter.changed()
 
     def _status(self) -> WorkerStatus:
@@ -181,7 +181,7 @@ class ClaimLoop:
             held_trajectories=self.holds.num_waiting,
         )
 
-    async def _run_group(self, claim: Claim) -> None:
+    async def _run_group(self, supervisor: Supervisor, claim: Claim) -> None:
         """One prompt: all its trajectories, then exactly one report to the manager."""
         (row,) = await asyncio.gather(self._row(claim), return_exceptions=True)
         if isinstance(row, BaseException):
@@ -189,7 +189,7 @@ class ClaimLoop:
             await self._report(claim, [row])
             return
         outcomes = await asyncio.gather(
-            *(self._run_trajectory(claim, row, session) for session in range(claim.num_trajectories)),
+            *(self._run_trajectory(supervisor, claim, row, session) for session in range(claim.num_trajectories)),
             return_exceptions=True,
         )
         await self._report(claim, outcomes)
@@ -197,10 +197,15 @@ class ClaimLoop:
     async def _row(self, claim: Claim) -> dict[str, Any]:
         return self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
 
-    async def _run_trajectory(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
+    async def _run_trajectory(
+        self, supervisor: Supervisor, claim: Claim, row: dict[str, Any], session: int
+    ) -> list[TrajectorySummary]:
         CURRENT_CLAIM.set(claim.claim_id)
         try:
             return await self._trajectories.generate(claim, row, session)
+        except FATAL_ERRORS as error:
+            supervisor.fail(error)  # its siblings may be long, or held back over rounds
+            raise
         finally:
             await self.slots.release()
             self._reporter.changed()

@@ -49,10 +49,11 @@ class DoneGroups:
         """All but those handed over, oldest finished first."""
         return tuple(group for groups in (self._expired, self._waiting) for _, group in groups.values())
 
-    def add(self, entry: Entry, group: FinishedGroup) -> None:
-        """A prompt has finished."""
+    def add(self, entry: Entry, group: FinishedGroup) -> bool:
+        """A prompt has finished; returns whether it may be trained."""
         expired = self._bound.discards and group.min_version < self._oldest_allowed
         (self._expired if expired else self._waiting)[group.uid] = entry, group
+        return not expired
 
     def take(self, uid: str) -> FinishedGroup:
         """The group is trained."""

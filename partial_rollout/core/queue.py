@@ -132,8 +132,8 @@ class PromptQueue:
         check_group(claim, trajectories)
         entry = self._claims.end(claim, Event.FINISH)
         uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
-        self._rounds.finished(uid)
-        self._done.add(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
+        trainable = self._done.add(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
+        (self._rounds.finished if trainable else self._rounds.dropped)(uid)
 
     def fail(self, claim: Claim) -> bool:
         """Charge a failed attempt. True: given back for another one; False: dropped, attempts are used up."""

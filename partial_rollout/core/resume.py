@@ -54,7 +54,7 @@ class GenerationState:
     num_interruptions: int
     num_reprefilled_tokens: int
     settings: str = ""
-    """How the tokens were sampled; a checkpoint without them answers no call that says how."""
+    """How the tokens were sampled, and on which pictures; a checkpoint without them answers no call that says how."""
     context_spans: list[ContextSpan] = field(default_factory=list[ContextSpan])
 
 

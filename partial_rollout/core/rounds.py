@@ -99,7 +99,7 @@ class Rounds:
         self._missing.discard(uid)
 
     def dropped(self, uid: str) -> None:
-        """The prompt is gone; if it took part in the round, another may start for it."""
+        """The prompt is not trained; if it took part in the round, another may start for it."""
         if self.deferred.pop(uid, None) is None:
             self._num_startable += 1
         self._required.pop(uid, None)

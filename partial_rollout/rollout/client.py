@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from ray import cloudpickle
 from ray.exceptions import RayActorError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -13,7 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from partial_rollout.core.engine_meter import Origin
 from partial_rollout.core.resume import ResumableGeneration, Segment
-from partial_rollout.errors import ConfigError, EngineDead, RunEnded
+from partial_rollout.errors import ActorLost, ConfigError, EngineDead, RunEnded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,6 +46,8 @@ FINGERPRINT = (
     "ignore_eos",
 )
 """Sampling parameters that saved tokens must have been sampled with, to be gone on from after a restart."""
+SEEN = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
+"""What a model sees beside tokens; two pictures of one size have the same ones."""
 _SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
 
 
@@ -71,12 +75,14 @@ class ResumingLLMServerClient(LLMServerClient):
             ConfigError: a sampling parameter that cannot be resumed exactly.
             RunEnded: the run is over.
             EngineDead: the server or its engine died; names it.
+            ActorLost: the load balancer died.
             EngineError: the engine ended the request with neither a complete response nor an interruption.
             ResumeStalled: interrupted twice without progress and without a closed gate in between.
         """
         _refuse_unresumable(sampling_params)
         prompt_ids = normalize_token_ids(prompt_ids)
-        generation = _generation(prompt_ids, self._budget(len(prompt_ids), sampling_params), sampling_params)
+        budget = self._budget(len(prompt_ids), sampling_params)
+        generation = _generation(prompt_ids, budget, sampling_params, _digests(inputs))
         if self.on_generation is not None:
             self.on_generation(generation)
         merged, retained = MergedFields(), None
@@ -115,7 +121,10 @@ class ResumingLLMServerClient(LLMServerClient):
         return output
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
-        server_id, handle = await super()._acquire_server(request_id, **extra)
+        try:
+            server_id, handle = await super()._acquire_server(request_id, **extra)
+        except RayActorError as error:
+            raise ActorLost(f"the load balancer died when request {request_id!r} asked it for a server") from error
         _SERVER_ID.set(server_id)
         return server_id, handle
 
@@ -184,14 +193,22 @@ class MergedFields:
         )
 
 
-def _generation(prompt_ids: list[int], budget: int, sampling_params: dict[str, Any]) -> ResumableGeneration:
+def _digests(inputs: dict[str, Any]) -> dict[str, str]:
+    """Of what the model sees beside tokens. Pickled as on the way to a server; what differs is only generated anew."""
+    seen = {key: cloudpickle.dumps(inputs[key]) for key in SEEN if inputs.get(key) is not None}
+    return {key: hashlib.sha256(data).hexdigest() for key, data in seen.items()}
+
+
+def _generation(
+    prompt_ids: list[int], budget: int, sampling_params: dict[str, Any], digests: dict[str, str]
+) -> ResumableGeneration:
     said = {key: sampling_params[key] for key in FINGERPRINT if sampling_params.get(key) is not None}
     return ResumableGeneration(
         prompt_ids,
         budget,
         min_tokens=sampling_params.get("min_tokens", 0),
         stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
-        settings=", ".join(f"{key}={value!r}" for key, value in {**said, "max_tokens": budget}.items()),
+        settings=", ".join(f"{key}={value!r}" for key, value in {**said, "max_tokens": budget, **digests}.items()),
     )
 
 

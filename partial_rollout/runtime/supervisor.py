@@ -43,6 +43,12 @@ class Supervisor:
         task.add_done_callback(self._on_done)
         return task
 
+    def fail(self, error: BaseException) -> None:
+        """Fail everything waited for through `guard`, as a task does that raises."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            # A failure after the last `guard` is still logged by asyncio when the future is collected.
+
     async def guard(self, awaitable: Awaitable[T]) -> T:
         """Await `awaitable`, unless a supervised task fails first; then cancel it and raise that failure."""
         waiting = asyncio.ensure_future(awaitable)
@@ -75,9 +81,8 @@ class Supervisor:
         self._tasks.discard(task)
         error = self._error_of(task)
         self._cancelling.discard(task)
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
-            # A failure after the last `guard` is still logged by asyncio when the future is collected.
+        if error is not None:
+            self.fail(error)
 
     def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
         if not task.cancelled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from contextlib import asynccontextmanager
 
 import pytest
@@ -174,6 +175,31 @@ async def test_an_error_that_every_prompt_would_meet_ends_the_run(error):
         with pytest.raises(type(error), match=str(error)):
             await woken(task)
         assert (worker.calls, worker.running) == ([], 0)
+
+
+async def test_such_an_error_does_not_wait_for_its_siblings():
+    worker = FakeWorker()
+    async with running(worker, make_claim("a"), make_claim("b")) as task:
+        worker.gates.fail("a_0", EngineDead("gone"))
+        with pytest.raises(EngineDead, match="gone"):
+            await woken(task)
+        assert (worker.calls, worker.running) == ([], 0)
+
+
+async def test_such_an_error_does_not_wait_until_a_sibling_that_is_held_back_goes_on():
+    worker, claim, sessions = FakeWorker(), make_claim(), itertools.count()
+
+    async def hold_the_second() -> None:
+        if next(sessions):
+            await worker.loop.holds.pass_by()
+
+    worker.before_trajectory = hold_the_second
+    worker.loop.hold([claim])
+    async with running(worker, claim) as task:
+        assert worker.loop.holds.num_waiting == 1
+        worker.gates.fail("a_0", InternalError("bug"))
+        with pytest.raises(InternalError, match="bug"):
+            await woken(task)
 
 
 async def test_a_reporter_that_cannot_report_ends_the_run():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from partial_rollout.config import PartialRolloutConfig, TailConfig
 from partial_rollout.core.staleness import Ages, StalenessBound, make_bound
-from partial_rollout.core.tail import Partial, TailPolicy, make_policy
+from partial_rollout.core.tail import Partial, Reorder, Sync, TailPolicy, make_policy
 from partial_rollout.errors import ConfigError
 from tests.round_driver import BATCH, Trainer, summaries
 
@@ -166,6 +166,40 @@ def test_ages_survive_a_restart() -> None:
     assert trainer.queue.num_due(BATCH) == 3
 
 
+def test_a_round_of_a_restarted_run_starts_another_for_each_that_was_too_old_in_the_checkpoint() -> None:
+    """p4 to p7 go on from tokens of version 0, and now a batch may contain none of another version than its own."""
+    trainer = started("drop")
+    trainer.restart(Sync(BATCH), StalenessBound(0, "drop"))
+    trainer.queue.version = 1
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p4", "p5", "p6", "p7")
+    result = trainer.take()
+    assert (len(result.groups), result.num_missing) == (0, BATCH)
+    trainer.admit(BATCH)
+    fresh = trainer.claim()
+    assert len(fresh) == BATCH
+    for uid in fresh:
+        trainer.queue.finish(trainer.claims.pop(uid), summaries(uid, 1))
+    assert [group.uid for group in trainer.take().groups] == fresh
+
+
+def test_a_group_that_must_be_in_the_batch_and_is_too_old_is_not_waited_for() -> None:
+    trainer = Trainer(Reorder(BATCH, BATCH + 2, 1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    trainer.restart(bound=StalenessBound(4, "drop"))
+    trainer.queue.version = 6
+    assert trainer.begin().num_required == 2
+    for uid in trainer.claim():
+        trainer.queue.finish(trainer.claims.pop(uid), summaries(uid, 0 if uid in ("p4", "p5") else 6))
+    result = trainer.take()
+    assert {group.uid for group in result.expired} == {"p4", "p5"}
+    assert len(result.groups) == BATCH
+
+
 def test_a_pause_of_starts_does_not_hold_back_what_an_update_waits_for() -> None:
     """After a restart with fewer slots some of what must finish first is pending, and enough for a batch is ongoing."""
     trainer = started("finish")
@@ -235,6 +269,10 @@ def test_a_bound_that_can_be_kept_is_allowed(tail: dict) -> None:
 # ---- nothing is older than allowed ----
 
 
+MOST_REPORTS = 400
+"""A batch needs far fewer."""
+
+
 class Generating(Trainer):
     """Tokens have versions. Workers are random, and their reports may come while the weights are sent."""
 
@@ -258,7 +296,9 @@ class Generating(Trainer):
     def round(self) -> TakeResult:
         """Groups are claimed, generate, fail and finish one by one until the batch is taken."""
         self.begin()
-        while not (result := self.take()).groups:
+        for _ in range(MOST_REPORTS):
+            if (result := self.take()).groups:
+                return result
             self.admit(result.num_missing)
             self.claim(1 + self.rng.randrange(2 * BATCH))
             self.oldest = dict.fromkeys(self.some(), self.queue.version) | self.oldest
@@ -266,7 +306,7 @@ class Generating(Trainer):
                 self.claims, key=lambda uid: self.claims[uid].claim_id if self.newest_first else self.rng.random()
             )
             self.fail(uid) if self.rng.random() < 0.1 else self.end(uid)
-        return result
+        raise AssertionError(f"no batch after {MOST_REPORTS} reports")
 
     def update(self) -> None:
         """Workers end what is too old, and some claim or finish while the weights are sent."""
@@ -309,3 +349,28 @@ def test_no_token_past_the_bound_is_trained(
         assert past != "finish" or (now.restarted, "too_stale" in now.dropped) == (0, False)
         trainer.update()
         assert trainer.queue.statistics().conserved
+
+
+POLICIES = [
+    (Partial(2 * BATCH), StalenessBound(1, "drop")),
+    (Partial(3 * BATCH), StalenessBound(0, "restart")),
+    (Sync(BATCH), StalenessBound(0, "drop")),
+    (Sync(BATCH), StalenessBound(0, "restart")),
+    (Reorder(BATCH, BATCH + 2, 1), StalenessBound(4, "drop")),
+    (Reorder(BATCH, 2 * BATCH, 2), StalenessBound(8, "restart")),
+]
+
+
+@given(seed=st.integers(0, 2**32), newest_first=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_any_policy_goes_on_from_the_checkpoint_of_any_other(seed: int, newest_first: bool) -> None:
+    rng = Random(seed)
+    trainer = Generating(*rng.choice(POLICIES), rng, newest_first=newest_first)
+    for _ in range(20):
+        result, version, now = trainer.round(), trainer.queue.version, trainer.queue.statistics()
+        assert len(result.groups) == BATCH
+        assert min(group.min_version for group in result.groups) >= version - trainer.queue.bound.max_staleness
+        assert now.conserved
+        trainer.update()
+        if rng.random() < 0.2:
+            trainer.restart(*rng.choice(POLICIES))

@@ -14,7 +14,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from partial_rollout.core.interrupt import Context, Retained
 from partial_rollout.core.resume import ResumableGeneration, Segment
-from partial_rollout.errors import ConfigError, EngineDead, EngineError, ResumeStalled, RunEnded
+from partial_rollout.errors import ActorLost, ConfigError, EngineDead, EngineError, ResumeStalled, RunEnded
 from partial_rollout.rollout.client import ResumingLLMServerClient
 
 
@@ -25,6 +25,13 @@ def remote(function):
         return function(**kwargs)
 
     return SimpleNamespace(remote=call)
+
+
+def raising(error):
+    def call(**_):
+        raise error
+
+    return call
 
 
 def answer(tokens, stop_reason, *, version=1, epoch=0, **fields):
@@ -140,6 +147,14 @@ async def test_a_lost_server_is_named():
         await generate(make_client(Script(ActorDiedError())))
 
 
+async def test_a_lost_load_balancer_is_not_taken_for_the_server_before():
+    client = make_client(Script(answer([5], "aborted"), answer([6], "completed", epoch=1)))
+    answers = [client._load_balancer.acquire_server, remote(raising(ActorDiedError()))]
+    client._load_balancer.acquire_server = SimpleNamespace(remote=lambda **asked: answers.pop(0).remote(**asked))
+    with pytest.raises(ActorLost, match="the load balancer died when request 'q' asked"):
+        await generate(client)
+
+
 async def test_interruptions_that_lead_nowhere_are_an_error():
     with pytest.raises(ResumeStalled):
         await generate(make_client(Script(answer([], "aborted"), answer([], "aborted"))))
@@ -235,3 +250,16 @@ async def test_tokens_sampled_with_other_settings_are_not_adopted(change, adopte
     client.on_generation = lambda generation: seen.append(generation.adopt(seen[0].state()))
     await generate(client, SAMPLING | change)
     assert seen[1] is adopted
+
+
+@pytest.mark.parametrize("seen", ["image_data", "video_data", "audio_data"])
+async def test_tokens_sampled_on_another_picture_are_not_adopted(seen):
+    adopted, saved = [], []
+    script = Script(*(answer([5, 6], "completed") for _ in range(4)))
+    client = make_client(script)
+    client.on_generation = saved.append
+    await generate(client, SAMPLING, **{seen: [[1, 2]]})
+    client.on_generation = lambda generation: adopted.append(generation.adopt(saved[0].state()))
+    for inputs in ({seen: [[1, 2]]}, {seen: [[1, 3]]}, {seen: None}):
+        await generate(client, SAMPLING, **inputs)
+    assert adopted == [True, False, False]

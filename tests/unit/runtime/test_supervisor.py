@@ -22,6 +22,17 @@ async def test_guard_raises_the_failure_of_a_task_while_it_waits() -> None:
         await waiting
 
 
+async def test_guard_raises_what_a_task_that_goes_on_has_reported_and_the_first_report_counts() -> None:
+    supervisor = Supervisor()
+    supervisor.spawn(asyncio.Event().wait(), name="goes on")
+    supervisor.fail(ValueError("boom"))
+    supervisor.fail(ValueError("a consequence"))
+    with pytest.raises(ValueError, match="boom"):
+        await supervisor.guard(asyncio.Event().wait())
+    assert len(supervisor) == 1
+    await supervisor.cancel()
+
+
 async def test_guard_cancels_what_it_waited_for_after_a_failure() -> None:
     supervisor, gate, cancelled = Supervisor(), asyncio.Event(), asyncio.Event()
 
