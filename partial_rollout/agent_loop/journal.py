@@ -15,6 +15,7 @@ from partial_rollout.errors import TooStale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
     from partial_rollout.types import Claim
@@ -106,21 +107,14 @@ class Journals:
         """All generate calls of trajectories whose groups have not ended."""
         return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
 
-    def unclaimed(self) -> Saved:
-        """Saved generate calls of trajectories that have not started again here."""
+    def unclaimed(self) -> frozenset[str]:
+        """Saved trajectories that have not started again here."""
+        return frozenset(self._saved)
+
+    def keep_unclaimed(self, unclaimed: AbstractSet[str]) -> Saved:
+        """Forget the saved calls of all but `unclaimed`, which no worker had started; returns those left here.
+
+        What another worker has started is never gone on from here: a further claim begins afresh.
+        """
+        self._saved = {key: calls for key, calls in self._saved.items() if key in unclaimed}
         return dict(self._saved)
-
-
-def merge(workers: Sequence[tuple[Saved, Saved]]) -> Saved:
-    """What a checkpoint holds of every worker's `states` and `unclaimed`.
-
-    All workers were given the same saved calls: those that one of them has started with are no longer unclaimed.
-    """
-    merged = {
-        key: calls
-        for key, calls in (workers[0][1] if workers else {}).items()
-        if all(key in unclaimed for _, unclaimed in workers)
-    }
-    for states, _ in workers:
-        merged |= states
-    return merged

@@ -9,7 +9,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
-from partial_rollout.agent_loop.journal import merge
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.errors import ActorLost
 from partial_rollout.mode import read_settings, slots_per_worker
@@ -117,10 +116,19 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
 
     def journals(self) -> Saved:
-        """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`."""
-        calls = [worker.journals.remote() for worker in self.agent_loop_workers]
-        answers = self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)
-        return merge(cast("list[tuple[Saved, Saved]]", answers))
+        """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`.
+
+        The first worker sends the restored ones; all forget those that one of them has started. One that starts between
+        the two calls is sent by the worker that runs it, and that answer replaces the first worker's.
+        """
+        workers = self.agent_loop_workers
+        calls = [worker.unclaimed.remote() for worker in workers]
+        unclaimed = frozenset.intersection(*self._wait_all(calls, "name unstarted trajectories", JOURNAL_TIMEOUT_S))
+        calls = [worker.journals.remote(unclaimed, with_unclaimed=worker is workers[0]) for worker in workers]
+        merged: Saved = {}
+        for answer in cast("list[Saved]", self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)):
+            merged |= answer
+        return merged
 
     def restore_journals(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""

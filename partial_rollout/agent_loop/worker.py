@@ -72,9 +72,17 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         await self._claim_loop.holds.pass_by()
         self._journals.require_fresh()
 
-    async def journals(self) -> tuple[Saved, Saved]:
-        """Tokens of all trajectories whose groups have not ended, and restored ones that have not started here."""
-        return self._journals.states(), self._journals.unclaimed()
+    async def unclaimed(self) -> frozenset[str]:
+        """Restored trajectories that have not started here."""
+        return self._journals.unclaimed()
+
+    async def journals(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
+        """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` those of restored ones.
+
+        Restored tokens of trajectories that are not in `unclaimed` are forgotten.
+        """
+        restored = self._journals.keep_unclaimed(unclaimed)
+        return self._journals.states() | (restored if with_unclaimed else {})
 
     async def restore_journals(self, saved: Saved) -> None:
         """Let trajectories go on from the tokens of a checkpoint, except where routed experts would be missing."""

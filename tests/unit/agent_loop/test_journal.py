@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from partial_rollout.agent_loop.journal import Journals, merge
+from partial_rollout.agent_loop.journal import Journals
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import TooStale
@@ -171,21 +171,15 @@ async def test_another_worker_does_not_use_saved_calls_a_second_time() -> None:
     journals.oldest_version = 4
     await in_trajectory(journals, again, goes_on=False)
     assert again.token_ids == []
-    assert journals.unclaimed() == {}
+    assert journals.unclaimed() == frozenset()
 
 
-async def test_a_checkpoint_holds_what_nobody_has_started_again_and_nothing_that_was_used_up() -> None:
-    saved = (await two_turns()).states()
-    saved |= {"b_0": saved["a_0"], "c_0": saved["a_0"]}
-    workers = [Journals(), Journals()]
-    for journals in workers:
-        journals.restore(saved)
-    await in_trajectory(workers[1], generation(7))
-    assert merge([(each.states(), each.unclaimed()) for each in workers]) == {
-        "a_0": [generation(7).state()],
-        "b_0": saved["b_0"],
-        "c_0": saved["c_0"],
-    }
-    workers[1].forget(1)
-    assert list(merge([(each.states(), each.unclaimed()) for each in workers])) == ["b_0", "c_0"]
-    assert merge([]) == {}
+async def test_saved_calls_are_forgotten_once_any_worker_has_started_their_trajectory() -> None:
+    calls = (await two_turns()).states()["a_0"]
+    journals = Journals()
+    journals.restore({"a_0": calls, "b_0": calls, "c_0": calls})
+    await in_trajectory(journals, generation(1, 2))
+    assert journals.unclaimed() == {"b_0", "c_0"}
+    assert journals.keep_unclaimed({"a_0", "c_0"}) == {"c_0": calls}
+    assert journals.unclaimed() == {"c_0"}
+    assert journals.states() == {"a_0": calls}

@@ -1,0 +1,173 @@
+"""Which tokens the workers hand over to a checkpoint while they claim, and which restored ones they keep after it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from partial_rollout.agent_loop import manager as agent_loop_manager
+from partial_rollout.agent_loop.journal import Journals, Saved
+from partial_rollout.agent_loop.manager import JOURNAL_TIMEOUT_S, PartialRolloutAgentLoopManager
+from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
+from partial_rollout.core.interrupt import FRESH, Context
+from partial_rollout.core.resume import GenerationState, ResumableGeneration, Segment
+from partial_rollout.types import Claim, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+CALL = GenerationState([1, 2], [5], [-0.5], [VersionSpan(3, 1)], None, 1, 0)
+SAVED: Saved = {"a_0": [CALL], "b_0": [CALL], "c_0": [CALL]}
+NUM_WORKERS = 3
+NUM_ANSWERS = 2 * NUM_WORKERS
+"""Of a checkpoint: each worker names what it has not started, then each sends tokens."""
+
+
+class Worker(PartialRolloutAgentLoopWorker):
+    """The real worker's journals."""
+
+    def __init__(self, *, replays_routing: bool = False) -> None:
+        self._journals = Journals()
+        self.rollout_config: Any = SimpleNamespace(enable_rollout_routing_replay=replays_routing)
+
+    @property
+    def unstarted(self) -> frozenset[str]:
+        return self._journals.unclaimed()
+
+    def start(self, uid: str, *, claim_id: int = 1, goes_on: bool = True) -> ResumableGeneration:
+        """One more token for the trajectory, in a context of its own."""
+        generation = ResumableGeneration([1, 2], 8)
+
+        def run() -> None:
+            self._journals.start(Claim(uid, claim_id, "w", 1, 1, 1, goes_on), 0)
+            self._journals.record(generation)
+
+        copy_context().run(run)
+        generation.add(Segment([6], [-0.5], "aborted", version=4, epoch=0, context=Context(4, FRESH)))
+        return generation
+
+    def end(self, claim_id: int = 1) -> None:
+        self._journals.forget(claim_id)
+
+    @property
+    def handle(self) -> Any:
+        """Its calls are answered when they are waited for."""
+        names = ("unclaimed", "journals", "restore_journals")
+        return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self, name)) for name in names})
+
+
+@dataclass
+class World:
+    workers: list[Worker]
+    before_answer: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What happens before the n-th answer of a worker, counted from the last checkpoint on."""
+    answers: list[Any] = field(default_factory=list)
+    waits: list[tuple[float, str]] = field(default_factory=list)
+
+    def wait_for_all(self, calls: list[Coroutine[Any, Any, Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
+        self.waits.append((timeout_s, who_waits))
+        first = len(self.answers)
+        for index, call in enumerate(calls):
+            self.before_answer.pop(first + index, lambda: None)()
+            self.answers.append(asyncio.run(call))
+        return self.answers[first:]
+
+    @property
+    def manager(self) -> PartialRolloutAgentLoopManager:
+        manager = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
+        manager.agent_loop_workers = [worker.handle for worker in self.workers]
+        return manager
+
+    def checkpoint(self) -> Saved:
+        self.answers.clear()
+        self.waits.clear()
+        return self.manager.journals()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A run that goes on from `SAVED`."""
+    world = World([Worker() for _ in range(NUM_WORKERS)])
+    monkeypatch.setattr(agent_loop_manager, "wait_for_all", world.wait_for_all)
+    monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(put=lambda saved: saved))
+    world.manager.restore_journals(SAVED)
+    return world
+
+
+def test_what_nobody_has_started_is_in_the_checkpoint_and_stays_everywhere(world: World) -> None:
+    for _ in range(2):
+        assert world.checkpoint() == SAVED
+        assert [worker.unstarted for worker in world.workers] == [SAVED.keys()] * NUM_WORKERS
+
+
+@pytest.mark.parametrize("starter", range(NUM_WORKERS))
+def test_what_one_worker_has_started_is_forgotten_by_the_others_at_the_next_checkpoint(
+    world: World, starter: int
+) -> None:
+    running = world.workers[starter].start("a")
+    assert world.checkpoint() == SAVED | {"a_0": [running.state()]}
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS
+    world.workers[starter].end()
+    assert world.checkpoint() == {"b_0": [CALL], "c_0": [CALL]}
+
+
+def test_when_all_groups_have_ended_no_worker_holds_or_sends_a_token(world: World) -> None:
+    for index, (uid, worker) in enumerate(zip("abc", world.workers, strict=True)):
+        worker.start(uid, claim_id=index)
+        worker.end(index)
+    assert world.checkpoint() == {}
+    assert [worker.unstarted for worker in world.workers] == [frozenset()] * NUM_WORKERS
+    assert world.answers[NUM_WORKERS:] == [{}] * NUM_WORKERS
+
+
+@pytest.mark.parametrize("starter", range(NUM_WORKERS))
+@pytest.mark.parametrize("moment", range(NUM_ANSWERS))
+def test_a_trajectory_that_starts_during_a_checkpoint_is_in_it_once(world: World, moment: int, starter: int) -> None:
+    """Whichever worker starts it, before whichever answer: as it runs, or as it was saved, and the others as saved."""
+    running: list[ResumableGeneration] = []
+    world.before_answer[moment] = lambda: running.append(world.workers[starter].start("a"))
+    is_running = moment <= NUM_WORKERS + starter
+    saved = world.checkpoint()
+    (generation,) = running
+    assert saved == SAVED | {"a_0": [generation.state() if is_running else CALL]}
+    assert generation.token_ids == [5, 6]
+    assert world.checkpoint() == SAVED | {"a_0": [generation.state()]}
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_trajectory_that_was_given_back_begins_afresh_and_is_forgotten_as_any_other(world: World, other: int) -> None:
+    world.workers[0].start("a")
+    world.workers[0].end()
+    afresh = world.workers[other].start("a", claim_id=2, goes_on=False)
+    assert afresh.token_ids == [6]
+    assert world.checkpoint() == SAVED | {"a_0": [afresh.state()]}
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS
+
+
+def test_one_worker_sends_what_nobody_has_started_and_the_others_their_own(world: World) -> None:
+    running = world.workers[1].start("a")
+    world.checkpoint()
+    assert world.answers[NUM_WORKERS:] == [{"b_0": [CALL], "c_0": [CALL]}, {"a_0": [running.state()]}, {}]
+
+
+def test_workers_that_replay_routing_take_over_no_tokens(world: World) -> None:
+    world.workers = [Worker(replays_routing=True) for _ in range(NUM_WORKERS)]
+    world.manager.restore_journals(SAVED)
+    assert world.checkpoint() == {}
+
+
+def test_every_wait_of_a_checkpoint_has_a_deadline_and_a_name(world: World) -> None:
+    world.checkpoint()
+    who = "trainer waits for agent-loop workers to"
+    assert world.waits == [
+        (JOURNAL_TIMEOUT_S, f"{who} name unstarted trajectories"),
+        (JOURNAL_TIMEOUT_S, f"{who} hand over their tokens"),
+    ]
