@@ -12,7 +12,7 @@ from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.config import BLOCK, PartialRolloutConfig
 from partial_rollout.core.interrupt import mode_of
-from partial_rollout.core.slots import SlotBounds
+from partial_rollout.core.slots import SlotBounds, share_slots
 from partial_rollout.core.staleness import make_bound
 from partial_rollout.core.tail import make_policy
 from partial_rollout.engine_needs import ADAPTER_RANKS, AT_THE_END, engine_needs
@@ -111,9 +111,10 @@ def slot_bounds(config: DictConfig) -> SlotBounds:
     return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group, num_workers)
 
 
-def slots_per_worker(config: DictConfig) -> int:
-    """The slot budget of one agent-loop worker, to start with."""
-    return num_slots(config) // config.actor_rollout_ref.rollout.agent.num_workers
+def slot_shares(config: DictConfig) -> list[int]:
+    """The slot budget of each agent-loop worker, to start with."""
+    rollout = config.actor_rollout_ref.rollout
+    return share_slots(num_slots(config), num_workers=rollout.agent.num_workers, group=rollout.n)
 
 
 def num_ranks(config: DictConfig) -> int:
@@ -162,16 +163,17 @@ def check_config(config: DictConfig) -> None:
         ConfigError: names the value, what is allowed and where to set it.
     """
     rollout = config.actor_rollout_ref.rollout
-    n = rollout.n
+    n, num_workers = rollout.n, rollout.agent.num_workers
     _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
     _check_tail(config)
     _check_interrupt_mode(config)
     _check_lengths(config)
     _check_packing(config)
     _require(
-        slots_per_worker(config) >= n,
-        f"{num_slots(config)} trajectory slots over {rollout.agent.num_workers} agent-loop workers",
-        f"at least rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower rollout.agent.num_workers",
+        min(slot_shares(config)) >= n,
+        f"{num_slots(config)} trajectory slots over {num_workers} agent-loop workers",
+        f"at least {n * num_workers}, rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower "
+        "rollout.agent.num_workers",
     )
     if read_settings(config).slots.adaptive:
         slot_bounds(config)

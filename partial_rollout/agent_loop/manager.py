@@ -10,8 +10,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
+from partial_rollout.core.slots import share_slots
 from partial_rollout.errors import ActorLost
-from partial_rollout.mode import read_settings, slots_per_worker
+from partial_rollout.mode import read_settings, slot_shares
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for, wait_for_all
 from partial_rollout.types import PromptMeta
@@ -52,11 +53,12 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     async def _init_agent_loop_workers(self) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-        num_workers = self.rollout_config.agent.num_workers
-        self.agent_loop_workers = [self._spawn(rank, nodes[rank % len(nodes)]) for rank in range(num_workers)]
+        self.agent_loop_workers = [
+            self._spawn(rank, nodes[rank % len(nodes)], share) for rank, share in enumerate(slot_shares(self.config))
+        ]
         self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
 
-    def _spawn(self, rank: int, node_id: str) -> ActorHandle:
+    def _spawn(self, rank: int, node_id: str, num_slots: int) -> ActorHandle:
         worker_id = f"agent_loop_worker_{rank}"
         actor_class: Any = ray.remote(PartialRolloutAgentLoopWorker).options(
             name=f"{worker_id}_{uuid4().hex[:8]}",
@@ -65,7 +67,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         return actor_class.remote(
             worker_id,
             self._settings,
-            slots_per_worker(self.config),
+            num_slots,
             self.config,
             self.llm_client,
             self.teacher_client,
@@ -109,9 +111,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def resize(self, num_slots: int) -> None:
         """Share `num_slots` among the workers, in whole prompt groups."""
-        num_workers, group = len(self.agent_loop_workers), self.rollout_config.n
-        each, more = divmod(num_slots // group, num_workers)
-        shares = [(each + (index < more)) * group for index in range(num_workers)]
+        shares = share_slots(num_slots, num_workers=len(self.agent_loop_workers), group=self.rollout_config.n)
         calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]
         self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
 

@@ -23,6 +23,12 @@ STEP_SHARE = 8
 """The first budget is raised by one part of so many: a doubling takes eight rises."""
 
 
+def share_slots(num_slots: int, *, num_workers: int, group: int) -> list[int]:
+    """Each worker's slots, in whole groups: the first ones have a group more where they do not come out even."""
+    each, num_larger = divmod(num_slots // group, num_workers)
+    return [(each + (rank < num_larger)) * group for rank in range(num_workers)]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """What engines say of themselves at one moment, summed up; the KV cache's is that of the fullest one."""

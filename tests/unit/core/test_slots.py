@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partial_rollout.core.cost_model import EngineSpeed
-from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController
+from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController, share_slots
 
 BOUNDS = SlotBounds(least=8, most=128, kv_high=0.9, group=4)
 
@@ -88,3 +88,15 @@ def test_the_budget_stays_between_its_bounds_in_whole_groups(start: int, looks: 
         slots.observe(load, in_use)
         assert BOUNDS.least <= slots.budget <= BOUNDS.most
         assert slots.budget % BOUNDS.group == 0
+
+
+@given(num_slots=st.integers(1, 400), num_workers=st.integers(1, 20), group=st.integers(1, 16))
+def test_workers_share_all_whole_groups_and_none_has_two_more_than_another(
+    num_slots: int, num_workers: int, group: int
+) -> None:
+    shares = share_slots(num_slots, num_workers=num_workers, group=group)
+    assert len(shares) == num_workers
+    assert all(share % group == 0 for share in shares)
+    assert sum(shares) == num_slots - num_slots % group
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[-1] <= group

@@ -16,7 +16,7 @@ from partial_rollout.mode import (
     is_enabled,
     num_slots,
     slot_bounds,
-    slots_per_worker,
+    slot_shares,
 )
 from tests.unit.mode.support import check
 
@@ -166,9 +166,18 @@ def test_a_fixed_count_needs_a_count(composed: Composed):
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)
-    assert (num_slots(config), slots_per_worker(config)) == (8, 4)
-    with pytest.raises(ConfigError, match="8 trajectory slots over 3 agent-loop workers is not allowed"):
+    assert (num_slots(config), slot_shares(config)) == (8, [4, 4])
+    refused = "8 trajectory slots over 3 agent-loop workers is not allowed: must be at least 12, .*n=4 .*num_slots or "
+    with pytest.raises(ConfigError, match=refused):
         check(composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 3}))
+
+
+def test_a_whole_batch_starts_at_once_where_the_workers_cannot_have_as_many_groups_each(composed: Composed):
+    changes = {"data.train_batch_size": 12, "actor_rollout_ref.rollout.n": 8}
+    config = composed(changes | {"actor_rollout_ref.rollout.agent.num_workers": 8})
+    check(config)
+    assert slot_shares(config) == [16] * 4 + [8] * 4
+    assert sum(share // 8 for share in slot_shares(config)) == num_slots(config) // 8 == 12
 
 
 def test_slots_left_open_are_one_batch(composed: Composed):

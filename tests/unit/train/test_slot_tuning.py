@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
@@ -80,3 +81,25 @@ def test_workers_share_whole_groups(monkeypatch: pytest.MonkeyPatch, num_slots: 
     workers.agent_loop_workers = [SimpleNamespace(resize=SimpleNamespace(remote=lambda share: share))] * 2
     workers.resize(num_slots)
     assert given == shares
+
+
+async def test_workers_start_with_the_shares_that_a_resize_to_the_same_number_gives(monkeypatch: pytest.MonkeyPatch):
+    started: list[int] = []
+
+    def start(worker_id: str, settings: Any, num_slots: int, *_: Any) -> SimpleNamespace:
+        started.append(num_slots)
+        return SimpleNamespace(ping=SimpleNamespace(remote=lambda: worker_id))
+
+    options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+    node = {"NodeID": "ab" * 28, "Alive": True, "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(nodes=lambda: [node], remote=lambda _: options))
+    monkeypatch.setattr(agent_loop_manager, "wait_for_all", lambda refs, **_: refs)
+    workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
+    rollout = {"n": 4, "agent": {"num_workers": 2}}
+    config = {"data": {"train_batch_size": 5}, "actor_rollout_ref": {"rollout": rollout}, "partial_rollout": {}}
+    workers.config = OmegaConf.create(config)
+    workers.rollout_config = workers.config.actor_rollout_ref.rollout
+    for name in ("_settings", "llm_client", "teacher_client", "reward_loop_worker_handles"):
+        setattr(workers, name, None)
+    await workers._init_agent_loop_workers()
+    assert started == [12, 8]
