@@ -131,7 +131,7 @@ class QueueStatistics:
     claimed_trajectories: int = 0
     """Trajectories of all ongoing prompts."""
     oldest_ongoing_s: float = 0.0
-    """Age of the oldest claim."""
+    """Age of the oldest claim, without the time in which it was held back."""
     oldest_ongoing_uid: str = ""
     oldest_ongoing_worker: str = ""
 

@@ -44,7 +44,7 @@ class ClaimBook:
     def start(self, entry: Entry, worker_id: str) -> Claim:
         """Claim a pending prompt for `worker_id`."""
         entry.move(Event.CLAIM)
-        entry.claimed_at = self._clock()
+        entry.ongoing_since, entry.ongoing_before_s, entry.is_long_running = self._clock(), 0.0, False
         goes_on = entry.begun is not None
         if entry.begun is None:
             entry.begun = self.ages.begin(None)
@@ -81,13 +81,24 @@ class ClaimBook:
         entry = next(iter(self.ongoing.values()), None)
         if entry is None or entry.claim is None:
             return {}
-        age_s, claim = self._clock() - entry.claimed_at, entry.claim
+        age_s, claim = self._age_s(entry), entry.claim
         return {"oldest_ongoing_s": age_s, "oldest_ongoing_uid": claim.uid, "oldest_ongoing_worker": claim.worker_id}
+
+    def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
+        """Claims ongoing for more than `limit_s` that no call has returned yet, with their ages in seconds."""
+        found: list[tuple[Claim, float]] = []
+        for entry in self.ongoing.values():
+            age_s = self._age_s(entry)
+            if age_s > limit_s and not entry.is_long_running and entry.claim is not None:
+                entry.is_long_running = True
+                found.append((entry.claim, age_s))
+        return found
 
     def defer_all(self) -> list[Entry]:
         """Every ongoing prompt is held back, and its claim stays with its worker; returns them oldest claim first."""
         left_behind = list(self.ongoing.values())
         for entry in left_behind:
+            entry.ongoing_before_s = self._age_s(entry)
             entry.move(Event.DEFER)
         self._deferred |= self.ongoing
         self.ongoing.clear()
@@ -99,6 +110,7 @@ class ClaimBook:
         """The prompt goes on; its worker is told by its next `take_resumed`."""
         entry = self._deferred.pop(claim.claim_id)
         entry.move(Event.RESUME)
+        entry.ongoing_since = self._clock()
         self.ongoing[claim.claim_id] = entry
         self.num_trajectories += claim.num_trajectories
         self._resumed[claim.worker_id][claim.claim_id] = claim
@@ -114,6 +126,10 @@ class ClaimBook:
     def of_worker(self, worker_id: str) -> list[Claim]:
         """Current claims of a worker, oldest first."""
         return list(self._by_worker.get(worker_id, {}).values())
+
+    def _age_s(self, entry: Entry) -> float:
+        """Seconds that an ongoing prompt has been so under its claim: interruptions count, time held back does not."""
+        return entry.ongoing_before_s + self._clock() - entry.ongoing_since
 
     def _forget(self, claim: Claim, state: State) -> None:
         if state is State.DEFERRED:

@@ -83,7 +83,9 @@ class Entry:
     losses: int = 0
     deferrals: int = 0
     begun: int | None = None  # Weight version that generated when it began; None while it has no tokens.
-    claimed_at: float = 0.0
+    ongoing_since: float = 0.0
+    ongoing_before_s: float = 0.0  # Under the same claim, before it was last deferred.
+    is_long_running: bool = False  # `take_long_running` has returned its claim.
     claim: Claim | None = None
 
     def charge(self, *, is_restart: bool) -> int:

@@ -39,15 +39,11 @@ class PromptQueue:
     charged to the worker by `claim`, up to its `free_slots`; the *worker* frees each when its trajectory ends.
 
     Every event costs O(log pending) per prompt it touches; `begin_round` and `take` look at the deferred prompts too,
-    `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
+    `take_long_running` at the ongoing ones, `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
     """
 
     def __init__(
-        self,
-        policy: TailPolicy,
-        max_attempts: int,
-        clock: Callable[[], float],
-        bound: StalenessBound = UNBOUNDED,
+        self, policy: TailPolicy, max_attempts: int, clock: Callable[[], float], bound: StalenessBound = UNBOUNDED
     ) -> None:
         """Raise ConfigError for a number of attempts below 1; `clock` returns seconds."""
         if max_attempts < 1:
@@ -165,6 +161,10 @@ class PromptQueue:
             self._claims.entry(claim).losses += 1
             self.give_back(claim)
         return [claim.uid for claim in claims]
+
+    def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
+        """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
+        return self._claims.take_long_running(limit_s)
 
     def can_take(self, num_groups: int) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from partial_rollout.core.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.metrics import ManagerMetrics
+from partial_rollout.runtime.slow_prompts import describe_wait, warn_of_long_running
 from partial_rollout.types import ManagerStatus
 
 if TYPE_CHECKING:
@@ -86,9 +88,15 @@ class RolloutPromptManager:
         clock: Callable[[], float] = time.monotonic,
         metrics: Callable[[], MetricsSink] | None = None,
         bound: StalenessBound = UNBOUNDED,
+        *,
+        batch_s: float = math.inf,
     ) -> None:
-        """`metrics` is called here, in the manager's own process, to make what shows its status."""
+        """`metrics` is called here, in the manager's own process, to make what shows its status.
+
+        A claim that has been ongoing for more than `batch_s` is warned of when a batch is taken.
+        """
         self._clock = clock
+        self._batch_s = batch_s
         self._max_attempts = max_attempts
         self._queue = PromptQueue(policy, max_attempts, clock, bound)
         self._metrics = metrics() if metrics else None
@@ -145,7 +153,8 @@ class RolloutPromptManager:
         """
         async with self._takeable:
             if not await _wait(self._takeable, lambda: self._ends_wait(num_groups), timeout_s):
-                raise WaitTimeout(self._describe_wait(num_groups, timeout_s))
+                why = describe_wait(self._queue, num_groups, timeout_s)
+                raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._gate!r}")
             result = self.take_nowait(num_groups)
             self._wake()
             return result
@@ -153,6 +162,7 @@ class RolloutPromptManager:
     def take_nowait(self, num_groups: int) -> TakeResult:
         """Take without waiting; `TakeResult()` when the groups are in flight but not done."""
         self._require_open()
+        warn_of_long_running(self._queue, self._batch_s)
         return self._queue.take(num_groups)
 
     async def pause_starts(self, num_groups: int | None) -> None:
@@ -327,22 +337,6 @@ class RolloutPromptManager:
         if self._closed:
             raise ActorLost(f"the prompt manager was closed: {self._closed}")
 
-    def _describe_wait(self, num_groups: int, timeout_s: float) -> str:
-        now = self._queue.statistics()
-        oldest = (
-            f"oldest ongoing prompt {now.oldest_ongoing_uid!r} at worker {now.oldest_ongoing_worker!r} "
-            f"for {now.oldest_ongoing_s:.1f} s"
-            if now.ongoing
-            else f"no prompt is ongoing, the next one needs {self._queue.next_group_size} free slots"
-        )
-        num_due = self._queue.num_due(num_groups)
-        due = f"{num_due} of them must finish first, by tail.max_staleness; " if num_due else ""
-        return (
-            f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
-            f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}; {due}"
-            f"{len(self._workers)} workers known, gate {self._gate!r}"
-        )
-
     def _schedule_export(self) -> None:
         if self._metrics is not None and self._export_timer is None:
             self._export_timer = asyncio.get_running_loop().call_later(METRICS_INTERVAL_S, self._export)
@@ -378,8 +372,9 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("%s: a prompt is trained or dropped within %s steps", policy, policy.max_steps or "any number of")
+    batch_s = config.timeouts.batch_s
     try:
-        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound)
+        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, batch_s=batch_s)
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "
