@@ -1,7 +1,7 @@
 """Wall clock of a mini-batch's forward and backward on two ranks, by who decides which samples train together.
 
     python -m benchmarks.bench_packing_wall --json benchmarks/results/bench_packing_wall.json
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 --limit-s 60 \\
+    python -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 --limit-s 60 \\
         --token-budget 16384 --per-rank 32 --batches 3 --rounds 2 --warm-up-batches 1 --parts packed --json OUT
 
 Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as

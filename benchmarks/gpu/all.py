@@ -1,6 +1,6 @@
 """All engine measurements of one model shape and trace, on one engine: policies, then the latency curve.
 
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.all --shape 8b --budget-s 560 --out $OUT/8b
+    python -m benchmarks.gpu.all --shape 8b --budget-s 560 --out $OUT/8b
     python -m benchmarks.gpu.all --shape tiny --budget-s 60 --out /tmp/tiny       # the same on a CPU
 
 Random weights, no files but a configuration and a tokenizer, no network. Response lengths are recorded
@@ -9,7 +9,7 @@ Random weights, no files but a configuration and a tokenizer, no network. Respon
 which the first ones are not summed up (`policies.py`); in the next round (`--rounds`) all have other prompts.
 With `--jobs`, whole training jobs of the same shape and load follow, stored in a folder `jobs`:
 
-    python3 -m benchmarks.gpu.all --shape 4b --batch 16 --budget-s 800 --out $OUT --jobs --memory 0.4 --budget-s 1500
+    python -m benchmarks.gpu.all --shape 4b --batch 16 --budget-s 800 --out $OUT --jobs --memory 0.4 --budget-s 1500
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
+from benchmarks.gpu.jobs import in_pairs
 from benchmarks.gpu.summary import BOUND, ROW, TIME
 
 mpl.use("Agg")
@@ -55,13 +56,18 @@ def draw_slots(axes: Axes, result: Result) -> None:
 
 
 def draw_steps(axes: Axes, result: Result) -> None:
-    """Seconds of each measured step, from left to right, and their mean: steps of `colocate_async` alternate."""
+    """Seconds of each measured step, from left to right, and their mean, of whole jobs that of an even number.
+
+    Steps of `colocate_async` alternate between long and short ones.
+    """
     for place, mode in enumerate(result["summary"]):
         blocks = [block for block in result["blocks"] if block["mode"] == mode]
-        walls = [step["wall_s"] for block in blocks for step in block["steps"] if not step["warmup"]]
+        steps = [step for block in blocks for step in block["steps"] if not step["warmup"]]
+        walls = [step["wall_s"] for step in steps]
+        counted = [step["wall_s"] for step in steps if step.get("paired", True)]
         across = [place + COLUMN * ((number + 0.5) / len(walls) - 0.5) for number in range(len(walls))]
         axes.plot(across, walls, "o-", alpha=0.6, linewidth=0.8)
-        axes.plot(place, statistics.fmean(walls), "k_", markersize=22)
+        axes.plot(place, statistics.fmean(counted or walls), "k_", markersize=22)
     _name_modes(axes, result)
     axes.set_ylabel("seconds of generation in a step")
     axes.set_ylim(bottom=0)
@@ -112,7 +118,11 @@ def as_blocks(result: Result) -> Result:
     blocks = []
     for job in result["jobs"]:
         walls = [step["timing_s/gen"] for step in job["steps"]]
-        steps = [{"ended_s": end_s, "warmup": number < skip} for number, end_s in enumerate(job["ends_s"])]
+        counted = range(skip, skip + len(in_pairs(walls)))
+        steps = [
+            {"ended_s": end_s, "warmup": number < skip, "paired": number in counted}
+            for number, end_s in enumerate(job["ends_s"])
+        ]
         steps = [{**step, "wall_s": wall_s} for step, wall_s in zip(steps, [0.0] * skip + walls, strict=False)]
         samples = [[at_s, running, running] for at_s, running in job["samples"]]
         blocks.append({"mode": job["mode"], "trace": trace, "slots": slots, "steps": steps, "samples": samples})

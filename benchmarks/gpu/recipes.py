@@ -1,6 +1,6 @@
 """The text recipes on GPUs, unchanged but for paths and sizes: made-up weights and problems, a few steps of each.
 
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.recipes --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --out OUT
+    python -m benchmarks.gpu.recipes --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --out OUT
     ... --gpus 0 1 --tensor-parallel 2 --set partial_rollout.weights.backend=channel
 
 One replica for each `--tensor-parallel` GPUs. Stored one by one in `recipes.json`, with the metrics of every step; logs

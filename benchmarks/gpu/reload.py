@@ -1,6 +1,6 @@
 """A vLLM engine that is sent new weights by our channel against one that was started from them.
 
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.reload --json $OUT/reload.json
+    python -m benchmarks.gpu.reload --json $OUT/reload.json
     python -m benchmarks.gpu.reload --quantization none fp8_per_tensor        # the same on a CPU
 
 For each quantisation and for tied and untied embeddings, with two random models A and B: one engine is started from A,

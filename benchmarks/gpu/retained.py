@@ -1,6 +1,6 @@
 """Whether KV that interrupted requests left behind is right when they come back, without Ray and without a trainer.
 
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.retained --modes offload_kv reuse_kv abort --json OUT
+    python -m benchmarks.gpu.retained --modes offload_kv reuse_kv abort --json OUT
     python -m benchmarks.gpu.retained --modes reuse_kv abort        # on a CPU
 
 Greedy requests are cut in the middle as a server's drain does it, the engine releases its memory where the mode says

@@ -1,6 +1,6 @@
 """The weight channel on one GPU: is it right, how fast, and what is left behind when an end is killed.
 
-    PYTHONPATH=$PWD:/tmp/site python3 -m benchmarks.gpu.weights --json $OUT/weights.json
+    python -m benchmarks.gpu.weights --json $OUT/weights.json
     python -m benchmarks.gpu.weights --dry-run          # the same steps on a CPU, in seconds
 
 Steps (`--steps`): `equal`: every tensor of both orders is what was sent, all of them kept, one larger than a bucket,

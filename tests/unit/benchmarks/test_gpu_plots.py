@@ -93,6 +93,21 @@ def test_rates_of_whole_jobs_are_those_of_generation_where_it_has_them():
     assert [(row["useful_tokens_per_s"], row["time_ratio"]) for row in rows.values()] == [(7.0, 1.0), (9.0, 0.8)]
 
 
+def test_the_mean_of_a_whole_jobs_steps_is_that_of_pairs():
+    """As in the tables: the odd last one is drawn and not counted, unless there is no other."""
+    jobs = whole_jobs()
+    measured = {"sync": (4.0, 5.0), "colocate_async": (60.0, 8.0, 62.0), "partial_rollout": (7.0,)}
+    jobs["jobs"] = [{**jobs["jobs"][1], "mode": mode} for mode in measured]
+    for job in jobs["jobs"]:
+        job["ends_s"] = [10.0 * number for number in range(1, 6)]
+        job["steps"] = [{"timing_s/gen": wall_s} for wall_s in measured[job["mode"]]]
+    jobs["summary"] = {mode: {"tokens_per_s": 1.0} for mode in measured}
+    found = as_blocks(jobs)
+    lines = axes_of(draw_steps, {**found, "summary": found["summary"]["long_tail"]}).lines
+    assert [tuple(line.get_ydata()) for line in lines[::2]] == list(measured.values())
+    assert [list(line.get_ydata()) for line in lines[1::2]] == [[4.5], [34.0], [7.0]]
+
+
 def test_a_picture_says_on_what_it_was_measured():
     about = result(modes=(), cells=[])
     assert place(about) == "tiny, CPU"
