@@ -35,7 +35,7 @@ from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
 from partial_rollout.diffusion.result import SampleResult, to_result
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 from partial_rollout.diffusion.snapshot import read_header
-from partial_rollout.errors import EngineError, WaitTimeout, WeightUpdateError
+from partial_rollout.errors import EngineError, PartialRolloutError, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
@@ -328,12 +328,11 @@ class DiffusionServer:
         """The first worker's answer to a call to all, or the engine's own.
 
         Raises:
-            EngineError: a worker reports a failure.
+            EngineError: a worker reports a failure, or the engine is gone.
             WaitTimeout: no answer in time.
         """
         call = self._omni.collective_rpc(method, timeout=limit_s, kwargs=kwargs)
-        who_waits = f"the server waits for {ENGINE_NAME} to answer {method!r}"
-        [answer] = await answer_of(call, timeout_s=limit_s + SLACK_S, who_waits=who_waits)
+        [answer] = await _answer(method, call, limit_s, slack_s=SLACK_S)
         reports = answer if isinstance(answer, list) else [answer]
         for report in reports:
             error = getattr(report, "error", None) or (report.get("error") if isinstance(report, dict) else None)
@@ -343,8 +342,7 @@ class DiffusionServer:
 
     async def _acknowledged(self, what: str, call: Awaitable[list[Any]]) -> None:
         """Wait for all workers to say that it was done: vllm-omni raises nothing where one says that it was not."""
-        who_waits = f"the server waits for {ENGINE_NAME} to answer {what!r}"
-        for report in await answer_of(call, timeout_s=self.options.timeout_s, who_waits=who_waits):
+        for report in await _answer(what, call, self.options.timeout_s):
             if report.status != "SUCCESS":
                 raise EngineError(f"{what!r} failed in {ENGINE_NAME}: {report.error_msg}")
 
@@ -358,6 +356,19 @@ class DiffusionServer:
                 f"{ENGINE_NAME} runs whole requests and cannot be interrupted between denoise steps "
                 "(set rollout.step_execution=true)"
             )
+
+
+async def _answer(what: str, call: Awaitable[list[Any]], limit_s: float, *, slack_s: float = 0.0) -> list[Any]:
+    """AsyncOmni's answer; its own deadline is a bare TimeoutError, an orchestrator that is gone a RuntimeError."""
+    who_waits = f"the server waits for {ENGINE_NAME} to answer {what!r}"
+    try:
+        return await answer_of(call, timeout_s=limit_s + slack_s, who_waits=who_waits)
+    except PartialRolloutError:
+        raise
+    except TimeoutError as error:
+        raise WaitTimeout(f"{who_waits}: no answer within {limit_s:g} s") from error
+    except RuntimeError as error:
+        raise EngineError(f"{what!r} failed in {ENGINE_NAME}: {error}") from error
 
 
 def _prompt(request: SampleRequest) -> Any:

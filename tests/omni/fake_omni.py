@@ -13,9 +13,6 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample
 from partial_rollout.diffusion.server import FORGET, PACK
 from partial_rollout.diffusion.snapshot import SampleState, pack
 from partial_rollout.diffusion.worker_extension import Report
-from partial_rollout.errors import (
-    WaitTimeout,
-)
 
 TRAJECTORY = {
     "final": torch.zeros(1, 2, 4),
@@ -38,7 +35,7 @@ class FakeOmni:
         FakeOmni.instance = self
         self.queues, self.params, self.calls, self.begun = {}, {}, [], set()
         self.num_steps, self.update_error, self.is_shut_down = 0, None, False
-        self.unanswered, self.aborted, self.ack_error = [], [], None
+        self.unanswered, self.aborted, self.ack_error, self.death = [], [], None, None
         self.sent = asyncio.Queue()
 
     async def generate(self, prompt, params, name):
@@ -56,9 +53,11 @@ class FakeOmni:
         return [answer]
 
     def lose(self, method):
+        if self.death is not None:
+            raise RuntimeError(self.death)
         if method in self.unanswered:
             self.unanswered.remove(method)
-            raise WaitTimeout(f"the answer to {method!r} was lost")
+            raise TimeoutError("collective_rpc timed out")
 
     def answer(self, method, kwargs):
         if method == HOLD:
@@ -86,6 +85,7 @@ class FakeOmni:
 
     def acknowledge(self, call):
         self.calls.append(call)
+        self.lose(call)
         return [SimpleNamespace(status="ERROR" if self.ack_error else "SUCCESS", error_msg=self.ack_error)]
 
     async def abort(self, names):

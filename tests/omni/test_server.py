@@ -141,7 +141,7 @@ async def test_a_drain_during_an_update_goes_on_when_both_let_go(server):
 async def test_an_engine_that_did_not_answer_the_release_is_told_again(server, hold, go_on):
     await getattr(server, hold)()
     FakeOmni.instance.unanswered = [RELEASE]
-    with pytest.raises(WaitTimeout, match="was lost"):
+    with pytest.raises(WaitTimeout, match=rf"waits for the diffusion engine to answer '{RELEASE}': .* within 10 s"):
         await getattr(server, go_on)()
     await getattr(server, go_on)()
     assert FakeOmni.instance.calls.count(RELEASE) == 2
@@ -179,7 +179,10 @@ async def test_an_engine_that_failed_to_wake_is_not_used(sleeper):
         await sleeper.wake()
     with pytest.raises(EngineError, match="sleeps"):
         await sleeper.resume()
-    FakeOmni.instance.ack_error = None
+    FakeOmni.instance.ack_error, FakeOmni.instance.death = None, "the orchestrator died"
+    with pytest.raises(EngineError, match="'wake_up' failed in the diffusion engine: the orchestrator died"):
+        await sleeper.wake()
+    FakeOmni.instance.death = None
     await sleeper.wake()
     await sleeper.resume()
 
@@ -193,6 +196,40 @@ async def test_half_an_update_ends_all_use(server):
     with pytest.raises(EngineDead):
         await server.receive_weights(2, 5.0)
     assert server.statistics().gate.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"unanswered": ["receive_weights"]}, "the server waits .* 'receive_weights': no answer within 5 s"),
+        ({"death": "the orchestrator died"}, "'receive_weights' failed .*: the orchestrator died"),
+    ],
+    ids=["unanswered", "dead"],
+)
+async def test_an_update_that_is_not_answered_ends_all_use_of_an_engine_of_whole_requests(omni, fault, reason):
+    server = make_server(stepwise=False)
+    for name, value in fault.items():
+        setattr(FakeOmni.instance, name, value)
+    with pytest.raises(WeightUpdateError, match=f"version 1 did not reach the diffusion engine: {reason}"):
+        await server.receive_weights(1, 5.0)
+    FakeOmni.instance.death = None
+    with pytest.raises(EngineDead, match=reason):
+        await server.generate(request("r"))
+    with pytest.raises(EngineDead, match=reason):
+        await server.receive_weights(2, 5.0)
+    server.shutdown()
+
+
+@pytest.mark.parametrize(("ask", "call"), [("hold", HOLD), ("count_steps", BOUNDARY)])
+async def test_a_wait_for_the_engine_that_runs_out_says_what_for_and_one_that_is_gone_is_an_engine_error(
+    server, ask, call
+):
+    FakeOmni.instance.unanswered = [call]
+    with pytest.raises(WaitTimeout, match=f"waits for the diffusion engine to answer '{call}': no answer within 10 s"):
+        await getattr(server, ask)()
+    FakeOmni.instance.death = "the orchestrator died"
+    with pytest.raises(EngineError, match=f"'{call}' failed in the diffusion engine: the orchestrator died"):
+        await getattr(server, ask)()
 
 
 def fails(weights):
