@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 TITLE = "VLLM::"
 """vLLM's engine core and workers name themselves so."""
@@ -20,9 +26,10 @@ def _is_engine(process: psutil.Process) -> bool:
         return False  # ended meanwhile
 
 
-def end_processes(processes: list[psutil.Process], *, grace_s: float) -> None:
+def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> None:
     """Wait for processes to end by themselves; kill those that do not, and wait for that."""
     _, left = psutil.wait_procs(processes, timeout=grace_s)
     for process in left:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, and its id may be another's
+            process.kill()
     psutil.wait_procs(left, timeout=grace_s)

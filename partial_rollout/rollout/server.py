@@ -84,6 +84,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
 
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
+        self._engine_processes = engine_processes()
         self.engine = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
         self._interruption.unlink_host_memory()
 
@@ -294,7 +295,8 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         self._server_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._server_task
-        processes = engine_processes()
+        # Who has lost its parent, as workers do whose core was killed, is not below this process any more.
+        processes = {*self._engine_processes, *engine_processes()}
         stop = asyncio.to_thread(self.engine.shutdown, timeout=grace_s)
         try:
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)

@@ -1,0 +1,87 @@
+"""Engines whose processes are ended, with stand-ins for engine core and worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm")
+
+from partial_rollout.rollout import server as server_module
+from partial_rollout.rollout.engine_processes import end_processes
+from tests.fake_engine import FakeServer
+from tests.unit.rollout.servers import launched
+
+WORKER = "import sys; sys.stdin.read()"
+CORE = f"""
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", {WORKER!r}, "VLLM::Worker_TP0"])
+print(worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+class Core:
+    """A process with the title of an engine core, and one below it with that of a worker; they end with the test."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", CORE, "VLLM::EngineCore"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.worker = psutil.Process(int(self.process.stdout.readline()))
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None and not is_running(self.worker)
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def core(monkeypatch):
+    monkeypatch.setattr(server_module, "WORKER_STOP_S", 0.05)
+    core = Core()
+    with core.process:
+        yield core
+        core.die()
+
+
+async def test_a_relaunch_ends_the_workers_of_a_core_that_was_killed(core):
+    server = await launched()
+    core.die()
+    assert is_running(core.worker)
+    await server.relaunch()
+    assert core.has_ended()
+
+
+async def test_a_process_that_began_after_the_engine_was_attached_is_ended_as_well(monkeypatch, core):
+    server = FakeServer()
+    with monkeypatch.context() as before_it_began:
+        before_it_began.setattr(server_module, "engine_processes", list)
+        await server.launch_server()
+    await server._stop_engine(0.0)
+    assert core.has_ended()
+
+
+class Successor(psutil.Process):
+    """The one waited for ended without being seen, and its id went to another."""
+
+    def wait(self, timeout=None):
+        raise psutil.TimeoutExpired(timeout or 0.0, self.pid)
+
+    def kill(self):
+        raise psutil.NoSuchProcess(self.pid)
+
+
+def test_a_process_whose_id_went_to_another_does_not_keep_the_rest_from_being_ended(core):
+    end_processes([Successor(os.getpid()), core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
+    assert core.has_ended()
