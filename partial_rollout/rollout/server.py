@@ -14,7 +14,6 @@ parked requests can use up their own group's concurrency without stopping the ca
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.replica import TokenOutput
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     from partial_rollout.core.interrupt import Retained
 
 WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
+HTTP_STOP_S = 5.0
+"""The task of the HTTP server ends at once when it is cancelled, unless the event loop does not come to it."""
 ENGINE_STOP_S = 20.0
 """An engine core gets this long to end by itself before it is killed."""
 BROKEN_ENGINE_STOP_S = 2.0
@@ -283,7 +284,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         """Turn everybody away, stop the HTTP server and end the engine's processes.
 
         Raises:
-            WaitTimeout: the engine did not end in time.
+            WaitTimeout: the HTTP server or the engine did not end in time.
         """
         self._admission.reject()
         self._channels.remove()
@@ -291,10 +292,13 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
             await self._stop_engine(ENGINE_STOP_S)
 
     async def _stop_engine(self, grace_s: float) -> None:
-        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards."""
+        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards.
+
+        The old port goes on listening: verl keeps the HTTP server's task, not the server that could close it.
+        """
         self._server_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._server_task
+        if not (await asyncio.wait([self._server_task], timeout=HTTP_STOP_S))[0]:
+            raise WaitTimeout(f"{self._name}: the HTTP server did not end within {HTTP_STOP_S:g} s")
         # Who has lost its parent, as workers do whose core was killed, is not below this process any more.
         processes = {*self._engine_processes, *engine_processes()}
         stop = asyncio.to_thread(self.engine.shutdown, timeout=grace_s)

@@ -11,8 +11,9 @@ pytest.importorskip("vllm")
 
 
 from partial_rollout.config import PartialRolloutConfig, WeightsConfig
-from partial_rollout.errors import EngineDead, WeightUpdateError
+from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout import engine_calls
+from partial_rollout.rollout import server as server_module
 from tests.unit.rollout.servers import launched, let_run, start
 
 if TYPE_CHECKING:
@@ -187,3 +188,34 @@ async def test_an_engine_that_does_not_start_again_is_told_with_what_was_wrong_b
     monkeypatch.setattr(server, "run_server", run_server)
     with pytest.raises(EngineDead, match="did not start again: no such model; .*tensor 'a'"):
         await server.relaunch()
+
+
+async def test_an_http_server_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(server_module, "HTTP_STOP_S", 0.05)
+    server = await launched()
+    may_end = asyncio.Event()
+
+    async def serve():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    server._server_task = asyncio.create_task(serve())
+    await let_run()
+    with pytest.raises(WaitTimeout, match=r"replica 0 .*the HTTP server did not end within 0\.05 s"):
+        await asyncio.wait_for(server.relaunch(), LONG_S)
+    may_end.set()
+
+
+async def test_an_http_server_that_has_failed_does_not_keep_the_engine_from_being_ended():
+    server = await launched()
+    ended = server.fake
+
+    async def serve():
+        raise OSError("no port")
+
+    server._server_task = asyncio.create_task(serve())
+    await let_run()
+    await server.relaunch()
+    assert ended.calls == ["shutdown"]
