@@ -60,7 +60,7 @@ class FakeEngine:
         self.abort_on_pause = True
         self.rpc_failure: Exception | None = None
         self.answers_rpc = True
-        self.answers_wake_up = self.answers_reset = True
+        self.answers_wake_up = self.answers_reset = self.answers_pause = True
         self.forgets = True
         self.is_dead = False
 
@@ -87,6 +87,8 @@ class FakeEngine:
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._note(f"pause {mode} {clear_cache}")
+        if not self.answers_pause:
+            await asyncio.Event().wait()
         if mode == "abort" and self.abort_on_pause:
             self._end_all(lambda: output([], "abort"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.lifecycle import Entry, Event, State
@@ -29,8 +29,7 @@ class ClaimBook:
         self.ages = Ages()
         self.num_trajectories = 0
         """Trajectories of ongoing prompts."""
-        # An OrderedDict finds its oldest item in O(1); a dict would scan the holes that earlier claims left.
-        self.ongoing: OrderedDict[int, Entry] = OrderedDict()
+        self.ongoing: dict[int, Entry] = {}
         self._deferred: dict[int, Entry] = {}
         self._by_worker: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
         self._resumed: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
@@ -78,7 +77,7 @@ class ClaimBook:
 
     def oldest(self) -> dict[str, Any]:
         """The claim that is ongoing for longest, as fields of QueueStatistics; empty without any."""
-        entry = next(iter(self.ongoing.values()), None)
+        entry = max(self.ongoing.values(), key=self._age_s, default=None)
         if entry is None or entry.claim is None:
             return {}
         age_s, claim = self._age_s(entry), entry.claim

@@ -53,6 +53,7 @@ class PartialRolloutReplica(vLLMReplica):
 
         Raises:
             DrainTimeout: requests are left in an engine; names them.
+            EngineDead: an engine died before it had paused.
             WaitTimeout: a server did not answer.
         """
         limit_s = self.settings.timeouts.drain_s + MARGIN_S

@@ -30,6 +30,7 @@ from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.boundary_control import BoundaryControl
 from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
+from partial_rollout.rollout.engine_calls import while_healthy
 from partial_rollout.rollout.engine_load import engine_load
 from partial_rollout.rollout.engine_processes import end_processes, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
@@ -86,13 +87,21 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
         self._engine_processes = engine_processes()
-        self.engine = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
+        # verl sets the engine without a gate first and then waits for its HTTP server; requests may come meanwhile.
+        self.engine = self._gated = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
         self._interruption.unlink_host_memory()
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():
             return await call
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._engine_loop))
+
+    async def _while_alive(self, call: Coroutine[Any, Any, Any]) -> None:
+        engine: Any = self.engine  # asked for its health, which a GatedEngine passes on
+        try:
+            await while_healthy(engine, call)
+        except EngineDeadError as error:
+            raise EngineDead(f"{self._name}: the engine died") from error
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -120,7 +129,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
-        with self.engine.kept.claimed(retained.kept_id if retained else None):
+        with self._gated.kept.claimed(retained.kept_id if retained else None):
             ticket = await self._admission.enter(request_id)
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
@@ -204,12 +213,13 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
 
         Raises:
             DrainTimeout: requests are left after `drain_s`; names them.
+            EngineDead: the engine died before it had paused.
         """
         if self.node_rank != 0:
             return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
-            await self.engine.interrupt(clear_cache=reset_prefix_cache)
+            await self._while_alive(self.engine.interrupt(clear_cache=reset_prefix_cache))
 
         async with self._control_lock:
             request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
@@ -219,9 +229,9 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
 
     @control
     async def resume_engine_generation(self) -> None:
-        """Let the engine schedule again; the gate stays as it is."""
+        """Let the engine schedule again; the gate stays as it is. Raises EngineDead if it dies before it does."""
         if self.node_rank == 0:
-            await self.engine.resume_generation()
+            await self._while_alive(self.engine.resume_generation())
 
     @control
     async def open_submission_gate(self) -> None:
@@ -250,7 +260,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
     async def rollout_statistics(self) -> RolloutStatistics:
         """Counts of this server."""
         gate = self._admission.statistics()
-        num_generated_tokens = self.engine.num_generated_tokens if self.node_rank == 0 else 0
+        num_generated_tokens = self._gated.num_generated_tokens if self.node_rank == 0 else 0
         return RolloutStatistics(
             replica_rank=self.replica_rank,
             gate=gate,
@@ -260,7 +270,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
             mean_running=self._admission.mean_running(),
             num_generated_tokens=num_generated_tokens,
             num_reprefilled_tokens=self._num_reprefilled_tokens,
-            kept=len(self.engine.kept) if self.node_rank == 0 else 0,
+            kept=len(self._gated.kept) if self.node_rank == 0 else 0,
             num_aborted=self._num_aborted,
             num_finished=self._num_finished,
             last_drain_s=self._admission.last_drain_s,
@@ -329,12 +339,11 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         self._weights.relaunched()
         if self._admission.statistics().state is not GateState.OPEN:
             # What the HTTP server lets in waits in the engine, as it did in the one before.
-            await self.engine.pause_generation(mode="abort", clear_cache=True)
+            await self._while_alive(self.engine.pause_generation(mode="abort", clear_cache=True))
 
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------
 
     collective_rpc = control(vLLMHttpServer.collective_rpc)
-    sleep = control(vLLMHttpServer.sleep)
     clear_kv_cache = control(vLLMHttpServer.clear_kv_cache)
     release_kv_cache = control(vLLMHttpServer.release_kv_cache)
     resume_kv_cache = control(vLLMHttpServer.resume_kv_cache)
@@ -343,6 +352,12 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
     abort_request = control(vLLMHttpServer.abort_request)
     start_profile = control(vLLMHttpServer.start_profile)
     stop_profile = control(vLLMHttpServer.stop_profile)
+
+    @control
+    async def sleep(self) -> None:
+        """Let the engine release its memory, as verl's. Raises EngineDead if it dies before it has."""
+        call = vLLMHttpServer.sleep(self)
+        await (self._while_alive(call) if self.node_rank == 0 else call)
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------------
 

@@ -91,3 +91,22 @@ def test_a_held_back_prompt_whose_worker_was_lost_begins_with_an_age_of_0() -> N
     assert [claim.uid for claim in claim_all(queue, "w1")] == ["a"]
     clock.now_s = 9.0
     assert queue.statistics().oldest_ongoing_s == 3.0
+
+
+def test_the_oldest_is_who_was_ongoing_for_longest_and_not_who_goes_on_first() -> None:
+    """`a` was deferred twice after a second each time, `b0` once after a hundred seconds."""
+    clock = ManualClock()
+    queue = PromptQueue(Reorder(2, 3, max_deferrals=9), 2, clock)
+    now_s = 0.0
+    for fresh, ends, lasts_s in (("a x y", "x y", 1.0), ("b0 b1 b2", "b1 b2", 100.0)):
+        queue.begin_round()
+        queue.admit(prompts(*fresh.split()))
+        claims = {claim.uid: claim for claim in claim_all(queue)}
+        now_s += lasts_s
+        clock.now_s = now_s
+        for uid in ends.split():
+            queue.finish(claims[uid], trajectories(uid))
+        queue.take(2)
+    assert queue.begin_round().kind == "long"
+    now = queue.statistics()
+    assert (now.oldest_ongoing_uid, now.oldest_ongoing_s) == ("b0", 100.0)

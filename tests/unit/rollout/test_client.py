@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 pytest.importorskip("vllm")
 
@@ -252,14 +255,36 @@ async def test_tokens_sampled_with_other_settings_are_not_adopted(change, adopte
     assert seen[1] is adopted
 
 
-@pytest.mark.parametrize("seen", ["image_data", "video_data", "audio_data"])
-async def test_tokens_sampled_on_another_picture_are_not_adopted(seen):
-    adopted, saved = [], []
-    script = Script(*(answer([5, 6], "completed") for _ in range(4)))
-    client = make_client(script)
-    client.on_generation = saved.append
-    await generate(client, SAMPLING, **{seen: [[1, 2]]})
-    client.on_generation = lambda generation: adopted.append(generation.adopt(saved[0].state()))
-    for inputs in ({seen: [[1, 2]]}, {seen: [[1, 3]]}, {seen: None}):
+async def adopted(saved, *later):
+    """Whether generations with these inputs go on from the tokens of one with those of `saved`."""
+    generations, answers = [], []
+    client = make_client(Script(*(answer([5, 6], "completed") for _ in (saved, *later))))
+    client.on_generation = generations.append
+    await generate(client, SAMPLING, **saved)
+    client.on_generation = lambda generation: answers.append(generation.adopt(generations[0].state()))
+    for inputs in later:
         await generate(client, SAMPLING, **inputs)
-    assert adopted == [True, False, False]
+    return answers
+
+
+def video(last):
+    """As verl hands it over."""
+    return [(torch.tensor([[1.0, 2.0], [3.0, last]]), {"fps": 2.0})]
+
+
+@pytest.mark.parametrize(
+    ("seen", "value", "equal", "other"),
+    [
+        ("image_data", *([Image.new("RGB", (2, 2), color)] for color in ("red", "red", "blue"))),
+        ("video_data", video(4.0), video(4.0), video(5.0)),
+        ("audio_data", *([(np.array([1.0, last]), 16_000)] for last in (2.0, 2.0, 3.0))),
+        ("mm_processor_kwargs", {"max_pixels": 1}, {"max_pixels": 1}, {"max_pixels": 2}),
+    ],
+)
+async def test_tokens_sampled_on_another_picture_are_not_adopted(seen, value, equal, other):
+    assert await adopted({seen: value}, {seen: equal}, {seen: other}, {seen: None}) == [True, False, False]
+
+
+async def test_what_says_that_there_is_no_picture_changes_nothing():
+    nothing = {"image_data": None, "video_data": None, "audio_data": None, "mm_processor_kwargs": {}}
+    assert await adopted({}, nothing) == [True]

@@ -13,9 +13,17 @@ from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.core.cost_model import RunningRequest
 from partial_rollout.core.engine_meter import Origin
 from partial_rollout.errors import DataError, DrainTimeout, EngineDead
+from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout.engine_request import drop_repeated_logprobs
 from tests.fake_engine import FakeServer, completion
 from tests.unit.rollout.servers import PARAMS, launched, let_run, start
+
+LONG_S = 20.0
+"""Never runs out in a test that passes; the deadlines of these calls are longer."""
+
+
+async def never(*_, **__):
+    await asyncio.Event().wait()
 
 
 async def test_streamed_tokens_come_back_with_an_abort():
@@ -83,6 +91,36 @@ async def test_a_dead_engine_is_named_and_leaves_nobody_inside():
     with pytest.raises(EngineDead, match="replica 0 node 0"):
         await task
     assert (await server.rollout_statistics()).running == 0
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_an_engine_that_dies_while_it_is_paused_is_not_waited_for(monkeypatch, is_busy):
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    task = start(server) if is_busy else None
+    await let_run()
+    server.fake.answers_pause = False
+    drain = asyncio.create_task(server.abort_all_requests())
+    await let_run()
+    server.fake.die()
+    server.fake.is_dead = True
+    with pytest.raises(EngineDead, match="replica 0 node 0 .*died"):
+        await asyncio.wait_for(drain, LONG_S)
+    if task is not None:
+        with pytest.raises(EngineDead):
+            await task
+
+
+@pytest.mark.parametrize(("call", "engine_call"), [("resume_generation", "resume_generation"), ("sleep", "sleep")])
+async def test_an_engine_that_dies_while_it_resumes_or_goes_to_sleep_is_not_waited_for(monkeypatch, call, engine_call):
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    server.config.free_cache_engine = True
+    await server.abort_all_requests()
+    setattr(server.fake, engine_call, never)
+    server.fake.is_dead = True
+    with pytest.raises(EngineDead, match="replica 0 node 0 .*died"):
+        await asyncio.wait_for(getattr(server, call)(), LONG_S)
 
 
 async def test_a_cancelled_request_is_aborted_in_the_engine():

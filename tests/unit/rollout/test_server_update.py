@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from partial_rollout.config import PartialRolloutConfig, WeightsConfig
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout import server as server_module
+from partial_rollout.rollout.server import PartialRolloutServer
+from tests.fake_engine import FakeEngine, FakeServer
 from tests.unit.rollout.servers import launched, let_run, start
-
-if TYPE_CHECKING:
-    from tests.fake_engine import FakeServer
 
 LONG_S = 20.0
 """Never runs out in a test that passes."""
@@ -104,7 +103,12 @@ async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched
 
 
 async def after_a_failed_update() -> FakeServer:
-    server = await launched()
+    return await broken(FakeServer())
+
+
+async def broken(server: FakeServer) -> FakeServer:
+    """Launched, and with half an update."""
+    await server.launch_server()
     await server.set_global_steps(4)
     await server.abort_all_requests()
     server.fake.rpc_failure = FAILURE
@@ -219,3 +223,52 @@ async def test_an_http_server_that_has_failed_does_not_keep_the_engine_from_bein
     await let_run()
     await server.relaunch()
     assert ended.calls == ["shutdown"]
+
+
+class SlowStart(FakeServer):
+    """Is launched as verl's server is: the bare engine is there first, and then its HTTP server comes up."""
+
+    run_server = PartialRolloutServer.run_server
+
+
+async def test_a_request_that_comes_while_an_engine_is_relaunched_waits_at_the_gate(monkeypatch):
+    starting, http_is_up = asyncio.Event(), asyncio.Event()
+
+    async def run_server(server: FakeServer, _) -> None:
+        server.engine = server.fake = FakeEngine()
+        starting.set()
+        await http_is_up.wait()
+        server._server_task = asyncio.create_task(asyncio.Event().wait())
+
+    monkeypatch.setattr(vLLMHttpServer, "run_server", run_server)
+    http_is_up.set()
+    server = await broken(SlowStart())
+    for event in (starting, http_is_up):
+        event.clear()
+    relaunch = asyncio.create_task(server.relaunch())
+    await starting.wait()
+    late = start(server)
+    assert (await server.rollout_statistics()).kept == 0
+    await let_run()
+    assert not late.done()
+    http_is_up.set()
+    await relaunch
+    await server.receive_weights(round=2, version=5)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("a", [5])
+    assert (await late).token_ids == [5]
+
+
+async def test_a_relaunched_engine_that_dies_before_it_pauses_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    server = await after_a_failed_update()
+
+    async def run_server(_) -> None:
+        server.fake = FakeEngine()
+        server.fake.answers_pause, server.fake.is_dead = False, True
+        server._attach_engine(server.fake)
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    with pytest.raises(EngineDead, match="replica 0 node 0 .*died"):
+        await asyncio.wait_for(server.relaunch(), LONG_S)
