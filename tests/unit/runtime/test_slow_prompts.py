@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.core.tail import Partial
 from partial_rollout.runtime import prompt_manager
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from tests.unit.core.queues import ManualClock, prompts, trajectories
-
-if TYPE_CHECKING:
-    import pytest
 
 BATCH_S = 100.0
 STEP_S = 30.0
@@ -39,6 +38,12 @@ class Steps:
                     await self.manager.finish(claim, trajectories(claim.uid))
             self.clock.now_s += STEP_S
             assert len((await self.manager.take_batch(BATCH, 0)).groups) == BATCH
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a library has done to the root logger."""
+    caplog.set_level(logging.WARNING)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
