@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -34,7 +34,7 @@ from benchmarks.bench_rollout import BASELINES, MODES, mode_options, num_prompts
 from benchmarks.engine_gauges import RunningRequests, utilisation
 from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
 from benchmarks.gpu.inputs import PROMPT_TOKENS, SHAPES, TRACES, workload, write_model, write_prompts
-from benchmarks.gpu.summary import markdown
+from benchmarks.gpu.summary import in_pairs, markdown
 from benchmarks.lanes import Lane, run_all
 from benchmarks.result import store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from benchmarks.bench_rollout import Workload
 
-T = TypeVar("T")
 COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
 SKIP = 2
 """Steps that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
@@ -172,11 +171,6 @@ def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def response_tokens(step: dict[str, Any], load: Workload, prompt_tokens: int) -> float:
     """Of a step's batch, whose prompts have so many tokens each."""
     return step["perf/total_num_tokens"] - load.batch * load.group * prompt_tokens
-
-
-def in_pairs(steps: Sequence[T]) -> Sequence[T]:
-    """Without an odd last one: every other step of `colocate_async` is a long one."""
-    return steps[: len(steps) // 2 * 2]
 
 
 def generation(jobs: list[dict[str, Any]], load: Workload, prompt_tokens: int) -> dict[str, dict[str, float]]:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from benchmarks.gpu.jobs import in_pairs
-from benchmarks.gpu.summary import BOUND, ROW, TIME
+from benchmarks.gpu.summary import BOUND, ROW, TIME, in_pairs
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

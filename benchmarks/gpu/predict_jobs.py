@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.bench_rollout import Workload, num_prompts
 from benchmarks.gpu.inputs import PROMPT_TOKENS, primed_lengths
-from benchmarks.gpu.jobs import in_pairs, response_tokens
+from benchmarks.gpu.jobs import response_tokens
 from benchmarks.gpu.predict import COLOCATED, POLLING, Group, Mode, Rollout, Speed, fitted, modes
-from benchmarks.gpu.summary import markdown
+from benchmarks.gpu.summary import in_pairs, markdown
 from benchmarks.result import store
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+T = TypeVar("T")
 BASE = "sync"
 BOUND = "uninterrupted"
 FULL = 0.95
@@ -29,6 +30,11 @@ MEANS = (
 )
 TIME, ROW, RUNNING, WAITING, KV_USAGE, TOKENS = range(6)
 """Columns of a block's samples."""
+
+
+def in_pairs(steps: Sequence[T]) -> Sequence[T]:
+    """Without an odd last one: every other step of `colocate_async` is a long one."""
+    return steps[: len(steps) // 2 * 2]
 
 
 def by_trace(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Row]]:

@@ -284,10 +284,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         if self.node_rank != 0:
             return
         self._weights.require_whole(self._name)
-        try:
-            await self.engine.check_health()
-        except EngineDeadError as error:
-            raise EngineDead(f"{self._name}: the engine died") from error
+        await self._while_alive(self.engine.check_health())
 
     @control
     async def shutdown(self) -> None:
@@ -356,8 +353,8 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
     @control
     async def sleep(self) -> None:
         """Let the engine release its memory, as verl's. Raises EngineDead if it dies before it has."""
-        call = vLLMHttpServer.sleep(self)
-        await (self._while_alive(call) if self.node_rank == 0 else call)
+        if self.node_rank == 0:
+            await self._while_alive(vLLMHttpServer.sleep(self))
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ def trajectories(uid: str, n: int = GROUP) -> list[TrajectorySummary]:
     ]
 
 
-def make_queue(*uids: str, capacity: int = 16, max_attempts: int = 2) -> PromptQueue:
-    queue = PromptQueue(Partial(capacity), max_attempts, ManualClock())
+def make_queue(*uids: str, capacity: int = 16, max_attempts: int = 2, clock: ManualClock | None = None) -> PromptQueue:
+    queue = PromptQueue(Partial(capacity), max_attempts, clock or ManualClock())
     queue.admit(prompts(*uids))
     return queue
 

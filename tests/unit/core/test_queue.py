@@ -184,8 +184,7 @@ def test_take_gives_whole_batches_oldest_finished_first() -> None:
 
 def test_oldest_ongoing_names_prompt_worker_and_age() -> None:
     clock = ManualClock()
-    queue = PromptQueue(Partial(8), 2, clock)
-    queue.admit(prompts("a", "b"))
+    queue = make_queue("a", "b", clock=clock)
     (first,) = queue.claim("w0", GROUP)
     clock.now_s = 7.0
     queue.claim("w1", GROUP)
