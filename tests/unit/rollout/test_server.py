@@ -123,6 +123,14 @@ async def test_an_engine_that_dies_while_it_resumes_or_goes_to_sleep_is_not_wait
         await asyncio.wait_for(getattr(server, call)(), LONG_S)
 
 
+async def test_a_dead_engine_is_named_by_who_asks_for_its_health():
+    server = await launched()
+    await server.require_health()
+    server.fake.is_dead = True
+    with pytest.raises(EngineDead, match="replica 0 node 0 .*died"):
+        await server.require_health()
+
+
 async def test_a_cancelled_request_is_aborted_in_the_engine():
     server = await launched()
     task = start(server)
