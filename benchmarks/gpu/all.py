@@ -121,6 +121,13 @@ class Result:
         self.write()
         print(kind, row, flush=True)
 
+    def require_measured(self) -> None:
+        """End with why nothing was measured, if nothing was."""
+        if not self.data["curve"]["cell"] and not any(block["steps"] for block in self.data["blocks"]):
+            startup_s, budget_s = self.data["engine"]["startup_s"], self.data["options"]["budget_s"]
+            why = f"the engine took {startup_s:.0f} s to start, of --budget-s {budget_s:.0f}"
+            raise SystemExit(f"nothing was measured: {why}")
+
     def write(self) -> None:
         """Everything there is."""
         summary = by_trace(self.data["blocks"])
@@ -131,8 +138,8 @@ class Result:
         (self._out / "table.md").write_text("\n\n".join(parts) + "\n")
 
 
-def run(options: argparse.Namespace) -> None:
-    """The parts that were asked for, within the budget."""
+def run(options: argparse.Namespace) -> Result:
+    """The parts that were asked for, within the budget, and what they measured."""
     # After the arguments are checked: importing them takes seconds, and on a CPU needs its variables.
     if options.shape == "tiny":
         from partial_rollout.run.cpu_environment import apply_cpu_environment
@@ -170,6 +177,7 @@ def run(options: argparse.Namespace) -> None:
             )
             run_curve(session, cells, interruption=size, budget=budget, add=result.add_curve)
     print((options.out / "table.md").read_text())
+    return result
 
 
 def require_known(option: str, given: set[str], known: Collection[str]) -> None:
@@ -232,14 +240,15 @@ def whole_jobs(options: argparse.Namespace) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure, and print the table; an engine that had no time for a step is an error once the jobs have run."""
     options = parser().parse_args()
     run_jobs = None if options.jobs is None else whole_jobs(options)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    run(options)
+    result = run(options)
     if run_jobs is not None:
         run_jobs()
+    result.require_measured()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +32,7 @@ from benchmarks.gpu.jobs import (
     slots_in_use,
     without_flash_attention,
 )
-from benchmarks.gpu.session import CONFIGS
+from benchmarks.gpu.session import CONFIGS, EngineOptions
 from benchmarks.training_job import LOG
 from partial_rollout.mode import apply_mode, check_config, is_enabled
 
@@ -205,15 +206,29 @@ def test_a_limit_of_no_seconds_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("more", [[], ["--jobs", "--steps", "3", "--modes", "sync"]])
 def test_one_command_measures_engine_and_whole_jobs_of_the_same_load(monkeypatch, tmp_path, more):
     ran: list = []
-    monkeypatch.setattr(all_parts, "run", lambda _: ran.append("engine"))
+    measured = SimpleNamespace(require_measured=lambda: ran.append("checked"))
+    monkeypatch.setattr(all_parts, "run", lambda _: ran.append("engine") or measured)
     monkeypatch.setattr(jobs, "run", ran.append)
     words = ["--shape", "tiny", "--trace", "uniform", "--seed", "7", "--batch", "4", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["all", *words, *more])
     all_parts.main()
-    assert (ran[0], len(ran)) == ("engine", 1 + bool(more))
-    for options in ran[1:]:
+    assert (ran[0], ran[-1], len(ran)) == ("engine", "checked", 2 + bool(more))
+    for options in ran[1:-1]:
         assert (options.shape, options.trace, options.seed, options.batch) == ("tiny", "uniform", 7, 4)
         assert (options.steps, options.modes, options.out) == (3, ["sync"], tmp_path / "jobs")
+
+
+def test_an_engine_whose_start_took_the_budget_is_an_error(tmp_path):
+    options = all_parts.parser().parse_args(["--out", str(tmp_path), "--budget-s", "150"])
+    result = all_parts.Result(options, {}, EngineOptions())
+    result.started(136.2, None)
+    result.data["blocks"] = [{"mode": "sync", "trace": "long_tail", "round": 0, "steps": []}]
+    with pytest.raises(SystemExit, match=r"nothing was measured: .* took 136 s to start, of --budget-s 150"):
+        result.require_measured()
+    result.data["blocks"][0]["steps"].append({})
+    result.require_measured()
+    result.data |= {"blocks": [], "curve": {"cell": [{}], "interruption": []}}
+    result.require_measured()
 
 
 def test_what_whole_jobs_do_not_allow_is_refused_before_the_engine_starts(monkeypatch, tmp_path):
@@ -224,7 +239,8 @@ def test_what_whole_jobs_do_not_allow_is_refused_before_the_engine_starts(monkey
 
 
 def test_stored_rollouts_trained_nothing_and_others_did(repository):
-    names = ("jobs_8b_h200", "jobs_8b_second_round_h200", "jobs_8b_long_h200", "jobs_8b_offload_h200", "jobs_4b_h200")
+    names = sorted(path.stem for path in (repository / "benchmarks/results/gpu").glob("jobs_*.json"))
+    assert len(names) == 6
     for name, trained in ((name, "4b" in name) for name in names):
         result = json.loads((repository / f"benchmarks/results/gpu/{name}.json").read_text())
         steps = [step for job in result["jobs"] for step in job["steps"]]

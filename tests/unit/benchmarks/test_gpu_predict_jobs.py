@@ -20,7 +20,7 @@ ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 
 def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
     """Stored jobs by mode, predicted from the curve of their model's engine."""
-    engine = "engine_4b" if "4b" in name else "engine_8b"
+    engine = f"engine_{name.split('_')[1]}"
     curve, result = (json.loads((repository / RESULTS / f"{each}_h200.json").read_text()) for each in (engine, name))
     found = predict_jobs(result, Speed.fit(curve["curve"]))
     assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
@@ -37,6 +37,8 @@ def test_it_agrees_with_whole_jobs_that_train(repository):
 @pytest.mark.parametrize(
     ("name", "mode", "ratio", "seconds", "tokens"),
     [
+        ("jobs_0.6b", "sync", 1.22, 8.2, 0.0),
+        ("jobs_0.6b", "partial_rollout", 0.98, 3.2, 0.12),
         ("jobs_4b", "sync", 1.03, 2.1, 0.0),
         ("jobs_4b", "partial_reuse_kv_prefetch_3", 0.995, 0.9, 0.04),
         ("jobs_8b", "sync", 1.0, 2.0, 0.0),

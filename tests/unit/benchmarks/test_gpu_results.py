@@ -33,6 +33,25 @@ def test_a_result_says_on_what_it_was_measured(name):
         assert {"python", "torch", "vllm", "verl", "ray", "transformers"} <= set(result["versions"])
 
 
+@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith("recipes")])
+def test_recipes_ran_to_their_end(name):
+    result = stored(name)
+    assert [run["recipe"] for run in result["runs"]] == result["options"]["recipes"]
+    for run in result["runs"]:
+        assert (run["code"], len(run["steps"])) == (0, result["options"]["steps"])
+        is_baseline = result["options"].get("baseline", False)
+        assert (run["steps"][-1].get("partial_rollout/resumed_trajectories", 0) > 0) is not is_baseline
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith("reload")])
+def test_a_sent_engine_generated_what_a_fresh_one_does(name):
+    cases = stored(name)["cases"]
+    assert {case["tied"] for case in cases} == {True, False}
+    for case in cases:
+        assert case["models_differ"]
+        assert case["max_difference_to_fresh"] == case["max_difference_back"] == 0.0
+
+
 @pytest.mark.parametrize("name", LOADS)
 def test_a_load_can_be_drawn_again(name):
     result = stored(name)
