@@ -86,7 +86,7 @@ TRACES: dict[str, dict[str, float]] = {
     "heavy_tail": {"huge": 1536, "huge_share": 0.01},
     "uniform": {"median": 96, "sigma": 0.0, "long_share": 0.0},
 }
-"""Changes to the workload, whose median of 700, 10 % at 4,096 and 1 % at 32,768 are scaled by 1/15, 1/11 and 1/21,
+"""Changes to the workload, whose median of 700, cut at 4,096, and 1 % at 32,768 are scaled by 1/15, 1/11 and 1/21,
 as two cores allow; `uniform` has equal lengths, of which nothing can be gained."""
 FLAG = "+async_training.partial_rollout=True"
 FREE_OPTIONS = ("repeats", "modes", "traces", "most_jobs", "at_once")

@@ -18,6 +18,7 @@ import argparse
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -121,12 +122,15 @@ class Result:
         self.write()
         print(kind, row, flush=True)
 
-    def require_measured(self) -> None:
-        """End with why nothing was measured, if nothing was."""
-        if not self.data["curve"]["cell"] and not any(block["steps"] for block in self.data["blocks"]):
-            startup_s, budget_s = self.data["engine"]["startup_s"], self.data["options"]["budget_s"]
-            why = f"the engine took {startup_s:.0f} s to start, of --budget-s {budget_s:.0f}"
-            raise SystemExit(f"nothing was measured: {why}")
+    def missing(self) -> str | None:
+        """Why there is no measured step and no row of a curve, if there is none."""
+        blocks = self.data["blocks"]
+        if any(self.data["curve"].values()) or not all(step["warmup"] for block in blocks for step in block["steps"]):
+            return None
+        started = f"the engine took {self.data['engine']['startup_s']:.0f} s to start"
+        budget = f"--budget-s is {self.data['options']['budget_s']:.0f}"
+        ends = [f"{block['mode']}: {block['ended']}" for block in blocks]
+        return "; ".join(["nothing was measured", started, budget, *ends])
 
     def write(self) -> None:
         """Everything there is."""
@@ -240,15 +244,18 @@ def whole_jobs(options: argparse.Namespace) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure, and print the table; an engine that had no time for a step is an error once the jobs have run."""
+    """Measure, and print the table; that nothing was measured is told at once, and an error once the jobs have run."""
     options = parser().parse_args()
     run_jobs = None if options.jobs is None else whole_jobs(options)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    result = run(options)
+    missing = run(options).missing()
+    if missing is not None:
+        print(missing, file=sys.stderr, flush=True)
     if run_jobs is not None:
         run_jobs()
-    result.require_measured()
+    if missing is not None:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

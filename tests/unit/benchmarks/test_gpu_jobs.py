@@ -206,29 +206,41 @@ def test_a_limit_of_no_seconds_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("more", [[], ["--jobs", "--steps", "3", "--modes", "sync"]])
 def test_one_command_measures_engine_and_whole_jobs_of_the_same_load(monkeypatch, tmp_path, more):
     ran: list = []
-    measured = SimpleNamespace(require_measured=lambda: ran.append("checked"))
+    measured = SimpleNamespace(missing=lambda: None)
     monkeypatch.setattr(all_parts, "run", lambda _: ran.append("engine") or measured)
     monkeypatch.setattr(jobs, "run", ran.append)
     words = ["--shape", "tiny", "--trace", "uniform", "--seed", "7", "--batch", "4", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["all", *words, *more])
     all_parts.main()
-    assert (ran[0], ran[-1], len(ran)) == ("engine", "checked", 2 + bool(more))
-    for options in ran[1:-1]:
+    assert (ran[0], len(ran)) == ("engine", 1 + bool(more))
+    for options in ran[1:]:
         assert (options.shape, options.trace, options.seed, options.batch) == ("tiny", "uniform", 7, 4)
         assert (options.steps, options.modes, options.out) == (3, ["sync"], tmp_path / "jobs")
 
 
-def test_an_engine_whose_start_took_the_budget_is_an_error(tmp_path):
+def test_an_engine_that_measured_nothing_is_told_and_an_error_after_the_jobs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(all_parts, "run", lambda _: SimpleNamespace(missing=lambda: "nothing was measured"))
+    monkeypatch.setattr(jobs, "run", lambda _: print("jobs", capsys.readouterr().err, end=""))
+    monkeypatch.setattr("sys.argv", ["all", "--shape", "tiny", "--out", str(tmp_path), "--jobs"])
+    with pytest.raises(SystemExit) as ended:
+        all_parts.main()
+    assert (ended.value.code, capsys.readouterr().out) == (1, "jobs nothing was measured\n")
+
+
+def test_what_is_missing_is_a_measured_step_or_a_row_of_the_curve(tmp_path):
     options = all_parts.parser().parse_args(["--out", str(tmp_path), "--budget-s", "150"])
     result = all_parts.Result(options, {}, EngineOptions())
     result.started(136.2, None)
-    result.data["blocks"] = [{"mode": "sync", "trace": "long_tail", "round": 0, "steps": []}]
-    with pytest.raises(SystemExit, match=r"nothing was measured: .* took 136 s to start, of --budget-s 150"):
-        result.require_measured()
-    result.data["blocks"][0]["steps"].append({})
-    result.require_measured()
-    result.data |= {"blocks": [], "curve": {"cell": [{}], "interruption": []}}
-    result.require_measured()
+    late = "nothing was measured; the engine took 136 s to start; --budget-s is 150"
+    assert result.missing() == late
+    block = {"mode": "sync", "ended": "EngineDead: replica 0", "steps": [{"warmup": True}]}
+    result.data["blocks"] = [block]
+    assert result.missing() == f"{late}; sync: EngineDead: replica 0"
+    block["steps"].append({"warmup": False})
+    assert result.missing() is None
+    for row in ("cell", "interruption"):
+        result.data |= {"blocks": [], "curve": {"cell": [], "interruption": []} | {row: [{}]}}
+        assert result.missing() is None
 
 
 def test_what_whole_jobs_do_not_allow_is_refused_before_the_engine_starts(monkeypatch, tmp_path):

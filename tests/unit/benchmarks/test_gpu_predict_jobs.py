@@ -37,7 +37,6 @@ def test_it_agrees_with_whole_jobs_that_train(repository):
 @pytest.mark.parametrize(
     ("name", "mode", "ratio", "seconds", "tokens"),
     [
-        ("jobs_0.6b", "sync", 1.22, 8.2, 0.0),
         ("jobs_0.6b", "partial_rollout", 0.98, 3.2, 0.12),
         ("jobs_4b", "sync", 1.03, 2.1, 0.0),
         ("jobs_4b", "partial_reuse_kv_prefetch_3", 0.995, 0.9, 0.04),
