@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload
-from benchmarks.gpu.summary import by_trace, curve_tables, table
+from benchmarks.gpu.summary import by_trace, curve_tables, measured_steps, table
 from benchmarks.result import circumstances, store
 from partial_rollout.runtime.termination import heed_termination
 
@@ -125,7 +125,7 @@ class Result:
     def missing(self) -> str | None:
         """Why there is no measured step and no row of a curve, if there is none."""
         blocks = self.data["blocks"]
-        if any(self.data["curve"].values()) or not all(step["warmup"] for block in blocks for step in block["steps"]):
+        if measured_steps(blocks) or any(self.data["curve"].values()):
             return None
         started = f"the engine took {self.data['engine']['startup_s']:.0f} s to start"
         budget = f"--budget-s is {self.data['options']['budget_s']:.0f}"

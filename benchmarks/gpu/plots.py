@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from benchmarks.gpu.summary import BOUND, ROW, TIME, in_pairs
+from benchmarks.gpu.summary import BOUND, ROW, TIME, in_pairs, measured_steps
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -61,7 +61,7 @@ def draw_steps(axes: Axes, result: Result) -> None:
     """
     for place, mode in enumerate(result["summary"]):
         blocks = [block for block in result["blocks"] if block["mode"] == mode]
-        steps = [step for block in blocks for step in block["steps"] if not step["warmup"]]
+        steps = measured_steps(blocks)
         walls = [step["wall_s"] for step in steps]
         counted = [step["wall_s"] for step in steps if step.get("paired", True)]
         across = [place + COLUMN * ((number + 0.5) / len(walls) - 0.5) for number in range(len(walls))]

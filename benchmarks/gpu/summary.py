@@ -37,6 +37,11 @@ def in_pairs(steps: Sequence[T]) -> Sequence[T]:
     return steps[: len(steps) // 2 * 2]
 
 
+def measured_steps(blocks: Iterable[Mapping[str, Any]]) -> list[Step]:
+    """Steps of all blocks after those that only fill the slots."""
+    return [step for block in blocks for step in block["steps"] if not step["warmup"]]
+
+
 def by_trace(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Row]]:
     """`summarise` for each trace."""
     traces = dict.fromkeys(block["trace"] for block in blocks)
@@ -63,7 +68,7 @@ def summarise(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
 
 
 def _row(blocks: Sequence[Mapping[str, Any]]) -> Row:
-    steps = [step for block in blocks for step in block["steps"] if not step["warmup"]]
+    steps = measured_steps(blocks)
     if not steps:
         return {}
     walls = [step["wall_s"] for step in steps]
@@ -108,7 +113,7 @@ def _slots(blocks: Iterable[Mapping[str, Any]]) -> Row:
 
 def measured_samples(block: Mapping[str, Any]) -> list[list[float]]:
     """Those of the measured steps."""
-    ends = [step["ended_s"] for step in block["steps"] if not step["warmup"]]
+    ends = [step["ended_s"] for step in measured_steps([block])]
     begun_s = max((step["ended_s"] for step in block["steps"] if step["warmup"]), default=0.0)
     return [sample for sample in block["samples"] if ends and begun_s <= sample[TIME] <= ends[-1]]
 
