@@ -27,8 +27,8 @@ import psutil
 import ray
 
 from benchmarks.result import circumstances, store
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.tail import Partial
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
 from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan

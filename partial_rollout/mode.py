@@ -12,9 +12,9 @@ from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.config import BLOCK, PartialRolloutConfig
 from partial_rollout.core.interrupt import mode_of
+from partial_rollout.core.queue.staleness import make_bound
+from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.core.slots import SlotBounds, share_slots
-from partial_rollout.core.staleness import make_bound
-from partial_rollout.core.tail import make_policy
 from partial_rollout.engine_needs import ADAPTER_RANKS, AT_THE_END, engine_needs
 from partial_rollout.errors import ConfigError, DataError
 

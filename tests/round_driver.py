@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.staleness import UNBOUNDED, StalenessBound
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.types import Claim, PromptMeta, TakeResult, TrajectorySummary
 
 if TYPE_CHECKING:
-    from partial_rollout.core.tail import RoundPlan, TailPolicy
+    from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
 
 BATCH = 4
 MAX_ATTEMPTS = 2

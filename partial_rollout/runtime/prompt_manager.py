@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.staleness import UNBOUNDED, make_bound
-from partial_rollout.core.tail import make_policy
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
+from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.slow_prompts import describe_wait, warn_of_long_running
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from partial_rollout.config import PartialRolloutConfig
-    from partial_rollout.core.staleness import StalenessBound
-    from partial_rollout.core.tail import RoundPlan, TailPolicy
+    from partial_rollout.core.queue.staleness import StalenessBound
+    from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.types import (
         Claim,
         PromptMeta,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from partial_rollout.core.queue import PromptQueue
+    from partial_rollout.core.queue.queue import PromptQueue
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from partial_rollout.core.staleness import StalenessBound
+from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.event_log import append_batch
 from partial_rollout.runtime.bounded import call_bounded

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.core.queue.tail import RoundPlan
     from partial_rollout.core.slots import SlotDecision
-    from partial_rollout.core.tail import RoundPlan
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 

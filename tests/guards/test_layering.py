@@ -80,7 +80,7 @@ def test_the_guard_sees_it(path: str, text: str):
     ("path", "text"),
     [
         ("core/x.py", "from partial_rollout.types import Claim\nfrom . import queue"),
-        ("runtime/x.py", "import ray, asyncio\nfrom partial_rollout.core import queue"),
+        ("runtime/x.py", "import ray, asyncio\nfrom partial_rollout.core.queue import queue"),
         ("core/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("rollout/x.py", "import vllm, verl"),
     ],

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
-from partial_rollout.core.tail import Reorder
+from partial_rollout.core.queue.tail import Reorder
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import PromptMeta, TrajectorySummary
 from tests.unit.runtime.virtual_time import settle

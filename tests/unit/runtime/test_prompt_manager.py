@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from virtual_time import run_virtual, settle, woken
 
-from partial_rollout.core.tail import Partial, Reorder
+from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
-from partial_rollout.core.tail import Partial
+from partial_rollout.core.queue.tail import Partial
 from partial_rollout.runtime import prompt_manager
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
-from tests.unit.core.queues import ManualClock, prompts, trajectories
+from tests.unit.core.queue.queues import ManualClock, prompts, trajectories
 
 BATCH_S = 100.0
 STEP_S = 30.0

@@ -12,9 +12,9 @@ import pytest
 from fake_transfer_queue import FakeTransferQueue
 from omegaconf import DictConfig, OmegaConf
 
-from partial_rollout.core.queue import PromptQueue
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
 from partial_rollout.core.resume import GenerationState
-from partial_rollout.core.tail import Partial
 from partial_rollout.errors import ConfigError, DataError, WaitTimeout
 from partial_rollout.train import queue_checkpoint
 from partial_rollout.train.queue_checkpoint import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.lifecycle import UidRegister
+from partial_rollout.core.queue.lifecycle import UidRegister
 from partial_rollout.errors import InternalError
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.tail import Partial
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
 from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
 
 GROUP = 2

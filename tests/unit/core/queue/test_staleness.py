@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.config import PartialRolloutConfig, TailConfig
-from partial_rollout.core.staleness import Ages, StalenessBound, make_bound
-from partial_rollout.core.tail import Partial, Reorder, Sync, TailPolicy, make_policy
+from partial_rollout.core.queue.staleness import Ages, StalenessBound, make_bound
+from partial_rollout.core.queue.tail import Partial, Reorder, Sync, TailPolicy, make_policy
 from partial_rollout.errors import ConfigError
 from tests.round_driver import BATCH, Trainer, summaries
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.tail import Reorder
-from tests.unit.core.queues import GROUP, ManualClock, claim_all, make_queue, prompts, trajectories
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Reorder
+from tests.unit.core.queue.queues import GROUP, ManualClock, claim_all, make_queue, prompts, trajectories
 
 if TYPE_CHECKING:
     from partial_rollout.types import Claim

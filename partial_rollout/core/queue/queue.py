@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core import snapshots
-from partial_rollout.core.census import AGENT_LOOP_FAILED, TOO_STALE, Census
-from partial_rollout.core.claims import ClaimBook
-from partial_rollout.core.done import DoneGroups
-from partial_rollout.core.lifecycle import Entry, Event, State, check_group
-from partial_rollout.core.rounds import Rounds
-from partial_rollout.core.staleness import UNBOUNDED, StalenessBound
+from partial_rollout.core.queue.census import AGENT_LOOP_FAILED, TOO_STALE, Census
+from partial_rollout.core.queue.claims import ClaimBook
+from partial_rollout.core.queue.done import DoneGroups
+from partial_rollout.core.queue.lifecycle import Entry, Event, State, check_group
+from partial_rollout.core.queue import snapshots
+from partial_rollout.core.queue.rounds import Rounds
+from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.errors import CapacityExceeded, ConfigError
 from partial_rollout.types import FinishedGroup, TakeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from partial_rollout.core.tail import RoundPlan, TailPolicy
+    from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.types import Claim, PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
 
 

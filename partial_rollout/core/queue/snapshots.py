@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.census import AGENT_LOOP_FAILED, TOO_STALE, Census
-from partial_rollout.core.lifecycle import Entry, Event, State
+from partial_rollout.core.queue.census import AGENT_LOOP_FAILED, TOO_STALE, Census
+from partial_rollout.core.queue.lifecycle import Entry, Event, State
 from partial_rollout.types import PromptMeta, QueueSnapshot, QueueStatistics
 
 if TYPE_CHECKING:
-    from partial_rollout.core.claims import ClaimBook
-    from partial_rollout.core.done import DoneGroups
-    from partial_rollout.core.rounds import Rounds
+    from partial_rollout.core.queue.claims import ClaimBook
+    from partial_rollout.core.queue.done import DoneGroups
+    from partial_rollout.core.queue.rounds import Rounds
 
 
 def count(rounds: Rounds, claims: ClaimBook, done: DoneGroups, census: Census) -> QueueStatistics:

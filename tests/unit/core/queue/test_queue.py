@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from partial_rollout.core.lifecycle import TRANSITIONS, Event, State, next_state
-from partial_rollout.core.queue import AGENT_LOOP_FAILED, PromptQueue
-from partial_rollout.core.tail import Partial, Reorder
+from partial_rollout.core.queue.lifecycle import TRANSITIONS, Event, State, next_state
+from partial_rollout.core.queue.queue import AGENT_LOOP_FAILED, PromptQueue
+from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import (
     CapacityExceeded,
     ConfigError,
@@ -21,7 +21,7 @@ from partial_rollout.errors import (
     StaleClaim,
 )
 from partial_rollout.types import QueueSnapshot, TakeResult, TrajectorySummary, VersionSpan
-from tests.unit.core.queues import GROUP, ManualClock, claim_all, make_queue, prompts, trajectories, uids
+from tests.unit.core.queue.queues import GROUP, ManualClock, claim_all, make_queue, prompts, trajectories, uids
 
 # ---- table ----
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.lifecycle import Event
+from partial_rollout.core.queue.lifecycle import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from partial_rollout.core.lifecycle import Entry
-    from partial_rollout.core.staleness import StalenessBound
+    from partial_rollout.core.queue.lifecycle import Entry
+    from partial_rollout.core.queue.staleness import StalenessBound
     from partial_rollout.types import FinishedGroup
 
 

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from partial_rollout.core.queue import PromptQueue
-from partial_rollout.core.tail import Partial
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import (
     CapacityExceeded,
     StaleClaim,
 )
 from partial_rollout.types import Claim, PromptMeta
-from tests.unit.core.queues import ManualClock, trajectories, uids
+from tests.unit.core.queue.queues import ManualClock, trajectories, uids
 
 
 class QueueMachine(RuleBasedStateMachine):

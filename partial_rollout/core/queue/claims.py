@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from partial_rollout.core.lifecycle import Entry, Event, State
-from partial_rollout.core.staleness import Ages
+from partial_rollout.core.queue.lifecycle import Entry, Event, State
+from partial_rollout.core.queue.staleness import Ages
 from partial_rollout.errors import StaleClaim
 from partial_rollout.types import Claim
 

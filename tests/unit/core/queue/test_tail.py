@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.config import PartialRolloutConfig, TailConfig
-from partial_rollout.core.tail import FewAtATime, Partial, Reorder, RoundPlan, RoundView, Sync, TailPolicy, make_policy
+from partial_rollout.core.queue.tail import (
+    FewAtATime,
+    Partial,
+    Reorder,
+    RoundPlan,
+    RoundView,
+    Sync,
+    TailPolicy,
+    make_policy,
+)
 from partial_rollout.errors import StaleClaim
 from partial_rollout.types import PromptMeta, TakeResult
 from tests.round_driver import BATCH, Trainer, summaries

@@ -7,13 +7,13 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.lifecycle import Entry, Event
-from partial_rollout.core.tail import RoundView
+from partial_rollout.core.queue.lifecycle import Entry, Event
+from partial_rollout.core.queue.tail import RoundView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from partial_rollout.core.tail import RoundPlan, TailPolicy
+    from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.types import Claim
 
 

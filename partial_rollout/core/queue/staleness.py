@@ -22,7 +22,7 @@ from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from partial_rollout.config import TailConfig
-    from partial_rollout.core.tail import TailPolicy
+    from partial_rollout.core.queue.tail import TailPolicy
 
 
 @dataclass(frozen=True, slots=True)
