@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 
-from partial_rollout.rollout.worker_extension import WorkerExtension
 from partial_rollout.weights.loading import Reload, require_complete
+from partial_rollout.weights.worker import WorkerExtension
 
 if TYPE_CHECKING:
     import torch

@@ -34,7 +34,7 @@ TIMEOUT_S = 120.0
 SLOT_BYTES = 1 << 20
 TOLERANCE = 1e-6
 HAS_GPU = torch.cuda.is_available()
-WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
+WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
 CHANNEL = "ipc:///tmp/rl-colocate-zmq-0-replica-0-rank-0.sock"
 """verl's name for the only worker's channel where no Ray job has another number."""
 

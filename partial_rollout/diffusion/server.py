@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.hold import Hold
 from partial_rollout.core.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
@@ -39,6 +38,7 @@ from partial_rollout.errors import EngineError, PartialRolloutError, WaitTimeout
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
+from partial_rollout.weights.protocol.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

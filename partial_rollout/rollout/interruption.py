@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
-from partial_rollout.weights.shared_slots import FOLDER
+from partial_rollout.weights.shared_buffers import FOLDER
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput

@@ -28,7 +28,6 @@ from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.boundary_control import BoundaryControl
-from partial_rollout.rollout.channel_server import ChannelServer
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import while_healthy
 from partial_rollout.rollout.engine_load import engine_load
@@ -37,6 +36,7 @@ from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, P
 from partial_rollout.rollout.interruption import Interruption
 from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.weights.directory import open_channels
+from partial_rollout.weights.server import ChannelServer
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.core.interrupt import Retained
 
-WORKER_EXTENSION = "partial_rollout.rollout.worker_extension.WorkerExtension"
+WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
 HTTP_STOP_S = 5.0
 """The task of the HTTP server ends at once when it is cancelled, unless the event loop does not come to it."""
 ENGINE_STOP_S = 20.0

@@ -31,8 +31,8 @@ from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
-from partial_rollout.train.weight_update import update_engines
 from partial_rollout.train.workers import use_workers
+from partial_rollout.weights.update import update_engines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Sized

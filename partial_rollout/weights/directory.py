@@ -12,7 +12,7 @@ from pathlib import Path
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.weights.ownership import abandoned, create_locked, is_overdue, owned_prefix
-from partial_rollout.weights.shared_slots import remove_abandoned_segments
+from partial_rollout.weights.shared_buffers import remove_abandoned_segments
 
 LOCK_NAME = "owner"
 SECRET_BYTES = 32

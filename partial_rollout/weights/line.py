@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from partial_rollout.core.wire import Error, Message, decode, encode
 from partial_rollout.errors import WeightPeerLost
+from partial_rollout.weights.protocol.wire import Error, Message, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

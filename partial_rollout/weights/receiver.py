@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from partial_rollout.core.buckets import Assembly, Fragment, TensorSpec
-from partial_rollout.core.weight_stream import ReceiverMachine
-from partial_rollout.core.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights import host_memory
+from partial_rollout.weights.buffers import Leases
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.slots import Leases
+from partial_rollout.weights.protocol.buckets import Assembly, Fragment, TensorSpec
+from partial_rollout.weights.protocol.stream import ReceiverMachine
+from partial_rollout.weights.protocol.wire import NONCE_BYTES, Bucket, Done, describe_failure
 from partial_rollout.weights.transport import Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from partial_rollout.core.wire import Message
+    from partial_rollout.weights.buffers import SlotReader
     from partial_rollout.weights.directory import ChannelAddress
-    from partial_rollout.weights.slots import SlotReader
+    from partial_rollout.weights.protocol.wire import Message
 
 
 class WeightReceiver:

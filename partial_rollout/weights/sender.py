@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partial_rollout.core.buckets import ALIGNMENT_BYTES, BucketPlan, Fragment, TensorSpec
-from partial_rollout.core.weight_stream import SenderMachine, State
-from partial_rollout.core.wire import NONCE_BYTES, describe_failure
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.line import Line
+from partial_rollout.weights.protocol.buckets import ALIGNMENT_BYTES, BucketPlan, Fragment, TensorSpec
+from partial_rollout.weights.protocol.stream import SenderMachine, State
+from partial_rollout.weights.protocol.wire import NONCE_BYTES, describe_failure
 from partial_rollout.weights.transport import NUM_SLOTS, Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
+    from partial_rollout.weights.buffers import SlotWriter
     from partial_rollout.weights.directory import ChannelAddress
-    from partial_rollout.weights.slots import SlotWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from partial_rollout.core.wire import CudaSlots
 from partial_rollout.errors import WeightProtocolError
+from partial_rollout.weights.cuda_buffers import CudaSlotReader, CudaSlotWriter
 from partial_rollout.weights.cuda_runtime import CudaRuntime
-from partial_rollout.weights.cuda_slots import CudaSlotReader, CudaSlotWriter
-from partial_rollout.weights.shared_slots import SharedSlotReader, SharedSlotWriter
+from partial_rollout.weights.protocol.wire import CudaSlots
+from partial_rollout.weights.shared_buffers import SharedSlotReader, SharedSlotWriter
 
 if TYPE_CHECKING:
-    from partial_rollout.core.wire import Slots
-    from partial_rollout.weights.slots import SlotReader, SlotWriter
+    from partial_rollout.weights.buffers import SlotReader, SlotWriter
+    from partial_rollout.weights.protocol.wire import Slots
 
 NUM_SLOTS = 3
 """One is filled, one is on its way or emptied, one is in the hands of a model that keeps a layer until it is whole."""

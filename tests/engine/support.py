@@ -26,7 +26,7 @@ from partial_rollout.rollout.replica import PartialRolloutReplica
 from partial_rollout.weights.adapter import ChannelAdapter
 from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.shared_slots import FOLDER
+from partial_rollout.weights.shared_buffers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -167,7 +167,7 @@ async def test_an_engine_whose_worker_is_killed_in_the_middle_is_relaunched_and_
     from partial_rollout.config import TimeoutConfig
     from partial_rollout.errors import WeightPeerLost
     from partial_rollout.train.fleet import ReplicaFleet
-    from partial_rollout.train.weight_update import update_engines
+    from partial_rollout.weights.update import update_engines
     from tests.engine.support import (
         NUM_PROBE_TOKENS,
         PROBES,

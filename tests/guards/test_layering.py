@@ -14,6 +14,7 @@ PURE = (
     "partial_rollout.types",
     "partial_rollout.errors",
     "partial_rollout.config",
+    "partial_rollout.weights.protocol",
 )
 """Modules, or rooms with all their modules, that decide and do nothing else: they import only each other."""
 PURE_MUST_NOT_IMPORT = ("asyncio", "ray", "torch", "vllm", "verl", "transfer_queue", "tensordict", "numpy")

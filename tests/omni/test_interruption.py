@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 
-from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.core.sampling import Interrupted
 from partial_rollout.diffusion.server import PACK
 from partial_rollout.errors import (
@@ -19,6 +18,7 @@ from partial_rollout.errors import (
     WaitTimeout,
     WeightUpdateError,
 )
+from partial_rollout.weights.protocol.engine_weights import EngineWeights
 from tests.omni.support import NUM_STEPS, first_difference, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]

@@ -44,7 +44,7 @@ class Engines:
 @pytest.fixture
 def run(ray_cluster):
     """Run an update over ranks with these answers."""
-    from partial_rollout.train.weight_update import update_engines
+    from partial_rollout.weights.update import update_engines
 
     actors = []
 

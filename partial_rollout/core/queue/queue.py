@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.queue import snapshots
 from partial_rollout.core.queue.census import AGENT_LOOP_FAILED, TOO_STALE, Census
 from partial_rollout.core.queue.claims import ClaimBook
 from partial_rollout.core.queue.done import DoneGroups
 from partial_rollout.core.queue.lifecycle import Entry, Event, State, check_group
-from partial_rollout.core.queue import snapshots
 from partial_rollout.core.queue.rounds import Rounds
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.errors import CapacityExceeded, ConfigError

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from partial_rollout.core import weight_stream
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.directory import ChannelAddress
+from partial_rollout.weights.protocol import stream as weight_stream
 from partial_rollout.weights.sender import WeightSender
 from tests.unit.weights.support import LONG_S, SLOT_BYTES, make_receiver, make_sender, make_weights
 

@@ -13,7 +13,7 @@ import torch
 from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.shared_slots import FOLDER
+from partial_rollout.weights.shared_buffers import FOLDER
 
 SLOT_BYTES = 4096
 LONG_S = 20.0

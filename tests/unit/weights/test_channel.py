@@ -12,7 +12,7 @@ import torch
 from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_slots import SharedSlotWriter
+from partial_rollout.weights.shared_buffers import SharedSlotWriter
 from partial_rollout.weights.transport import Transports
 from tests.unit.weights.support import (
     LONG_S,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from partial_rollout.core.wire import Slots
+    from partial_rollout.weights.protocol.wire import Slots
 
 
 class SlotWriter(Protocol):

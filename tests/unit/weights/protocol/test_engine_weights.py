@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.core.engine_weights import EngineWeights, Weights
 from partial_rollout.errors import EngineDead
+from partial_rollout.weights.protocol.engine_weights import EngineWeights, Weights
 
 
 def test_requests_may_come_while_an_update_is_under_way_and_the_gate_stays_closed() -> None:

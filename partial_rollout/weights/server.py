@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from partial_rollout.core.engine_weights import EngineWeights
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
 from partial_rollout.weights.patience import ANSWER_SHARE
+from partial_rollout.weights.protocol.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
     from partial_rollout.config import PartialRolloutConfig

@@ -6,7 +6,8 @@ import hmac
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.wire import (
+from partial_rollout.errors import WeightProtocolError
+from partial_rollout.weights.protocol.wire import (
     PROTOCOL,
     Attach,
     Attached,
@@ -20,10 +21,9 @@ from partial_rollout.core.wire import (
     Slots,
     as_exception,
 )
-from partial_rollout.errors import WeightProtocolError
 
 if TYPE_CHECKING:
-    from partial_rollout.core.buckets import Fragment
+    from partial_rollout.weights.protocol.buckets import Fragment
 
 
 class State(Enum):

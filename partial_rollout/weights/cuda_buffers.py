@@ -18,10 +18,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.wire import CudaSlots
 from partial_rollout.errors import WeightProtocolError
+from partial_rollout.weights.buffers import Leases
 from partial_rollout.weights.cuda_runtime import CudaRuntime, DeviceMemory
-from partial_rollout.weights.slots import Leases
+from partial_rollout.weights.protocol.wire import CudaSlots
 
 if TYPE_CHECKING:
     import torch

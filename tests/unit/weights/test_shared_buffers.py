@@ -6,10 +6,10 @@ import subprocess
 import pytest
 import torch
 
-from partial_rollout.core.wire import SharedSlots
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
 from partial_rollout.weights.ownership import owned_prefix
-from partial_rollout.weights.shared_slots import SharedSlotReader, SharedSlotWriter
+from partial_rollout.weights.protocol.wire import SharedSlots
+from partial_rollout.weights.shared_buffers import SharedSlotReader, SharedSlotWriter
 
 SLOT_BYTES = 4096
 

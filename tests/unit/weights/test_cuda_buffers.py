@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partial_rollout.core.wire import CudaSlots, SharedSlots
 from partial_rollout.errors import DeviceMemoryFull, WeightMismatch, WeightProtocolError
-from partial_rollout.weights.cuda_slots import CudaSlotReader, CudaSlotWriter
+from partial_rollout.weights.cuda_buffers import CudaSlotReader, CudaSlotWriter
 from partial_rollout.weights.line import Line
+from partial_rollout.weights.protocol.wire import CudaSlots, SharedSlots
 from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, SHARED_SLOT_BYTES, Transports
 from tests.unit.weights.fake_cuda import FREED, FakeCuda, FakeGpu
 from tests.unit.weights.support import SLOT_BYTES, exchange, make_weights

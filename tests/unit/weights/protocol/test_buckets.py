@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partial_rollout.core.buckets import ALIGNMENT_BYTES, ITEM_BYTES, Assembly, BucketPlan, Fragment, TensorSpec
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
+from partial_rollout.weights.protocol.buckets import (
+    ALIGNMENT_BYTES,
+    ITEM_BYTES,
+    Assembly,
+    BucketPlan,
+    Fragment,
+    TensorSpec,
+)
 
 SLOT = 4 * ALIGNMENT_BYTES
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.core.buckets import Fragment, TensorSpec
-from partial_rollout.core.weight_stream import Endpoint, ReceiverMachine, SenderMachine, State
-from partial_rollout.core.wire import (
+from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightProtocolError, WeightUpdateError
+from partial_rollout.weights.protocol.buckets import Fragment, TensorSpec
+from partial_rollout.weights.protocol.stream import Endpoint, ReceiverMachine, SenderMachine, State
+from partial_rollout.weights.protocol.wire import (
     PROTOCOL,
     Attach,
     Attached,
@@ -20,7 +21,6 @@ from partial_rollout.core.wire import (
     describe_failure,
     encode,
 )
-from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightProtocolError, WeightUpdateError
 
 SECRET = b"s" * 32
 SLOTS = SharedSlots("name", 64, 2)

@@ -22,7 +22,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from partial_rollout.core.buckets import Fragment  # noqa: TC001 - msgspec reads the annotation at run time
 from partial_rollout.errors import (
     DeviceMemoryFull,
     SharedMemoryFull,
@@ -31,6 +30,7 @@ from partial_rollout.errors import (
     WeightProtocolError,
     WeightUpdateError,
 )
+from partial_rollout.weights.protocol.buckets import Fragment  # noqa: TC001 - msgspec reads the annotation at run time
 
 PROTOCOL = 2
 """Goes up with every change of a message; both ends must be equal."""

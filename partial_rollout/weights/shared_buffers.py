@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from partial_rollout.core.wire import SharedSlots
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
+from partial_rollout.weights.buffers import Leases
 from partial_rollout.weights.ownership import (
     OPEN_FLAGS,
     UNLOCKED_SUFFIX,
@@ -27,7 +27,7 @@ from partial_rollout.weights.ownership import (
     is_overdue,
     owned_prefix,
 )
-from partial_rollout.weights.slots import Leases
+from partial_rollout.weights.protocol.wire import SharedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
