@@ -46,8 +46,8 @@ def start_servers(model: Path) -> dict[str, Any]:
     """One actor for each mode."""
     import ray
 
-    from partial_rollout.core.sampling import SamplingLimits
     from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+    from partial_rollout.diffusion.sampling import SamplingLimits
     from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 
     servers = {}
@@ -66,8 +66,8 @@ def start_servers(model: Path) -> dict[str, Any]:
 
 def make_requests(number: int, steps: int) -> list[Any]:
     """Requests with prompts of unlike lengths."""
-    from partial_rollout.core.sampling import SampleRequest
-    from partial_rollout.core.sde_window import SdeWindow
+    from partial_rollout.diffusion.sampling import SampleRequest
+    from partial_rollout.diffusion.sde_window import SdeWindow
 
     return [
         SampleRequest(

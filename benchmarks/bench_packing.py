@@ -41,7 +41,7 @@ from tensordict import TensorDict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
 from benchmarks.result import circumstances, store
-from partial_rollout.core.packing import (
+from partial_rollout.packing import (
     CostModel,
     FixedCountPlanner,
     GlobalPlanner,
@@ -50,7 +50,7 @@ from partial_rollout.core.packing import (
     plan_statistics,
     step_cost,
 )
-from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
+from partial_rollout.packing.padded import PaddedPlanner, sample_padding_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -56,15 +56,15 @@ from benchmarks.packing_steps import (
     training,
 )
 from benchmarks.result import circumstances, store
-from partial_rollout.core.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
-from partial_rollout.core.packing.padded import PaddedPlanner, sample_padding_share
-from partial_rollout.train import varlen_attention
+from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
+from partial_rollout.packing import attention as varlen_attention
+from partial_rollout.packing.padded import PaddedPlanner, sample_padding_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.packing_steps import Step
-    from partial_rollout.train.packer import Sample
+    from partial_rollout.packing.packer import Sample
 
     Method = Callable[[list[int], int], Plan]
 

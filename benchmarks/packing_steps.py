@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu.inputs import SHAPES
-from partial_rollout.core.packing import CostModel
-from partial_rollout.train.packer import Sample, pack
+from partial_rollout.packing import CostModel
+from partial_rollout.packing.packer import Sample, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,15 @@ from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
 from partial_rollout.integrations.verl_compat import check_versions
-from partial_rollout.mode import apply_mode, check_config, check_inputs, is_enabled, provide_attention, read_settings
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
+from partial_rollout.settings.mode import (
+    apply_mode,
+    check_config,
+    check_inputs,
+    is_enabled,
+    provide_attention,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

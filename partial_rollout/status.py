@@ -10,9 +10,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from partial_rollout.config import ManagerConfig
 from partial_rollout.errors import ClusterError
 from partial_rollout.observability.status_view import format_status, status_json
+from partial_rollout.settings.block import ManagerConfig
 
 if TYPE_CHECKING:
     from partial_rollout.types import ManagerStatus

@@ -12,8 +12,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.rollout.server import PartialRolloutServer
+from partial_rollout.settings.block import PartialRolloutConfig
 
 
 def completion(token_ids: list[int], *, logprobs: list[Any] | None, finish_reason: str | None) -> CompletionOutput:

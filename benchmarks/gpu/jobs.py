@@ -38,8 +38,8 @@ from benchmarks.gpu.summary import in_pairs, markdown
 from benchmarks.lanes import Lane, run_all
 from benchmarks.result import store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
-from partial_rollout.mode import PACKED_ATTENTION
 from partial_rollout.runtime.termination import heed_termination
+from partial_rollout.settings.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu.all import about_run
 from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, Outputs, Said, make_model, said
 from benchmarks.result import store
-from partial_rollout.config import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable

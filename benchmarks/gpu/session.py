@@ -24,12 +24,12 @@ from verl.workers.rollout.llm_server import LLMServerManager
 import partial_rollout
 from benchmarks.gpu.inputs import SHAPES, Shape, write_model, write_prompts
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.interrupt import MODES
-from partial_rollout.mode import apply_mode, check_config
 from partial_rollout.rollout.interruption import EVERY_TOKEN
 from partial_rollout.rollout.replica import register_replicas
+from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.settings.mode import apply_mode, check_config
 from partial_rollout.train.shutdown import shutdown_run
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from verl.experimental.reward_loop import RewardLoopManager
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.rollout.replica import PartialRolloutReplica
+    from partial_rollout.settings.block import PartialRolloutConfig
 
 Record = dict[str, float]
 NO_GPUS: Any = None

@@ -12,9 +12,9 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
 from partial_rollout.errors import ActorLost
-from partial_rollout.mode import read_settings, slot_shares
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for, wait_for_all
+from partial_rollout.settings.mode import read_settings, slot_shares
 from partial_rollout.types import PromptMeta
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.rollout.client import ResumingLLMServerClient
+    from partial_rollout.settings.block import PartialRolloutConfig
 
 
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from partial_rollout.config import TailConfig
+    from partial_rollout.settings.block import TailConfig
 
 FRESH = "fresh"
 """Origin of a context that was never interrupted."""

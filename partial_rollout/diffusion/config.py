@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from partial_rollout.config import build, require
-from partial_rollout.core.sampling import NO_CFG
-from partial_rollout.core.sde_window import WindowPlan
 from partial_rollout.diffusion.contract import QWEN_IMAGE
+from partial_rollout.diffusion.sampling import NO_CFG
 from partial_rollout.diffusion.sde import SDE_TYPES
+from partial_rollout.diffusion.sde_window import WindowPlan
+from partial_rollout.settings.block import build, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

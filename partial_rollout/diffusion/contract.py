@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from partial_rollout.core.sde_window import window_of_request, window_of_step
+from partial_rollout.diffusion.sde_window import window_of_request, window_of_step
 from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from partial_rollout.core.sde_window import SdeWindow
+    from partial_rollout.diffusion.sde_window import SdeWindow
 
 log = logging.getLogger(__name__)
 

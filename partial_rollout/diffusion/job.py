@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from partial_rollout.core.sampling import SampleRequest
-from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion.groups import Group
 from partial_rollout.diffusion.prompts import to_ids
+from partial_rollout.diffusion.sampling import SampleRequest
+from partial_rollout.diffusion.sde_window import NO_WINDOW
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.runtime.remote_call import answer_of
 

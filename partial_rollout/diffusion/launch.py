@@ -15,7 +15,6 @@ from huggingface_hub import snapshot_download
 from ray.exceptions import RayError
 from transformers import Qwen2Tokenizer
 
-from partial_rollout.core.sampling import SamplingLimits
 from partial_rollout.diffusion.actor import FlowGrpoActor
 from partial_rollout.diffusion.config import MAX_STEPS
 from partial_rollout.diffusion.contract import resolve
@@ -23,6 +22,7 @@ from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.prompts import read_prompts
 from partial_rollout.diffusion.replicas import Replicas
 from partial_rollout.diffusion.resources import CPUS_PER_SERVER, require_resources, reserve_gpu
+from partial_rollout.diffusion.sampling import SamplingLimits
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 from partial_rollout.errors import ConfigError
 from partial_rollout.runtime.remote_call import wait_for_all

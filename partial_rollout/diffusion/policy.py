@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partial_rollout.core.sampling import NO_CFG
+from partial_rollout.diffusion.sampling import NO_CFG
 from partial_rollout.diffusion.sde import StepNoise, log_density, transition
 from partial_rollout.errors import DataError
 

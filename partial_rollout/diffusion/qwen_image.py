@@ -14,9 +14,9 @@ from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImageP
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
 from vllm_omni.diffusion.worker.utils import StepRequestState
 
-from partial_rollout.core.sampling import NO_CFG
 from partial_rollout.diffusion.policy import padded
 from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample, SampleOptions, advance
+from partial_rollout.diffusion.sampling import NO_CFG
 from partial_rollout.diffusion.snapshot import EMBEDS, SampleState, unpack
 from partial_rollout.errors import DataError
 
@@ -41,7 +41,7 @@ class QwenImageRollout(QwenImagePipeline):
         self.num_denoise_steps = 0
         """Predictions that were computed, each request's counted, whatever became of them."""
         if self.device.type == "cpu":
-            from partial_rollout.integrations.omni_cpu_layers import prepare_for_cpu
+            from partial_rollout.diffusion.omni_cpu_layers import prepare_for_cpu
 
             prepare_for_cpu(self.transformer)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from partial_rollout.core.sde_window import SdeWindow
+from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.errors import EngineError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from partial_rollout.core.sde_window import NO_WINDOW, SdeWindow
 from partial_rollout.diffusion.sde import StepNoise, log_density, transition
+from partial_rollout.diffusion.sde_window import NO_WINDOW, SdeWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from partial_rollout.core.hold import Hold
-from partial_rollout.core.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
+from partial_rollout.diffusion.hold import Hold
 from partial_rollout.diffusion.result import SampleResult, to_result
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
+from partial_rollout.diffusion.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion.snapshot import read_header
 from partial_rollout.errors import EngineError, PartialRolloutError, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from partial_rollout.core.gate import GateStatistics, Ticket
-    from partial_rollout.core.sampling import SamplingLimits
     from partial_rollout.diffusion.contract import Adapter
     from partial_rollout.diffusion.sample import OnArrival
+    from partial_rollout.diffusion.sampling import SamplingLimits
     from partial_rollout.weights.directory import ChannelAddress
 
 ENGINE_NAME = "the diffusion engine"

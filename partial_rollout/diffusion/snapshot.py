@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from partial_rollout.core.sde_window import SdeWindow
 from partial_rollout.diffusion.sample import Sample, SampleOptions
+from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.gate import Gate, GateState, GateStatistics, Ticket, Verdict
-from partial_rollout.core.time_mean import TimeWeightedMean
 from partial_rollout.errors import DrainTimeout
+from partial_rollout.rollout.time_mean import TimeWeightedMean
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection

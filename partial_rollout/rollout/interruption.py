@@ -12,8 +12,8 @@ from partial_rollout.weights.shared_buffers import FOLDER
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
 
-    from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.rollout.gated_engine import Passage
+    from partial_rollout.settings.block import PartialRolloutConfig
 
 EVERY_TOKEN = 1
 """Stream interval of an engine whose requests stay: vLLM hands over a rest only of a request that leaves."""

@@ -10,10 +10,10 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
 from partial_rollout.rollout.control import CONTROL_GROUP
 from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.settings.block import PartialRolloutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,6 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.engine_meter import NOBODY, EngineMeter, Origin
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
@@ -35,6 +34,7 @@ from partial_rollout.rollout.engine_processes import end_processes, engine_proce
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
 from partial_rollout.rollout.interruption import Interruption
 from partial_rollout.rollout.statistics import RolloutStatistics
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer
 from partial_rollout.weights.transfer_engine import choose_backend

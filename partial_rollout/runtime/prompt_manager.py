@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.config import PartialRolloutConfig
     from partial_rollout.core.queue.staleness import StalenessBound
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
+    from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import (
         Claim,
         PromptMeta,

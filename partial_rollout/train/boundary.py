@@ -20,7 +20,7 @@ from partial_rollout.runtime.bounded import call_bounded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.train.fleet import ReplicaFleet
 
 PATIENCE = 2.0

@@ -12,10 +12,10 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Sequence
 
-    from partial_rollout.config import TimeoutConfig
     from partial_rollout.core.cost_model import EngineProgress
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.rollout.statistics import RolloutStatistics
+    from partial_rollout.settings.block import TimeoutConfig
 
 
 class ReplicaFleet:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
-    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.train.stale_mask import StaleTokens
     from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
-from partial_rollout.mode import is_enabled, read_settings
 from partial_rollout.observability.log import configure_logging
 from partial_rollout.rollout.replica import register_replicas
+from partial_rollout.settings.mode import is_enabled, read_settings
 from partial_rollout.train.resources import require_resources
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from partial_rollout.errors import DataError
-from partial_rollout.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
 from partial_rollout.observability.event_log import append_event
+from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.settings.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
 from partial_rollout.train.boundary import Boundary
 from partial_rollout.train.fleet import ReplicaFleet
-from partial_rollout.train.packing import make_batch_packer
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner

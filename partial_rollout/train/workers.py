@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from verl.trainer.ppo.utils import Role
 
-from partial_rollout.train.packed_engine import PackedActorRolloutRefWorker, PackedTrainingWorker
+from partial_rollout.packing.engine import PackedActorRolloutRefWorker, PackedTrainingWorker
 from partial_rollout.weights.adapter import ChannelActorWorker
 
 

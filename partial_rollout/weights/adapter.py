@@ -23,9 +23,9 @@ from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
 from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.patience import ANSWER_SHARE, SENDER_SHARE
 from partial_rollout.weights.sender import WeightSender
 

@@ -14,7 +14,7 @@ from partial_rollout.weights.patience import ANSWER_SHARE
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
-    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 
 

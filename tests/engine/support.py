@@ -19,10 +19,10 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import get_router_handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.interrupt import MODES
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.adapter import ChannelAdapter
 from partial_rollout.weights.ownership import owned_prefix
 from partial_rollout.weights.sender import WeightSender

@@ -164,8 +164,8 @@ async def test_weights_the_model_cannot_take_are_named(tensor_parallel, change, 
 async def test_an_engine_whose_worker_is_killed_in_the_middle_is_relaunched_and_as_good_as_new(
     tensor_parallel, tmp_path
 ):
-    from partial_rollout.config import TimeoutConfig
     from partial_rollout.errors import WeightPeerLost
+    from partial_rollout.settings.block import TimeoutConfig
     from partial_rollout.train.fleet import ReplicaFleet
     from partial_rollout.weights.update import update_engines
     from tests.engine.support import (

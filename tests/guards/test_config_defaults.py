@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from partial_rollout.config import PartialRolloutConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,16 +13,18 @@ PURE = (
     "partial_rollout.core",
     "partial_rollout.types",
     "partial_rollout.errors",
-    "partial_rollout.config",
+    "partial_rollout.settings.block",
     "partial_rollout.weights.protocol",
+    *(f"partial_rollout.diffusion.{name}" for name in ("hold", "sampling", "sde_window")),
+    *(f"partial_rollout.packing.{name}" for name in ("balance", "budget", "cost", "padded", "plan", "planners")),
 )
 """Modules, or rooms with all their modules, that decide and do nothing else: they import only each other."""
 PURE_MUST_NOT_IMPORT = ("asyncio", "ray", "torch", "vllm", "verl", "transfer_queue", "tensordict", "numpy")
 CONTRACTS = ("types", "errors")
 """What everything shares imports nothing else of ours."""
 ROOMS_WITH = {
-    "verl": {"integrations", "rollout", "weights", "train", "agent_loop", "diffusion", "run", "main_ppo"},
-    "vllm": {"integrations", "rollout", "weights"},
+    "verl": {"integrations", "rollout", "weights", "packing", "train", "agent_loop", "diffusion", "run", "main_ppo"},
+    "vllm": {"integrations", "rollout", "weights", "diffusion"},
     "vllm_omni": {"integrations", "diffusion"},
     "diffusers": {"diffusion", "run"},
 }

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from partial_rollout.core.sampling import Interrupted
+from partial_rollout.diffusion.sampling import Interrupted
 from partial_rollout.diffusion.server import PACK
 from partial_rollout.errors import (
     DrainTimeout,

@@ -6,9 +6,9 @@ import asyncio
 
 import torch
 
-from partial_rollout.core.sampling import Interrupted
-from partial_rollout.core.sde_window import WindowPlan
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+from partial_rollout.diffusion.sampling import Interrupted
+from partial_rollout.diffusion.sde_window import WindowPlan
 from tests.omni.support import NUM_STEPS, training_model
 
 PLAN = WindowPlan(size=2, first=0, last=NUM_STEPS)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from partial_rollout.core.sampling import Interrupted
 from partial_rollout.diffusion.actor import FlowGrpoActor
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.replicas import Replicas
+from partial_rollout.diffusion.sampling import Interrupted
 from partial_rollout.diffusion.server import DiffusionServer
 from partial_rollout.rollout.admission import Broadcast
 from partial_rollout.run.tiny_qwen_image.reward import redness
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from partial_rollout.core.sde_window import SdeWindow
+    from partial_rollout.diffusion.sde_window import SdeWindow
 
 START_S = 120
 LONG = 50

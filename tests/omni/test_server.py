@@ -8,11 +8,11 @@ import os
 import pytest
 
 from partial_rollout.core.gate import GateState
-from partial_rollout.core.sampling import Interrupted, SampleRequest, SamplingLimits
-from partial_rollout.core.sde_window import NO_WINDOW
 from partial_rollout.diffusion import server as server_module
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
 from partial_rollout.diffusion.engine import BOUNDARY, HOLD, RELEASE
+from partial_rollout.diffusion.sampling import Interrupted, SampleRequest, SamplingLimits
+from partial_rollout.diffusion.sde_window import NO_WINDOW
 from partial_rollout.diffusion.server import FORGET, PACK, DiffusionServer, ServerOptions
 from partial_rollout.errors import (
     DrainTimeout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partial_rollout.core.sde_window import NO_WINDOW, SdeWindow
+from partial_rollout.diffusion.sde_window import NO_WINDOW, SdeWindow
 from partial_rollout.errors import DataError
 from tests.omni.support import NUM_STEPS, recomputed, training_model
 

@@ -20,11 +20,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.losses import ppo_loss
 
-from partial_rollout.core.packing import CostModel, FixedCountPlanner, GlobalPlanner, TokenBudgetPlanner
-from partial_rollout.core.packing.padded import PaddedPlanner
-from partial_rollout.train import varlen_attention
-from partial_rollout.train.packed_engine import ROWS_METRIC, PackedActorRolloutRefWorker
-from partial_rollout.train.packing import MICRO_BATCH_FIELD, layout
+from partial_rollout.packing import CostModel, FixedCountPlanner, GlobalPlanner, TokenBudgetPlanner
+from partial_rollout.packing import attention as varlen_attention
+from partial_rollout.packing.batch import MICRO_BATCH_FIELD, layout
+from partial_rollout.packing.engine import ROWS_METRIC, PackedActorRolloutRefWorker
+from partial_rollout.packing.padded import PaddedPlanner
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import ray
 
-from partial_rollout.config import ManagerConfig, PartialRolloutConfig
 from partial_rollout.errors import ActorLost, ClusterError, DuplicateUid, WaitTimeout
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
 from partial_rollout.types import PromptMeta, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from partial_rollout.config import TailConfig
     from partial_rollout.core.queue.tail import TailPolicy
+    from partial_rollout.settings.block import TailConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from partial_rollout.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from partial_rollout.config import PartialRolloutConfig
+    from partial_rollout.settings.block import PartialRolloutConfig
 
 
 @dataclass(frozen=True, slots=True)

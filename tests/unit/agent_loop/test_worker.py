@@ -15,10 +15,10 @@ from partial_rollout.agent_loop import worker as worker_module
 from partial_rollout.agent_loop.holds import CURRENT_CLAIM
 from partial_rollout.agent_loop.trace import TrajectoryTrace
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker, summaries
-from partial_rollout.config import PartialRolloutConfig
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ClusterError, DataError, TooStale
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
 from tests.fake_worker import make_claim

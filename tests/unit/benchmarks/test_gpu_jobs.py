@@ -34,7 +34,7 @@ from benchmarks.gpu.jobs import (
 )
 from benchmarks.gpu.session import CONFIGS, EngineOptions
 from benchmarks.training_job import LOG
-from partial_rollout.mode import apply_mode, check_config, is_enabled
+from partial_rollout.settings.mode import apply_mode, check_config, is_enabled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

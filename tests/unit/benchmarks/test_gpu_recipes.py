@@ -17,7 +17,7 @@ from benchmarks.gpu import recipes
 from benchmarks.gpu.recipes import RECIPES, command, parser, variables, write_problems
 from benchmarks.gpu.session import CONFIGS
 from benchmarks.lanes import Lane
-from partial_rollout.mode import apply_mode, check_config, is_enabled
+from partial_rollout.settings.mode import apply_mode, check_config, is_enabled
 from tests.unit.benchmarks.test_gpu_jobs import WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.config import INTERRUPT_MODES, TailConfig
 from partial_rollout.core.interrupt import MODES, Context, Retained, context_of, mode_of
+from partial_rollout.settings.block import INTERRUPT_MODES, TailConfig
 
 LEFT = Retained("salt", 3, "kept")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from partial_rollout.core.sde_window import SdeWindow
 from partial_rollout.diffusion.result import SampleResult
+from partial_rollout.diffusion.sde_window import SdeWindow
 
 
 def make_result(

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from partial_rollout.core.sde_window import window_of_request, window_of_step
 from partial_rollout.diffusion import contract
 from partial_rollout.diffusion.contract import QWEN_IMAGE, Adapter, register, resolve
+from partial_rollout.diffusion.sde_window import window_of_request, window_of_step
 from partial_rollout.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from partial_rollout.core.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion import replicas as replicas_module
 from partial_rollout.diffusion.replicas import Replicas
+from partial_rollout.diffusion.sampling import Interrupted, SampleRequest
 from partial_rollout.errors import DrainTimeout, ResumeStalled, WaitTimeout
 from tests.unit.diffusion.results import make_result
 

@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from partial_rollout.core.sde_window import SdeWindow
 from partial_rollout.diffusion.sample import Sample, SampleOptions, advance
+from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.diffusion.snapshot import SampleState, pack, read_header, unpack
 from partial_rollout.errors import DataError
 

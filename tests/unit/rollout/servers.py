@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from partial_rollout.config import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from tests.fake_engine import FakeServer
 
 PARAMS = {"max_tokens": 50}

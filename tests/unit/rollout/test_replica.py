@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 
 @dataclass

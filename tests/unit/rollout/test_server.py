@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.core.cost_model import RunningRequest
 from partial_rollout.core.engine_meter import Origin
 from partial_rollout.errors import DataError, DrainTimeout, EngineDead
 from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout.engine_request import drop_repeated_logprobs
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeServer, completion
 from tests.unit.rollout.servers import PARAMS, launched, let_run, start
 

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.interrupt import Context
 from partial_rollout.errors import DrainTimeout, EngineDead, EngineError
 from partial_rollout.rollout import interruption
 from partial_rollout.rollout.interruption import Interruption
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from tests.fake_engine import FakeServer
 from tests.fake_engine import output as fake_output
 from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode

@@ -10,11 +10,11 @@ pytest.importorskip("vllm")
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from partial_rollout.config import PartialRolloutConfig, WeightsConfig
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout import server as server_module
 from partial_rollout.rollout.server import PartialRolloutServer
+from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
 from tests.fake_engine import FakeEngine, FakeServer
 from tests.unit.rollout.servers import launched, let_run, start
 

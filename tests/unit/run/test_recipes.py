@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from partial_rollout.mode import check_config, is_enabled, read_settings
+from partial_rollout.settings.mode import check_config, is_enabled, read_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "partial_rollout" / "run"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from partial_rollout.config import PartialRolloutConfig, TimeoutConfig
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.runtime import prompt_manager
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.unit.core.queue.queues import ManualClock, prompts, trajectories
 
 BATCH_S = 100.0

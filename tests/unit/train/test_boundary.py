@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from partial_rollout.config import CostsConfig, PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.core.cost_model import EngineProgress, EngineSpeed, RunningRequest
 from partial_rollout.errors import EngineDead
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.settings.block import CostsConfig, PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.train import boundary as boundary_module
 from partial_rollout.train.boundary import PATIENCE, SLACK_S, Boundary
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from partial_rollout.config import TimeoutConfig
 from partial_rollout.errors import DrainTimeout, WaitTimeout
+from partial_rollout.settings.block import TimeoutConfig
 from partial_rollout.train.fleet import ReplicaFleet
 
 

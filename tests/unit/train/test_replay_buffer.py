@@ -12,9 +12,9 @@ from fake_transfer_queue import FakeTransferQueue
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
-from partial_rollout.config import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
 from partial_rollout.train.stale_mask import StaleTokens

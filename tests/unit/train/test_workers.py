@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from verl.trainer.ppo.utils import Role
 
-from partial_rollout.train.packed_engine import PackedTrainingWorker
+from partial_rollout.packing.engine import PackedTrainingWorker
 from partial_rollout.train.workers import use_workers
 from partial_rollout.weights.adapter import ChannelActorWorker
 

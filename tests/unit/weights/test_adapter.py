@@ -10,8 +10,8 @@ import pytest
 import zmq
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from partial_rollout.config import WeightsConfig
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
+from partial_rollout.settings.block import WeightsConfig
 from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter
 from tests.unit.weights.support import SHORT_S, make_weights, receive_all
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partial_rollout.config import PartialRolloutConfig, TailConfig
 from partial_rollout.core.queue.staleness import Ages, StalenessBound, make_bound
 from partial_rollout.core.queue.tail import Partial, Reorder, Sync, TailPolicy, make_policy
 from partial_rollout.errors import ConfigError
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from tests.round_driver import BATCH, Trainer, summaries
 
 if TYPE_CHECKING:

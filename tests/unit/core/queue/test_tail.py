@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partial_rollout.config import PartialRolloutConfig, TailConfig
 from partial_rollout.core.queue.tail import (
     FewAtATime,
     Partial,
@@ -22,6 +21,7 @@ from partial_rollout.core.queue.tail import (
     make_policy,
 )
 from partial_rollout.errors import StaleClaim
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from partial_rollout.types import PromptMeta, TakeResult
 from tests.round_driver import BATCH, Trainer, summaries
 

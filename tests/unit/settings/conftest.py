@@ -1,0 +1,43 @@
+"""Configurations of the quickstart with changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from tests.unit.settings.support import Composed
+
+CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
+    """The quickstart's configuration, composed once because that takes seconds; its paths are there."""
+    folder = tmp_path_factory.mktemp("task")
+    paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
+    paths["actor_rollout_ref.model.path"] = "model"
+    for name in paths.values():
+        (folder / name).touch()
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return compose("quickstart_cpu", overrides=[f"{key}={folder / name}" for key, name in paths.items()])
+
+
+@pytest.fixture
+def composed(quickstart: DictConfig) -> Composed:
+    """A copy of it with values set by their dotted keys, whether these exist or not."""
+
+    def compose_with(changes: dict[str, Any]) -> DictConfig:
+        config = copy.deepcopy(quickstart)
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        return config
+
+    return compose_with

@@ -1,0 +1,140 @@
+"""`PartialRolloutConfig`: bad input is refused with the key and the value, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.errors import ConfigError, UserError
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
+
+
+def test_an_empty_block_gives_the_defaults():
+    assert PartialRolloutConfig.from_mapping({}) == PartialRolloutConfig()
+
+
+def test_values_and_nested_blocks_are_taken_over():
+    config = PartialRolloutConfig.from_mapping({"num_slots": 12, "timeouts": {"drain_s": 5}})
+    assert (config.num_slots, config.timeouts.drain_s) == (12, 5.0)
+    assert config.timeouts.batch_s == PartialRolloutConfig().timeouts.batch_s
+
+
+def test_engines_get_the_defaults_without_the_block():
+    assert PartialRolloutConfig.from_rollout(None) == PartialRolloutConfig()
+    assert PartialRolloutConfig.from_rollout({"other": {}}) == PartialRolloutConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"prefetch_facto": 2}, "partial_rollout.prefetch_facto"),
+        ({"timeouts": {"drain": 1}}, "partial_rollout.timeouts.drain"),
+        ({"manager": {"port": 1}}, "partial_rollout.manager.port"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
+    with pytest.raises(ConfigError, match=f"unknown key {key}; known here: "):
+        PartialRolloutConfig.from_mapping(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"prefetch_factor": 0.5}, r"prefetch_factor=0\.5 .* at least 1"),
+        ({"num_slots": 0}, "num_slots=0 .* at least 1"),
+        ({"max_attempts": 0}, "max_attempts=0 "),
+        ({"stream_interval": 0}, "stream_interval=0 "),
+        ({"timeouts": {"drain_s": 0}}, r"timeouts\.drain_s=0\.0 .*above 0"),
+        ({"timeouts": {"batch_s": -1.0}}, r"timeouts\.batch_s=-1\.0 "),
+        ({"manager": {"name": ""}}, "manager.name='' "),
+        ({"weights": {"backend": "nccl"}}, "weights.backend='nccl' .*'auto', 'channel', 'verl'"),
+        ({"weights": {"timeout_s": 0}}, r"weights\.timeout_s=0\.0 .*above 0"),
+        ({"weights": {"bucket_mb": 0}}, "weights.bucket_mb=0 .*null or at least 1"),
+        ({"weights": {"relaunches": -1}}, "weights.relaunches=-1 .*at least 0"),
+        ({"manager": {"namespace": ""}}, "manager.namespace='' "),
+        ({"slots": {"most": 8}}, "slots.most=8 .*null with .*adaptive=false.*num_slots"),
+        ({"slots": {"adaptive": True, "least": 0}}, "slots.least=0 .*at least 1"),
+        ({"slots": {"kv_high": 1.5}}, "slots.kv_high=1.5 .*at most 1"),
+        ({"slots": {"interval_s": 0}}, "slots.interval_s=0.0 .*above 0"),
+        ({"tail": {"policy": "long"}}, "tail.policy='long' .*partial, sync, reorder"),
+        ({"tail": {"gen_batch_size": 10}}, "gen_batch_size=10 .*null with .*tail.policy=partial.*policy=reorder uses"),
+        ({"tail": {"policy": "sync", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=sync"),
+        ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
+        (
+            {"tail": {"interrupt_mode": "retain"}},
+            "interrupt_mode='retain' .*abort, keep, keep_kv, reuse_kv, ",
+        ),
+        (
+            {"tail": {"policy": "sync", "interrupt_mode": "keep"}},
+            "interrupt_mode='keep' .*abort with .*=sync",
+        ),
+        ({"tail": {"policy": "reorder", "interrupt_mode": "keep_kv"}}, "interrupt_mode='keep_kv' .*abort, reuse_kv or"),
+        ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),
+        ({"tail": {"offload_gib": 4}}, "offload_gib=4 .*null with any other"),
+        ({"tail": {"interrupt_mode": "offload_kv", "offload_gib": 0}}, "offload_gib=0 .*null or at least 1"),
+        ({"tail": {"past_staleness": "wait"}}, "tail.past_staleness='wait' .*mask, drop, finish, restart"),
+        ({"tail": {"past_staleness": "drop"}}, "tail.past_staleness='drop' .*mask without a bound.*max_staleness"),
+        ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or at least 0"),
+        ({"tail": {"policy": "reorder", "max_deferrals": 0}}, "tail.max_deferrals=0 .*null or at least 1"),
+        (
+            {"tail": {"max_staleness": 2, "past_staleness": "restart"}, "max_attempts": 1},
+            "max_attempts=1 .*at least 2 with .*past_staleness=restart.*drop",
+        ),
+        ({"slots": {"adaptive": True}, "tail": {"policy": "sync"}}, "slots.adaptive=True .*false with .*policy=sync"),
+        ({"slots": {"adaptive": True}, "tail": {"policy": "reorder"}}, "slots.adaptive=True .*false with .*=reorder"),
+        ({"costs": {"prefill_tokens_per_s": 5.0}}, "costs.prefill_tokens_per_s=5.0 .*null with .*tail.boundary=now"),
+        ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(block: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartialRolloutConfig.from_mapping(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"prefetch_factor": "2"}, "prefetch_factor='2' .* type float"),
+        ({"prefetch_factor": True}, "prefetch_factor=True .* type float"),
+        ({"num_slots": 1.5}, r"num_slots=1\.5 .* type int"),
+        ({"num_slots": True}, "num_slots=True "),
+        ({"max_attempts": None}, "max_attempts=None .* type int"),
+        ({"timeouts": 3}, "timeouts=3 .* block of keys"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(block: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartialRolloutConfig.from_mapping(block)
+
+
+def test_a_config_error_is_the_users_and_a_value_error():
+    assert issubclass(ConfigError, UserError)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(("factor", "batch", "capacity"), [(2.0, 8, 16), (1.0, 8, 8), (1.5, 3, 4), (1.1, 1, 1)])
+def test_capacity_is_never_below_one_batch(factor: float, batch: int, capacity: int):
+    assert PartialRolloutConfig(prefetch_factor=factor).capacity(batch) == capacity
+
+
+REORDER = TailConfig(policy="reorder")
+
+
+@pytest.mark.parametrize(
+    ("tail", "batch", "groups"),
+    [(TailConfig(), 8, 8), (REORDER, 8, 10), (REORDER, 1, 2), (TailConfig(policy="reorder", gen_batch_size=16), 8, 16)],
+)
+def test_a_round_has_a_quarter_more_groups_than_are_trained_unless_told(tail: TailConfig, batch: int, groups: int):
+    tail.check_batch(batch)
+    assert tail.groups_per_round(batch) == groups
+
+
+@pytest.mark.parametrize("size", [6, 8, 17])
+def test_a_round_that_is_no_over_sampling_is_refused(size: int):
+    message = f"gen_batch_size={size} .* above data.train_batch_size=8 and at most 16; .*tail.policy=sync"
+    with pytest.raises(ConfigError, match=message):
+        TailConfig(policy="reorder", gen_batch_size=size).check_batch(8)
+
+
+def test_more_joining_groups_than_a_batch_are_refused():
+    with pytest.raises(ConfigError, match="max_deferred_per_round=9 .* at most data.train_batch_size=8"):
+        TailConfig(policy="reorder", max_deferred_per_round=9).check_batch(8)

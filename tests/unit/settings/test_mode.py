@@ -1,0 +1,287 @@
+"""`partial_rollout.settings.mode`: mistakes are told with their key before a start; the flag sets just the hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from partial_rollout.core.slots import SlotBounds
+from partial_rollout.errors import ConfigError, DataError, UserError
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
+from partial_rollout.settings.mode import (
+    apply_mode,
+    check_inputs,
+    is_enabled,
+    num_slots,
+    slot_bounds,
+    slot_shares,
+)
+from tests.unit.settings.support import check
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from tests.unit.settings.support import Composed
+
+FLAG = "async_training.partial_rollout"
+
+
+def leaves(config: DictConfig) -> dict[str, Any]:
+    """Every value of a configuration by its dotted key, interpolations unresolved."""
+
+    def walk(node: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(node, dict) or not node:
+            return {prefix: node}
+        return {key: leaf for name, child in node.items() for key, leaf in walk(child, f"{prefix}.{name}").items()}
+
+    return {key.removeprefix("."): leaf for key, leaf in walk(OmegaConf.to_container(config), "").items()}
+
+
+def test_the_quickstart_passes(composed: Composed):
+    check(composed({}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("data.train_files", "/nowhere/a.parquet", DataError, "data.train_files=/nowhere/a.parquet does not exist"),
+        ("data.val_files", ["/nowhere/b.parquet"], DataError, "data.val_files=/nowhere/b.parquet does not exist"),
+        ("actor_rollout_ref.model.path", "/no/model", DataError, "actor_rollout_ref.model.path=/no/model does not"),
+        ("partial_rollout.num_slots", 1, ConfigError, "1 trajectory slots over 1 .* raise partial_rollout.num_slots"),
+        (
+            "actor_rollout_ref.actor.strategy",
+            "megatron",
+            ConfigError,
+            "strategy=megatron .* fsdp or fsdp2 .*planner=verl",
+        ),
+        (
+            "actor_rollout_ref.actor.shuffle",
+            True,
+            ConfigError,
+            "shuffle=True .* set partial_rollout.packing.planner=verl",
+        ),
+        ("trainer.n_gpus_per_node", 3, ConfigError, "= 64 for 3 ranks is not allowed: must be a multiple of the ranks"),
+        ("partial_rollout.packing.planner", "best", ConfigError, "planner='best' .* global, budget, fixed, verl"),
+        ("partial_rollout.packing.token_budget", 0, ConfigError, "packing.token_budget=0 .* null or at least 1"),
+        ("partial_rollout.packing.per_rank_batch_size", 0, ConfigError, "packing.per_rank_batch_size=0 .* at least 1"),
+        ("partial_rollout.packing.cost_model", "flops", ConfigError, "packing.cost_model='flops' .* model or verl"),
+        ("algorithm.adv_estimator", "remax", ConfigError, "algorithm.adv_estimator=remax cannot work"),
+        ("algorithm.filter_groups", {"enable": True}, ConfigError, "algorithm.filter_groups.enable=True is not"),
+        ("actor_rollout_ref.rollout.n", 0, ConfigError, "actor_rollout_ref.rollout.n=0 is not allowed"),
+        ("actor_rollout_ref.rollout.name", "sglang", ConfigError, "actor_rollout_ref.rollout.name=sglang .* vllm"),
+        ("actor_rollout_ref.rollout.agent.num_workers", 0, ConfigError, "rollout.agent.num_workers=0 is not allowed"),
+        ("data.train_batch_size", 0, ConfigError, "data.train_batch_size=0 is not allowed"),
+        ("partial_rollout.no_such_key", 1, ConfigError, "unknown key partial_rollout.no_such_key; known here: "),
+        ("partial_rollout.timeouts.drain_s", -1, ConfigError, r"partial_rollout.timeouts.drain_s=-1\.0 is not allowed"),
+        ("data.train_batch_size", None, ConfigError, "data.train_batch_size=None is not allowed"),
+        ("data.train_batch_size", 2.5, ConfigError, "data.train_batch_size=2.5 is not allowed"),
+        ("actor_rollout_ref.rollout.n", "many", ConfigError, "rollout.n=many is not allowed: must be a whole number"),
+        ("data.train_files", None, ConfigError, "data.train_files=None is not allowed: must be a path"),
+        ("actor_rollout_ref.model.path", None, ConfigError, "model.path=None is not allowed"),
+        ("actor_rollout_ref.model.path", "models/none/here", DataError, "model.path=models/none/here does not exist"),
+        ("actor_rollout_ref.rollout.max_model_len", 10, ConfigError, "max_model_len=10 .*max_prompt_length=32"),
+        ("trainer.v1.partial_rollout", {"parameter_sync_step": 2}, ConfigError, "parameter_sync_step=2 is not"),
+        ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
+        ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .*enable_resource_pool=True"),
+        ("actor_rollout_ref.rollout.full_determinism", True, ConfigError, "full_determinism=True is not allowed"),
+        (
+            "data.gen_batch_size",
+            20,
+            ConfigError,
+            "gen_batch_size=20 .*tail.policy=reorder and .*tail.gen_batch_size=20",
+        ),
+        ("data.gen_batch_size", 3, ConfigError, "gen_batch_size=3 .* null or a divisor of data.train_batch_size=16$"),
+        (
+            "partial_rollout.tail.gen_batch_size",
+            20,
+            ConfigError,
+            "tail.gen_batch_size=20 .* null with .*policy=partial",
+        ),
+        ("partial_rollout", None, ConfigError, "has no `partial_rollout` block"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any, error: type[UserError], message: str):
+    with pytest.raises(error, match=message):
+        check(composed({key: value}))
+
+
+INTERRUPT_MODE = "partial_rollout.tail.interrupt_mode"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("mode", ["keep", "keep_kv", "reuse_kv"])
+def test_an_engine_that_releases_its_memory_can_keep_nothing(composed: Composed, mode: str):
+    check(composed({INTERRUPT_MODE: mode}))
+    with pytest.raises(ConfigError, match=f"free_cache_engine=True with .*={mode} is .* False .*interrupt_mode=abort"):
+        check(composed({INTERRUPT_MODE: mode, f"{ROLLOUT}.free_cache_engine": True}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "value", "allowed"),
+    [
+        ("reuse_kv", f"{ROLLOUT}.enable_prefix_caching", False, True),
+        ("reuse_kv", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching", False, True),
+        ("reuse_kv", f"{ROLLOUT}.disaggregation.enabled", True, False),
+        ("reuse_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
+        ("keep", f"{ROLLOUT}.enable_rollout_routing_replay", True, False),
+        ("keep_kv", f"{ROLLOUT}.mtp.enable_rollout", True, False),
+        ("keep_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
+        ("keep", f"{ROLLOUT}.engine_kwargs.vllm.stream_interval", 8, 1),
+        ("keep", "actor_rollout_ref.model.lora_rank", 8, 0),
+    ],
+)
+def test_what_a_mode_needs_of_the_engine_is_told(composed: Composed, mode: str, key: str, value: Any, allowed: Any):
+    with pytest.raises(ConfigError, match=f"{key}={value} with .*interrupt_mode={mode} is not .* must be {allowed} "):
+        check(composed({INTERRUPT_MODE: mode, key: value}))
+
+
+def test_kv_is_offloaded_from_a_gpu_whose_memory_is_released(composed: Composed):
+    changes = {INTERRUPT_MODE: "offload_kv", "partial_rollout.tail.offload_gib": 8}
+    with pytest.raises(ConfigError, match="trainer.device=cpu with .*offload_kv is .* a GPU, from which alone vLLM"):
+        check(composed(changes))
+    changes["trainer.device"] = "cuda"
+    with pytest.raises(ConfigError, match="free_cache_engine=False with .*offload_kv .* must be True"):
+        check(composed(changes))
+    changes[f"{ROLLOUT}.free_cache_engine"] = True
+    check(composed(changes))
+    for key, value, allowed in (
+        ("enable_rollout_routing_replay", True, False),
+        ("data_parallel_size", 2, 1),
+        ("engine_kwargs.vllm.kv_transfer_config", {"kv_connector": "MooncakeStoreConnector"}, "null"),
+        ("engine_kwargs.vllm.kv_offloading_size", 4, "null"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}=.* with .*offload_kv is not .* must be {allowed} "):
+            check(composed(changes | {f"{ROLLOUT}.{key}": value}))
+
+
+def test_a_fixed_count_needs_a_count(composed: Composed):
+    changes = {"partial_rollout.packing.planner": "fixed", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}
+    with pytest.raises(ConfigError, match=r"set partial_rollout.packing.per_rank_batch_size=..."):
+        check(composed(changes))
+    check(composed(changes | {"partial_rollout.packing.per_rank_batch_size": 4}))
+
+
+def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
+    config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
+    check(config)
+    assert (num_slots(config), slot_shares(config)) == (8, [4, 4])
+    refused = "8 trajectory slots over 3 agent-loop workers is not allowed: must be at least 12, .*n=4 .*num_slots or "
+    with pytest.raises(ConfigError, match=refused):
+        check(composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 3}))
+
+
+def test_a_whole_batch_starts_at_once_where_the_workers_cannot_have_as_many_groups_each(composed: Composed):
+    changes = {"data.train_batch_size": 12, "actor_rollout_ref.rollout.n": 8}
+    config = composed(changes | {"actor_rollout_ref.rollout.agent.num_workers": 8})
+    check(config)
+    assert slot_shares(config) == [16] * 4 + [8] * 4
+    assert sum(share // 8 for share in slot_shares(config)) == num_slots(config) // 8 == 12
+
+
+def test_slots_left_open_are_one_batch(composed: Composed):
+    assert num_slots(composed({"data.train_batch_size": 6, "actor_rollout_ref.rollout.n": 3})) == 18
+
+
+def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
+    config = composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 20}})
+    check(config)
+    assert num_slots(config) == 20 * 4
+    with pytest.raises(ConfigError, match=r"tail.gen_batch_size=16 .* above data.train_batch_size=16 and at most 32"):
+        check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
+
+
+ADAPTIVE = {"partial_rollout.slots": {"adaptive": True}, "partial_rollout.num_slots": 24}
+
+
+def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group_for_each_worker(composed: Composed):
+    config = composed(ADAPTIVE | {"actor_rollout_ref.rollout.agent.num_workers": 2})
+    check(config)
+    assert slot_bounds(config) == SlotBounds(least=8, most=2 * 16 * 4, kv_high=0.9, group=4, num_workers=2)
+    apply_mode(config)
+    assert config.actor_rollout_ref.rollout.disable_log_stats is False
+    apply_mode(fixed := composed({}))
+    assert fixed.actor_rollout_ref.rollout.disable_log_stats is True
+
+
+@pytest.mark.parametrize("key", ["enable_rollout_routing_replay", "mtp.enable_rollout"])
+def test_speeds_cannot_be_measured_where_tokens_come_at_the_end_only(composed: Composed, key: str):
+    measured = {"partial_rollout.tail.boundary": "cost", f"actor_rollout_ref.rollout.{key}": True}
+    costs = {"decode_step_ms": 5.0, "decode_request_ms": 0.1, "prefill_tokens_per_s": 9000.0}
+    with pytest.raises(ConfigError, match=rf"{key}=True with .*boundary=cost .*must be False.*costs"):
+        check(composed(measured))
+    with pytest.raises(ConfigError, match=key):
+        check(composed(measured | {"partial_rollout.costs.prefill_tokens_per_s": 9000.0}))
+    check(composed(measured | {f"partial_rollout.costs.{name}": value for name, value in costs.items()}))
+
+
+@pytest.mark.parametrize(("least", "most"), [(2, 64), (32, 64), (8, 16)])
+def test_bounds_without_the_number_to_start_with_are_refused(composed: Composed, least: int, most: int):
+    bounds = {"partial_rollout.slots": {"adaptive": True, "least": least, "most": most}}
+    with pytest.raises(ConfigError, match=rf"slots.least={least} and .*slots.most={most} with 24 slots .*num_slots"):
+        check(composed(ADAPTIVE | bounds))
+
+
+@pytest.mark.parametrize("size", [1, 8, 16])
+def test_a_fetch_size_that_cannot_be_meant_for_us_is_left_to_verl(composed: Composed, size: int):
+    check(composed({"data.gen_batch_size": size}))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "hdfs://cluster/model"])
+def test_a_model_of_a_hub_is_not_looked_for_on_the_disk(composed: Composed, name: str):
+    check(composed({"actor_rollout_ref.model.path": name}))
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, False), ({FLAG: True}, True), ({FLAG: False}, False)])
+def test_the_flag_is_what_was_given(composed: Composed, changes: dict[str, bool], expected: bool):
+    assert is_enabled(composed(changes)) is expected
+
+
+@pytest.mark.parametrize("value", ["yes_please", 1, None])
+def test_a_flag_that_is_no_boolean_is_refused(composed: Composed, value: Any):
+    with pytest.raises(ConfigError, match="async_training.partial_rollout=.* must be True or False"):
+        is_enabled(composed({FLAG: value}))
+
+
+def test_a_mistyped_flag_does_not_train_without_it(composed: Composed):
+    with pytest.raises(ConfigError, match="unknown key async_training.partial_rolout; known here: partial_rollout"):
+        is_enabled(composed({"async_training.partial_rolout": True}))
+
+
+def test_a_flag_in_a_mistyped_block_does_not_train_without_it(composed: Composed):
+    with pytest.raises(ConfigError, match="unknown key asyc_training.partial_rollout; the flag is async_training"):
+        is_enabled(composed({"asyc_training.partial_rollout": True}))
+
+
+@pytest.mark.parametrize("value", [True, None, "partial_rollout"])
+def test_a_block_of_the_flag_that_is_none_is_refused(composed: Composed, value: Any):
+    with pytest.raises(ConfigError, match="async_training=.* set async_training.partial_rollout to True or False"):
+        is_enabled(composed({"async_training": value}))
+
+
+def test_no_data_file_is_refused(composed: Composed):
+    with pytest.raises(ConfigError, match=r"data.train_files=\[\] is not allowed: must be at least one file"):
+        check_inputs(composed({"data.train_files": []}))
+
+
+def test_the_flag_sets_exactly_the_hooks(composed: Composed):
+    changes = {"partial_rollout.stream_interval": 7, "partial_rollout.timeouts.drain_s": 5}
+    config = composed(changes)
+    apply_mode(config)
+    custom = "actor_rollout_ref.rollout.custom"
+    handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
+    assert handed_on == PartialRolloutConfig(
+        stream_interval=7, timeouts=TimeoutConfig(drain_s=5.0), weights=WeightsConfig(backend="channel")
+    )
+    before, after = leaves(composed(changes)), leaves(config)
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    assert {key: value for key, value in changed.items() if not key.startswith(custom)} == {
+        "trainer.v1.trainer_mode": "partial_rollout",
+        "trainer.v1.sampler.custom_sampler.path": "pkg://partial_rollout.train.replay_buffer",
+        "trainer.v1.sampler.custom_sampler.name": "PartialRolloutReplayBuffer",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+            "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
+        ),
+    }
+    assert before.keys() - after.keys() <= {custom, "trainer.v1.sampler.custom_sampler"}
