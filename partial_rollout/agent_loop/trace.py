@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from partial_rollout.core.spans import extend
+from partial_rollout.core.resume import extend
 from partial_rollout.types import ContextSpan, VersionSpan
 
 

@@ -80,7 +80,21 @@ class GateStatistics:
 
 
 class Gate:
-    """The gate. Times are passed in, in seconds of any monotonic clock."""
+    """The gate. Times are passed in, in seconds of any monotonic clock.
+
+    >>> gate = Gate()
+    >>> first = gate.park("request-1", now_s=0.0)
+    >>> gate.admit(first, now_s=0.0)
+    >>> gate.close()  # a drain begins: the request that is inside has to leave
+    >>> second = gate.park("request-2", now_s=1.0)
+    >>> gate.verdict(second)
+    <Verdict.WAIT: 'wait'>
+    >>> gate.leave(first)
+    >>> gate.drained()
+    >>> gate.open()
+    >>> gate.verdict(second)
+    <Verdict.PASS: 'pass'>
+    """
 
     def __init__(self) -> None:
         """Start open, in epoch 0, with nobody inside."""

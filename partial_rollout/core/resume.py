@@ -10,12 +10,17 @@ could have produced, and never more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from partial_rollout.core.interrupt import FRESH, Context
-from partial_rollout.core.spans import extend
 from partial_rollout.errors import EngineError, InternalError, ResumeStalled
 from partial_rollout.types import ContextSpan, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Span = TypeVar("Span", VersionSpan, ContextSpan)
 
 ABORTED = "aborted"
 """Stop reason of an interrupted segment."""
@@ -69,7 +74,22 @@ class SegmentRequest:
 
 
 class ResumableGeneration:
-    """Stitches segments into one response."""
+    """One response of at most `max_new_tokens` tokens, put together from the segments that the engine returns.
+
+    An interrupted response goes on after its last token, with what is left of its budget:
+
+    >>> generation = ResumableGeneration(prompt_ids=[1, 2], max_new_tokens=4)
+    >>> context = Context(kv_version=7, origin=FRESH)
+    >>> generation.add(Segment([5, 6], [-0.1, -0.2], ABORTED, 7, 0, context))
+    False
+    >>> generation.next_request()
+    SegmentRequest(prompt_ids=[1, 2, 5, 6], max_tokens=2, min_tokens=0, is_resumption=True)
+    >>> context = Context(kv_version=8, origin="abort")
+    >>> generation.add(Segment([9], [-0.3], STOPPED, 8, 1, context))
+    True
+    >>> generation.token_ids, generation.min_version, generation.max_version
+    ([5, 6, 9], 7, 8)
+    """
 
     def __init__(
         self,
@@ -243,3 +263,42 @@ class ResumableGeneration:
             )
         else:
             self._stalled_epoch = segment.epoch
+
+
+def extend(spans: list[Span], span: Span) -> None:
+    """Append `span` to `spans`, in place; a span that differs from the last one only in its length lengthens that one.
+
+    >>> spans = [VersionSpan(version=3, num_tokens=5)]
+    >>> extend(spans, VersionSpan(version=3, num_tokens=2))
+    >>> extend(spans, VersionSpan(version=4, num_tokens=1))
+    >>> spans
+    [VersionSpan(version=3, num_tokens=7), VersionSpan(version=4, num_tokens=1)]
+    """
+    if spans and replace(spans[-1], num_tokens=span.num_tokens) == span:
+        span = replace(span, num_tokens=spans.pop().num_tokens + span.num_tokens)
+    spans.append(span)
+
+
+def kv_lags(versions: Sequence[VersionSpan], contexts: Sequence[ContextSpan]) -> Iterator[tuple[int, int]]:
+    """How old the KV is that tokens were sampled with.
+
+    Yields pairs: by how many weight versions the oldest KV of a token's context is older than the token, and the number
+    of consecutive tokens of which that is true. Both sequences describe the same tokens; the tokens that only one of
+    them describes are left out.
+
+    >>> list(kv_lags([VersionSpan(4, 5)], [ContextSpan(3, "keep_kv", 2), ContextSpan(4, "fresh", 3)]))
+    [(1, 2), (0, 3)]
+    """
+    rest, left = iter(contexts), 0
+    context: ContextSpan | None = None
+    for span in versions:
+        ahead = span.num_tokens
+        while ahead:
+            if left == 0:
+                context = next(rest, None)
+                left = context.num_tokens if context else 0
+            if context is None:
+                return
+            step = min(ahead, left)
+            yield span.version - context.kv_version, step
+            ahead, left = ahead - step, left - step

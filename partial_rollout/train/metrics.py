@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.spans import kv_lags
+from partial_rollout.core.resume import kv_lags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partial_rollout.core.spans import extend, kv_lags
+from partial_rollout.core.resume import extend, kv_lags
 from partial_rollout.types import ContextSpan, VersionSpan
 
 

@@ -1,0 +1,27 @@
+"""The classes and functions that a reader meets first have an example in their docstring, and the examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+CENTRAL = [
+    "partial_rollout.core.gate.Gate",
+    "partial_rollout.core.resume.ResumableGeneration",
+    "partial_rollout.core.resume.extend",
+    "partial_rollout.core.resume.kv_lags",
+]
+"""Who has an example; each row is the full name of a class or a function."""
+
+
+@pytest.mark.parametrize("name", CENTRAL)
+def test_the_example_in_a_docstring_runs(name: str) -> None:
+    module_name, _, own_name = name.rpartition(".")
+    module = importlib.import_module(module_name)
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(module, own_name), name, module)
+    assert test.examples, f"{name} has no example in its docstring"
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
+    assert not report, "".join(report)
