@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+import numpy as np
 from omegaconf import OmegaConf
+from PIL import Image
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.errors import UserError
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import TextIO
 
     from omegaconf import DictConfig
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 METRICS = "metrics.jsonl"
+GAP = 2
+"""Pixels between the images of a grid."""
 
 
 @hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
@@ -54,8 +60,6 @@ def read_block(config: DictConfig) -> dict[str, Any]:
 
 async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO) -> None:
     """All steps, with the pictures before and after and a line of metrics for each step; then the weights."""
-    from partial_rollout.diffusion.pictures import save_grid
-
     folder = Path(trainer.output_dir)
     if trainer.num_pictures:
         save_grid(await job.pictures(trainer.num_pictures), folder / "before.png")
@@ -78,6 +82,19 @@ def describe(metrics: dict[str, float], total: int) -> str:
         f"| resumed {metrics['partial_rollout/resumed']:.0f} "
         f"| stale {metrics['partial_rollout/stale_step_share']:.0%}"
     )
+
+
+def save_grid(images: Sequence[np.ndarray[Any, Any]], path: Path) -> None:
+    """Write images [H, W, 3] of one size, uint8, row by row as a grid that is about square."""
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    height, width = images[0].shape[:2]
+    canvas = np.full((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3), 255, dtype=np.uint8)
+    for index, image in enumerate(images):
+        top, left = (index // columns) * (height + GAP), (index % columns) * (width + GAP)
+        canvas[top : top + height, left : left + width] = image
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(canvas).save(path)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from diffusers import QwenImageTransformer2DModel
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 
-from partial_rollout.diffusion.groups import advantages
-from partial_rollout.diffusion.lora import ADAPTER_FILE, add_adapters, merged_weights
 from partial_rollout.diffusion.policy import StepBatch, log_probs, steps_of
+from partial_rollout.diffusion.result import advantages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from partial_rollout.diffusion.config import DiffusionConfig
-    from partial_rollout.diffusion.groups import Group
-    from partial_rollout.diffusion.result import SampleResult
+    from partial_rollout.diffusion.result import Group, SampleResult
+
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+PARTS = frozenset({"lora_A", "lora_B"})
 
 
 class FlowGrpoActor:
@@ -113,3 +118,37 @@ class FlowGrpoActor:
 
 def _known(result: SampleResult) -> torch.Tensor:
     return torch.zeros(0) if result.log_probs is None else result.log_probs
+
+
+def add_adapters(transformer: Any, rank: int, alpha: int) -> None:
+    """Freeze a transformer of diffusers and give its attention trainable adapters (LoRA, arXiv 2106.09685)."""
+    transformer.requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(TARGETS)))
+
+
+def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by its name without adapters, `base + scale * B @ A` where there are some.
+
+    The sum is made in fp32, one layer at a time and beside the model, which stays as it is: any number of threads may
+    read at the same time, and a bf16 base is rounded in what is sent only.
+    """
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, tensor in model.state_dict().items():
+        layer, _, parameter = name.rpartition(".base_layer.")
+        if layer in adapted:
+            yield f"{layer}.{parameter}", _merged(adapted[layer], tensor) if parameter == "weight" else tensor.detach()
+        elif not _is_adapter(name):
+            yield name, tensor.detach()
+
+
+def _merged(layer: LoraLayer, base: torch.Tensor) -> torch.Tensor:
+    total = base.detach().float()
+    sides: tuple[Any, ...] = (layer.lora_A, layer.lora_B)
+    for adapter in layer.active_adapters:
+        down, up = (side[adapter].weight.detach().float() for side in sides)
+        total = total + layer.scaling[adapter] * (up @ down)
+    return total.to(base.dtype)
+
+
+def _is_adapter(name: str) -> bool:
+    return not PARTS.isdisjoint(name.split("."))

@@ -1,28 +1,29 @@
-"""What a diffusion adapter is: four methods that vllm-omni calls, the state they share, and who implements them.
+"""The adapter of an algorithm: the pipeline class that an engine runs for it, and how its SDE windows are drawn.
 
-A step-wise adapter takes a request apart so that requests join and leave the batch between denoise steps:
+Each algorithm has a plain adapter, which runs a request from noise to image in one call, and may have a step-wise one.
+A step-wise pipeline implements the four methods of vllm-omni's `SupportsStepExecution`, so that requests join and leave
+the engine's batch between two denoise steps:
 
-    prepare_encode(state) -> state         once: prompt, noise and schedule, or a snapshot; nothing of the batch
+    prepare_encode(state) -> state         once: prompt, noise and schedule, or what a snapshot holds of them
     denoise_step(batch, states) -> noise   every step: one forward of the transformer for all requests in the batch
     step_scheduler(state, noise)           every step and request: `advance`, then `step_index` grows by one
     post_decode(state) -> output           once: image and trajectory
 
-Between two steps `state` is all there is of a request, which is why it can be held, packed and moved there.
+`state` is vllm-omni's `StepRequestState`; its `extra[OPTIONS_KEY]` holds our `sample.Sample`. Between two steps a
+request consists of its `state` alone: there it can be held, packed into a snapshot and moved to another engine.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from partial_rollout.diffusion.sde_window import window_of_request, window_of_step
 from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable
 
     from partial_rollout.diffusion.sde_window import SdeWindow
 
@@ -31,42 +32,9 @@ log = logging.getLogger(__name__)
 STEPWISE_SUFFIX = "_stepwise"
 
 
-class StepState(Protocol):
-    """The part of vllm-omni's StepRequestState that adapters read and write."""
-
-    request_id: str
-    sampling: Any
-    prompt: Any
-    prompt_embeds: torch.Tensor | None
-    prompt_embeds_mask: torch.Tensor | None
-    negative_prompt_embeds: torch.Tensor | None
-    negative_prompt_embeds_mask: torch.Tensor | None
-    latents: torch.Tensor | None
-    timesteps: Any
-    step_index: int
-    scheduler: Any
-    do_true_cfg: bool
-    guidance: torch.Tensor | None
-    img_shapes: list[Any] | None
-    txt_seq_lens: list[int] | None
-    negative_txt_seq_lens: list[int] | None
-    extra: dict[str, Any]
-    """Ours is under `sample.OPTIONS_KEY`: a `sample.Sample`."""
-
-
-@runtime_checkable
-class StepwiseAdapter(Protocol):
-    """The four methods, as vllm-omni's SupportsStepExecution asks for them."""
-
-    def prepare_encode(self, state: Any, **kwargs: Any) -> Any: ...
-    def denoise_step(self, input_batch: Any, *, states: Sequence[Any] | None = None, **kwargs: Any) -> Any: ...
-    def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None: ...
-    def post_decode(self, state: Any, **kwargs: Any) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One registered adapter."""
+    """What `register` keeps of one adapter."""
 
     algorithm: str
     pipeline: str
@@ -74,25 +42,35 @@ class Adapter:
     window: Callable[..., SdeWindow]
     """Draws the window of one request: (plan, *, run_seed, global_step, request_seed)."""
     stepwise: bool
-    """Whether the engine must run it with `step_execution`."""
+    """Whether the engine must run this pipeline with `step_execution`."""
     shares_window: bool = False
-    """Whether what one training step trains must have one window."""
+    """Whether all samples of a training step must have the same window."""
+
+
+def channel_name(rank: int) -> str:
+    """Name of the weight channel to worker `rank` of a server; the trainer and the worker meet under this name."""
+    return f"diffusion worker {rank}"
 
 
 _ADAPTERS: dict[tuple[str, str], Adapter] = {}
 
 
 def register(architecture: str, name: str, adapter: Adapter) -> None:
-    """Make an adapter known under (architecture, name); a step-wise one's name ends in `_stepwise`.
+    """Make an adapter known under (architecture, name); the name of a step-wise adapter ends in `_stepwise`.
 
     Raises:
         ConfigError: the name is taken by another adapter, or its ending and `adapter.stepwise` disagree.
     """
     if adapter.stepwise != name.endswith(STEPWISE_SUFFIX):
-        raise ConfigError(f"adapter {name!r}: exactly the step-wise ones end in {STEPWISE_SUFFIX!r}")
+        raise ConfigError(
+            f"adapter {name!r} has stepwise={adapter.stepwise}: the names of step-wise adapters, and no others, end in "
+            f"{STEPWISE_SUFFIX!r}"
+        )
     known = _ADAPTERS.setdefault((architecture, name), adapter)
     if known != adapter:
-        raise ConfigError(f"adapter {name!r} of {architecture} is taken by {known.pipeline}")
+        raise ConfigError(
+            f"adapter {name!r} of {architecture} is taken by {known.pipeline}: {adapter.pipeline} needs another name"
+        )
 
 
 def resolve(architecture: str, algorithm: str, *, step_execution: bool) -> Adapter:

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from partial_rollout.diffusion.groups import Group
-from partial_rollout.diffusion.prompts import to_ids
+from partial_rollout.diffusion.result import Group
 from partial_rollout.diffusion.sampling import SampleRequest
 from partial_rollout.diffusion.sde_window import NO_WINDOW
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import DataError, WaitTimeout
 from partial_rollout.runtime.remote_call import answer_of
 
 if TYPE_CHECKING:
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
 SEED_LIMIT = 2**31
 TRAINED = "transformer"
 """Folder of the trained weights."""
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""The prompt template that Qwen-Image was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +243,24 @@ class DiffusionJob:
         if not self._adapter.stepwise:
             return
         await (self._replicas.release() if self._config.rollout.interrupt == "hold" else self._replicas.resume())
+
+
+def to_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+    """Token ids of the whole template."""
+    return tuple(tokenizer(TEMPLATE.format(prompt))["input_ids"])
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a file that are not empty.
+
+    Raises:
+        DataError: the file cannot be read or has no prompt.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"data.prompts={path} cannot be read: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise DataError(f"data.prompts={path} has no prompt: one a line is expected")
+    return prompts

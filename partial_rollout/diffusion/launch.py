@@ -18,8 +18,7 @@ from transformers import Qwen2Tokenizer
 from partial_rollout.diffusion.actor import FlowGrpoActor
 from partial_rollout.diffusion.config import MAX_STEPS
 from partial_rollout.diffusion.contract import resolve
-from partial_rollout.diffusion.job import DiffusionJob
-from partial_rollout.diffusion.prompts import read_prompts
+from partial_rollout.diffusion.job import DiffusionJob, read_prompts
 from partial_rollout.diffusion.replicas import Replicas
 from partial_rollout.diffusion.resources import CPUS_PER_SERVER, require_resources, reserve_gpu
 from partial_rollout.diffusion.sampling import SamplingLimits

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.sampling import Interrupted, Progress, SampleRequest
-from partial_rollout.diffusion.worker_channel import channel_name
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.sender import WeightSender
 

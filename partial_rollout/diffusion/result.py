@@ -1,4 +1,4 @@
-"""A finished image with its trajectory."""
+"""What a rollout gives to training: a finished image with its trajectory, and the group of images to one prompt."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
     from vllm_omni.outputs import OmniRequestOutput
+
+
+MIN_STD = 1e-4
+"""A group whose rewards are all equal teaches nothing; its advantages must stay 0 through rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +69,18 @@ def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
         prompt_embeds=trajectory["prompt_embeds"],
         negative_prompt_embeds=trajectory.get("negative_prompt_embeds"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Images to one prompt, with their rewards."""
+
+    prompt: str
+    results: tuple[SampleResult, ...]
+    rewards: tuple[float, ...]
+
+
+def advantages(rewards: Sequence[Sequence[float]], limit: float) -> torch.Tensor:
+    """Rewards of groups, normalised within each: [sum of group sizes], between -limit and limit (GRPO)."""
+    normal = [(np.asarray(group) - np.mean(group)) / (np.std(group) + MIN_STD) for group in rewards]
+    return torch.tensor(np.concatenate(normal), dtype=torch.float32).clamp(-limit, limit)

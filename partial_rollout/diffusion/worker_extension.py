@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
+from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.qwen_image import sample_of
 from partial_rollout.diffusion.snapshot import pack
-from partial_rollout.diffusion.worker_channel import channel_name
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from partial_rollout.diffusion.engine import HoldableEngine
+from partial_rollout.diffusion.engine import HoldableEngine, HoldableScheduler
 from partial_rollout.diffusion.sample import SampleOptions
-from partial_rollout.diffusion.scheduler import HoldableScheduler
 
 
 @dataclass

@@ -11,13 +11,12 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from transformers import Qwen2Tokenizer
 
-from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
+from partial_rollout.diffusion.contract import QWEN_IMAGE, channel_name, resolve
+from partial_rollout.diffusion.job import to_ids
 from partial_rollout.diffusion.policy import log_probs, steps_of
-from partial_rollout.diffusion.prompts import to_ids
 from partial_rollout.diffusion.sampling import SampleRequest, SamplingLimits
 from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
-from partial_rollout.diffusion.worker_channel import channel_name
 from partial_rollout.weights.sender import WeightSender
 from tests.omni.stepping_engine import SCRIPT
 

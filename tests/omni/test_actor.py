@@ -10,12 +10,10 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.actor import ADAPTER_FILE, FlowGrpoActor
 from partial_rollout.diffusion.config import DiffusionConfig
-from partial_rollout.diffusion.groups import Group
-from partial_rollout.diffusion.lora import ADAPTER_FILE
 from partial_rollout.diffusion.policy import log_probs, steps_of
-from partial_rollout.diffusion.result import SampleResult
+from partial_rollout.diffusion.result import Group, SampleResult
 from partial_rollout.diffusion.sde_window import SdeWindow
 from tests.omni.support import NOISE_LEVEL, PATCH, training_model
 

@@ -10,8 +10,8 @@ from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from partial_rollout.diffusion.engine import HoldableScheduler
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
-from partial_rollout.diffusion.scheduler import HoldableScheduler
 
 
 @pytest.fixture

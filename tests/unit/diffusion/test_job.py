@@ -8,9 +8,9 @@ import pytest
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.contract import QWEN_IMAGE, resolve
-from partial_rollout.diffusion.groups import advantages
 from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.replicas import Sampled
+from partial_rollout.diffusion.result import advantages
 from partial_rollout.errors import EngineError, WaitTimeout
 from tests.unit.diffusion.results import make_result
 

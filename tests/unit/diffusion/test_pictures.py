@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from partial_rollout.diffusion.pictures import GAP, save_grid
+from partial_rollout.main_diffusion import GAP, save_grid
 from partial_rollout.run.tiny_qwen_image.reward import brightness, redness, warm_left
 
 
