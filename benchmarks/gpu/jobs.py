@@ -32,11 +32,11 @@ import psutil
 
 from benchmarks.bench_rollout import BASELINES, MODES, mode_options, num_prompts, summarise
 from benchmarks.engine_gauges import RunningRequests, utilisation
-from benchmarks.gpu.all import SIZES, TINY, about_run, given_options
+from benchmarks.gpu.all import SIZES, TINY, given_options
 from benchmarks.gpu.inputs import PROMPT_TOKENS, SHAPES, TRACES, workload, write_model, write_prompts
 from benchmarks.gpu.summary import in_pairs, markdown
 from benchmarks.lanes import Lane, run_all
-from benchmarks.result import store
+from benchmarks.result import about_run, store
 from benchmarks.training_job import ROOT, TRAINING_ONLY, read_steps, training_command, training_job, until_over
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.mode import PACKED_ATTENTION

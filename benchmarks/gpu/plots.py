@@ -11,7 +11,6 @@ step by concurrency, a line for each context length.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 
 from benchmarks.gpu.summary import BOUND, ROW, TIME, in_pairs, measured_steps
+from benchmarks.result import read_result
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -181,7 +181,7 @@ def main() -> None:
     line.add_argument("--out", type=Path, required=True)
     options = line.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for path in draw(json.loads(options.result.read_text()), options.out, options.result.stem):
+    for path in draw(read_result(options.result), options.out, options.result.stem):
         print(path)
 
 

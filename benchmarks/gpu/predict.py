@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import math
 import statistics
 from collections import deque
@@ -29,7 +28,7 @@ import numpy as np
 from benchmarks.bench_rollout import Workload, lengths
 from benchmarks.gpu.inputs import TRACES, workload
 from benchmarks.gpu.summary import markdown
-from benchmarks.result import store
+from benchmarks.result import read_result, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -295,7 +294,7 @@ def main() -> None:
     options = line.parse_args()
     if options.batch is not None and options.batch < 1:
         line.error(f"--batch {options.batch} is not allowed: at least 1")
-    result = json.loads(options.result.read_text())
+    result = read_result(options.result)
     speed, engine = fitted(line, options.result, result), result["engine"]
     predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
     for trace in options.traces:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks.gpu.inputs import PROMPT_TOKENS, primed_lengths
 from benchmarks.gpu.jobs import response_tokens
 from benchmarks.gpu.predict import COLOCATED, POLLING, Group, Mode, Rollout, Speed, fitted, modes
 from benchmarks.gpu.summary import in_pairs, markdown
-from benchmarks.result import store
+from benchmarks.result import read_result, store
 
 
 def job_modes(slots: int, group: int) -> dict[str, Mode]:
@@ -100,8 +99,8 @@ def main() -> None:
     line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios (%(default)s)")
     line.add_argument("--json", type=Path, help="also write them here")
     options = line.parse_args()
-    speed = fitted(line, options.curve, json.loads(options.curve.read_text()))
-    results = [json.loads(path.read_text()) for path in options.jobs]
+    speed = fitted(line, options.curve, read_result(options.curve))
+    results = [read_result(path) for path in options.jobs]
     if any(result["workload"] != results[0]["workload"] for result in results):
         line.error("the jobs are of different workloads, so their tokens cannot be compared")
     jobs = [job for result in results for job in predict_jobs(result, speed)]

@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.all import about_run
 from benchmarks.gpu.inputs import SHAPES, write_model
 from benchmarks.gpu.jobs import kept, run_job, without_flash_attention, write_weights
 from benchmarks.lanes import Lane, run_all
-from benchmarks.result import store
+from benchmarks.result import about_run, store
 from benchmarks.training_job import ROOT
 from partial_rollout.run.data import dapo_math, gsm8k
 from partial_rollout.runtime.termination import heed_termination

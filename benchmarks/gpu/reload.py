@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.all import about_run
-from benchmarks.result import store
+from benchmarks.result import about_run, store
 
 VOCABULARY = 1024
 NUM_TOKENS = 32

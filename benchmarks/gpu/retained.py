@@ -20,9 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu.all import about_run
 from benchmarks.gpu.reload import HAS_GPU, VOCABULARY, Case, Outputs, Said, make_model, said
-from benchmarks.result import store
+from benchmarks.result import about_run, store
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
 from benchmarks.child import Child
-from benchmarks.gpu.all import about_run
 from benchmarks.gpu.weights_process import (
     DEVICE,
     DRY_GIGABYTES,
@@ -44,7 +43,7 @@ from benchmarks.gpu.weights_process import (
     verl_socket,
     wait_for_device,
 )
-from benchmarks.result import store
+from benchmarks.result import about_run, store
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
 from partial_rollout.weights.directory import ChannelDirectory

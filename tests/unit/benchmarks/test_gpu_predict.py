@@ -23,6 +23,7 @@ from benchmarks.gpu.predict import (
     table,
 )
 from benchmarks.gpu.summary import KV_USAGE
+from benchmarks.result import read_result
 
 SPEED = Speed(base=0.004, request=3e-5, token=2e-8, prefill_tokens_per_s=40_000.0, interruption_s=0.3)
 LOAD = Workload(batch=8, group=4, median=200, sigma=0.9, longest=1500, long_share=0.1)
@@ -150,14 +151,13 @@ def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name
     Each block had lengths drawn for so many prompts; the adaptive one had 352 to 416 slots. One run has a curve.
     """
     curve, result = (
-        json.loads((repository / f"benchmarks/results/gpu/engine_{each}_h200.json").read_text())
-        for each in ("8b", name)
+        read_result(repository / f"benchmarks/results/gpu/engine_{each}_h200.json") for each in ("8b", name)
     )
     (block,) = [each for each in result["blocks"] if (each["mode"], each["trace"]) == (mode.name, trace)]
-    load = Workload(**result["workloads"][trace])
-    primer = np.full((load.batch, load.group), 2)
-    rows = np.concatenate([primer, lengths(load, num_drawn)])
-    rollout = Rollout(mode, Speed.fit(curve["curve"]), load, 256, iter(Group(row.tolist()) for row in rows))
+    size = Workload(**result["workloads"][trace])
+    primer = np.full((size.batch, size.group), 2)
+    rows = np.concatenate([primer, lengths(size, num_drawn)])
+    rollout = Rollout(mode, Speed.fit(curve["curve"]), size, 256, iter(Group(row.tolist()) for row in rows))
     steps = [(rollout.step(), step) for step in block["steps"]][1:]
     for found, measured in steps:
         assert found["tokens"] == pytest.approx(measured["useful_tokens"], rel=0.05)

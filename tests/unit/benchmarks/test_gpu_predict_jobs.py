@@ -12,6 +12,7 @@ from benchmarks.bench_rollout import MODES
 from benchmarks.gpu import predict_jobs as module
 from benchmarks.gpu.predict import COLOCATED, Speed
 from benchmarks.gpu.predict_jobs import job_modes, predict_jobs, rates
+from benchmarks.result import read_result
 
 RESULTS = "benchmarks/results/gpu"
 FAST_POLL = f"{COLOCATED}_fast_poll"
@@ -21,7 +22,7 @@ ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
     """Stored jobs by mode, predicted from the curve of their model's engine."""
     engine = f"engine_{name.split('_')[1]}"
-    curve, result = (json.loads((repository / RESULTS / f"{each}_h200.json").read_text()) for each in (engine, name))
+    curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in (engine, name))
     found = predict_jobs(result, Speed.fit(curve["curve"]))
     assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
     return {job["mode"]: job for job in found}
@@ -104,7 +105,7 @@ def test_jobs_are_printed_and_stored_beside_what_is_predicted(monkeypatch, repos
 
 
 def test_jobs_that_have_no_step_or_no_prediction_are_left_out_and_told(monkeypatch, repository, tmp_path, capsys):
-    result = json.loads((repository / RESULTS / "jobs_8b_h200.json").read_text())
+    result = read_result(repository / RESULTS / "jobs_8b_h200.json")
     result["jobs"] += [{"mode": "sync", "first_steps": [], "steps": []}, {**result["jobs"][0], "mode": "reorder"}]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(result))
@@ -126,10 +127,10 @@ def test_jobs_of_different_workloads_are_not_compared(monkeypatch, repository, c
 
 
 def test_prompts_are_as_long_as_the_jobs_were(repository):
-    result = json.loads((repository / RESULTS / "jobs_8b_h200.json").read_text())
-    speed = Speed.fit(json.loads((repository / RESULTS / "engine_8b_h200.json").read_text())["curve"])
-    (usual, *_), load = predict_jobs(result, speed), result["workload"]
+    result = read_result(repository / RESULTS / "jobs_8b_h200.json")
+    speed = Speed.fit(read_result(repository / RESULTS / "engine_8b_h200.json")["curve"])
+    (usual, *_), size = predict_jobs(result, speed), result["workload"]
     result["engine"]["prompt_tokens"] = 6
     (shorter, *_) = predict_jobs(result, speed)
     more = np.array(shorter["tokens"])[:, 1] - np.array(usual["tokens"])[:, 1]
-    assert set(more) == {250 * load["batch"] * load["group"]}
+    assert set(more) == {250 * size["batch"] * size["group"]}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench_rollout import Workload
 from benchmarks.gpu.predict import Speed, modes, predict
+from benchmarks.result import read_result
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/results/gpu"
 RESULTS = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("predicted"))
@@ -19,7 +19,7 @@ LOADS = [name for name in RESULTS if name.startswith(("engine", "jobs"))]
 
 
 def stored(name: str) -> dict:
-    return json.loads((FOLDER / name).read_text())
+    return read_result(FOLDER / name)
 
 
 @pytest.mark.parametrize("name", RESULTS)
