@@ -1,0 +1,328 @@
+"""The event stream of a run: what happened, when, where and why; written once, read by every view.
+
+    a process of the run ──EventWriter──> RUN/events/ROLE-NODE-PID-START.N.jsonl ──EventReader──> a view
+
+Each process appends to a file of its own, so that no process waits for another one to write down what it saw, and what
+it saw outlives it. A line is one JSON object: `event` names the kind, `t` is the time in seconds since 1970, the other
+fields are those of the class below. Format rules, by `FORMAT_VERSION`:
+
+- the first line of a file is an `Opened` event with the version of the format;
+- fields are only ever added, each with a default: an older reader ignores them, a newer one fills them in;
+- a reader skips kinds that it does not know, and counts lines that it cannot read (a torn last line is not counted: the
+  rest of it is read when it is there);
+- a file that is full is followed by the next one (N counts them), and the file before it is removed: a process keeps
+  its latest events. A writer that is told `keep_all`, as the trainer's is, writes one file and forgets nothing.
+
+An event is written down or it is not, but never in the way of the run: after the first failed write (a full disk) the
+writer says so in the log once, and writes no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from partial_rollout.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 32 * 1024 * 1024
+"""Of one file; a process keeps the one it writes and the one before: days of a worker with some events a second."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What all events have."""
+
+    t: float = 0.0
+    """Seconds since 1970, set by the writer unless it is given."""
+
+
+class Opened(Event, frozen=True, tag="opened"):
+    """A process began to write; the first line of each file."""
+
+    format: int
+    role: str
+    """`trainer`, `worker-3`, `server-0`, ..."""
+    node: str
+    pid: int
+    release: str = ""
+
+
+class StepEnded(Event, frozen=True, tag="step"):
+    """A training step ended; `metrics` are all that verl and this package report of it, by name."""
+
+    step: int
+    total: int
+    metrics: dict[str, float]
+
+
+class BatchTaken(Event, frozen=True, tag="taken"):
+    """The prompt groups of a training batch left the queue; the lists have one entry a group, in the batch's order."""
+
+    step: int
+    uids: list[str]
+    source_index: list[str | None]
+    """Rows of the data set, where it says them."""
+    deferrals: list[int]
+    interruptions: list[int]
+    """Sums over the group's trajectories."""
+
+
+class GateMoved(Event, frozen=True, tag="gate"):
+    """All gates opened or closed; after a closing the engines were drained."""
+
+    step: int
+    version: int
+    """Weight version that the engines have."""
+    is_open: bool
+    seconds: float = 0.0
+    """What draining, or opening, took."""
+    interrupted: int = 0
+    """Requests that were interrupted by the closing."""
+
+
+class WeightsUpdated(Event, frozen=True, tag="update"):
+    """New weights arrived in all engines."""
+
+    step: int
+    version: int
+    seconds: float
+    relaunches: int = 0
+
+
+class SegmentEnded(Event, frozen=True, tag="segment"):
+    """One request to an engine ended: a whole response, or a part of one that was interrupted."""
+
+    uid: str
+    session: int
+    server: str
+    version: int
+    seconds: float
+    """From the request to its answer, waiting at the gate included."""
+    prompt_tokens: int
+    """With the tokens of earlier segments."""
+    tokens: int
+    reused_tokens: int = 0
+    """Tokens of the context whose KV the engine still had."""
+    reason: str = ""
+    """The engine's stop reason; `aborted`: interrupted."""
+
+
+class TrajectoryEnded(Event, frozen=True, tag="trajectory"):
+    """A trajectory was scored and stored."""
+
+    uid: str
+    session: int
+    seconds: float
+    """From the start of its agent loop."""
+    engine_seconds: float
+    """Of these, inside calls to the engine."""
+    tokens: int
+    interruptions: int
+
+
+class Choice(Event, frozen=True, tag="choice"):
+    """The run chose or changed a value by itself."""
+
+    step: int
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+
+class Warned(Event, frozen=True, tag="warning"):
+    """Something that a user should know and that the run goes on with."""
+
+    text: str
+    step: int | None = None
+
+
+class Fault(Event, frozen=True, tag="fault"):
+    """A process died or was given up."""
+
+    role: str
+    text: str
+    node: str = ""
+    pid: int = 0
+    step: int | None = None
+
+
+AnyEvent = (
+    Opened
+    | StepEnded
+    | BatchTaken
+    | GateMoved
+    | WeightsUpdated
+    | SegmentEnded
+    | TrajectoryEnded
+    | Choice
+    | Warned
+    | Fault
+)
+KINDS: frozenset[str] = frozenset(str(kind.__struct_config__.tag) for kind in AnyEvent.__args__)
+
+
+class EventWriter:
+    """Appends the events of one process to a file of its own.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> writer = EventWriter(folder, "trainer", clock=lambda: 12.5)
+    >>> writer.write(WeightsUpdated(step=3, version=3, seconds=0.2))
+    >>> writer.close()
+    >>> [event.version for event in EventReader(folder).read() if isinstance(event, WeightsUpdated)]
+    [3]
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        role: str,
+        *,
+        keep_all: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder` is the run's `events` folder, made if it is missing; None: nothing is written."""
+        self._clock, self._max_bytes, self._keep_all = clock, max_file_bytes, keep_all
+        self._encoder = msgspec.json.Encoder()
+        self._role, self._num_bytes, self._file = role, 0, -1
+        if folder is None:
+            return
+        node, pid = platform.node(), os.getpid()
+        self._path, self._num_files = folder / f"{role}-{node}-{pid}-{int(clock() * 1000)}", 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, event: AnyEvent) -> None:
+        """Append one event; it is in the file when this returns, or never."""
+        if self._file < 0:
+            return
+        try:
+            if self._num_bytes > self._max_bytes and not self._keep_all:
+                self._turn_over()
+            self._append(event)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Later events are dropped."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _append(self, event: AnyEvent) -> None:
+        if not event.t:
+            event = msgspec.structs.replace(event, t=round(self._clock(), 6))
+        line = self._encoder.encode(event) + b"\n"
+        self._num_bytes += os.write(self._file, line)
+
+    def _open(self) -> None:
+        # Tokens and texts are not in it, but who may read a run's folder is the user's to say.
+        self._file = os.open(self._numbered(self._num_files), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o640)
+        self._num_bytes = 0
+        self._append(Opened(format=FORMAT_VERSION, role=self._role, node=platform.node(), pid=os.getpid()))
+
+    def _turn_over(self) -> None:
+        self.close()
+        self._numbered(self._num_files - 1).unlink(missing_ok=True)
+        self._num_files += 1
+        self._open()
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}.jsonl")
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        logger.warning("the event stream of %s ends here, the run goes on without it: %s", self._role, error)
+
+
+class EventReader:
+    """Reads the event files of a run, from the beginning or from where the last `read` stopped.
+
+    A view of a run that is under way calls `read` again and again: each call returns what is new.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the run's `events` folder; it may not be there yet.
+
+        >>> from pathlib import Path
+        >>> EventReader(Path("/nowhere")).read()
+        []
+        """
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        """Bytes read of each file."""
+        self._decoder = msgspec.json.Decoder(AnyEvent)
+        self._kind = msgspec.json.Decoder(_Kind)
+        self.num_unreadable = 0
+        """Lines that are no events."""
+        self.num_unknown = 0
+        """Events of kinds that a later release has added."""
+
+    def read(self) -> list[AnyEvent]:
+        """New events of all files, in the order of their times.
+
+        Raises:
+            DataError: a file has a format of a later release.
+        """
+        events: list[AnyEvent] = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            events += self._read_file(path)
+        events.sort(key=lambda event: event.t)
+        return events
+
+    def _read_file(self, path: Path) -> Iterator[AnyEvent]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                new = file.read()
+        except FileNotFoundError:  # removed since it was listed: its events are more than one file old
+            return
+        whole = new.rfind(b"\n") + 1
+        self._offsets[path] = self._offsets.get(path, 0) + whole
+        for line in new[:whole].splitlines():
+            event = self._decode(line)
+            if isinstance(event, Opened) and event.format > FORMAT_VERSION:
+                raise DataError(
+                    f"{path} has format {event.format} of the event stream, this release reads up to {FORMAT_VERSION}; "
+                    "use the release that wrote it, or a later one"
+                )
+            if event is not None:
+                yield event
+
+    def _decode(self, line: bytes) -> AnyEvent | None:
+        try:
+            return self._decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._count_skipped(line)
+            return None
+
+    def _count_skipped(self, line: bytes) -> None:
+        try:
+            kind = self._kind.decode(line).event
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            kind = ""
+        if kind and kind not in KINDS:
+            self.num_unknown += 1
+        else:
+            self.num_unreadable += 1
+
+
+class _Kind(msgspec.Struct):
+    event: str
