@@ -12,6 +12,7 @@ CENTRAL = [
     "partial_rollout.core.resume.ResumableGeneration",
     "partial_rollout.core.resume.extend",
     "partial_rollout.core.resume.kv_lags",
+    "partial_rollout.observability.events.EventWriter",
 ]
 """Who has an example; each row is the full name of a class or a function."""
 
