@@ -37,7 +37,7 @@ from benchmarks.result import circumstances, store
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.transport import SHARED_SLOT_BYTES
+from partial_rollout.weights.transport import SHARED_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,15 +73,17 @@ def qwen_shapes(
 # ---- the receiving process ------------------------------------------------------------------------------------------
 
 
-def receive_channel(round: int, load: bool = False) -> None:
+def receive_channel(update_number: int, load: bool = False) -> None:
     """Take every tensor and drop it, or copy it into a parameter first."""
-    with WeightReceiver(ChannelAddress.inherited(), "bench", round=round, timeout_s=TIMEOUT_S) as receiver:
+    with WeightReceiver(
+        ChannelAddress.inherited(), "bench", update_number=update_number, timeout_s=TIMEOUT_S
+    ) as receiver:
         for name, tensor in receiver.tensors():
             if load:
                 PARAMETERS.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
-def receive_verl(round: int) -> None:
+def receive_verl(update_number: int) -> None:
     """The same over verl's channel."""
 
     def clone(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -89,7 +91,7 @@ def receive_verl(round: int) -> None:
             tensor.clone()
         weights.clear()
 
-    path = Path(ChannelAddress.inherited().directory) / f"verl-{round}.sock"
+    path = Path(ChannelAddress.inherited().directory) / f"verl-{update_number}.sock"
     BucketedWeightReceiver(f"ipc://{path}", torch.device("cpu"), use_shm=True).receive_weights(clone)
 
 
@@ -104,16 +106,16 @@ class Transport:
     """All modes between this process and the receiver."""
 
     def __init__(self, weights: Weights, bucket_mb: int) -> None:
-        self.weights, self.slot_bytes = weights, bucket_mb * MEBIBYTE
+        self.weights, self.buffer_bytes = weights, bucket_mb * MEBIBYTE
         self.channels = ChannelDirectory()
         self.channels.address.export()
         self.receiver = Child("benchmarks.bench_weights")
-        self.round = 0
+        self.update_number = 0
         self.warm = {name: tensor.clone() for name, tensor in weights}
 
     def run(self, mode: str) -> float:
         """One update; seconds."""
-        self.round += 1
+        self.update_number += 1
         started = time.perf_counter()
         getattr(self, mode)()
         return time.perf_counter() - started
@@ -127,9 +129,13 @@ class Transport:
             tensor.clone()
 
     def channel(self, load: bool = False) -> None:
-        options: dict[str, Any] = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": TIMEOUT_S}
+        options: dict[str, Any] = {
+            "update_number": self.update_number,
+            "buffer_bytes": self.buffer_bytes,
+            "timeout_s": TIMEOUT_S,
+        }
         with WeightSender(self.channels.address, "bench", check=lambda: None, **options) as sender:
-            self.receiver.ask("channel", round=self.round, load=load)
+            self.receiver.ask("channel", update_number=self.update_number, load=load)
             sender.send(self.weights)
         self.receiver.answer()
 
@@ -141,9 +147,9 @@ class Transport:
             self.warm[name].copy_(tensor.clone())
 
     def verl(self) -> None:
-        path = self.channels.path / f"verl-{self.round}.sock"
-        sender = BucketedWeightSender(f"ipc://{path}", max(LARGEST_TENSOR_MIB, self.slot_bytes // MEBIBYTE), True)
-        self.receiver.ask("verl", round=self.round)
+        path = self.channels.path / f"verl-{self.update_number}.sock"
+        sender = BucketedWeightSender(f"ipc://{path}", max(LARGEST_TENSOR_MIB, self.buffer_bytes // MEBIBYTE), True)
+        self.receiver.ask("verl", update_number=self.update_number)
         asyncio.run(sender.async_send_weights(iter(self.weights)))
         self.receiver.answer()
 
@@ -223,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[SHARED_SLOT_BYTES // MEBIBYTE])
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[SHARED_BUFFER_BYTES // MEBIBYTE])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

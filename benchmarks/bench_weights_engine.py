@@ -87,7 +87,7 @@ class Engine:
         register_backend()
         backend: dict[str, Any] = {}
         choose_backend(backend)
-        self.folder, self.weights, self.round = folder, weights, 0
+        self.folder, self.weights, self.update_number = folder, weights, 0
         self.warm = {name: tensor.clone() for name, tensor in weights.items()}
         self.channels = ChannelDirectory()
         self.channels.address.export()
@@ -114,7 +114,7 @@ class Engine:
 
     def run(self, mode: str) -> float:
         """One update; seconds until the engine could generate with it."""
-        self.round += 1
+        self.update_number += 1
         started = time.perf_counter()
         getattr(self, mode)()
         return time.perf_counter() - started
@@ -130,8 +130,8 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder or self.folder)})
 
     def channel(self) -> None:
-        options: dict[str, Any] = {"round": self.round, "timeout_s": TIMEOUT_S, "check": lambda: None}
-        asked = {"round": self.round, "timeout_s": TIMEOUT_S, "validate": False}
+        options: dict[str, Any] = {"update_number": self.update_number, "timeout_s": TIMEOUT_S, "check": lambda: None}
+        asked = {"update_number": self.update_number, "timeout_s": TIMEOUT_S, "validate": False}
         with WeightSender(self.channels.address, CHANNEL, **options) as sender, ThreadPoolExecutor(1) as pool:
             sent = pool.submit(sender.send, self.weights.items())
             self.llm.collective_rpc("receive_weights", kwargs=asked)

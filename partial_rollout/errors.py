@@ -18,11 +18,11 @@ PartialRolloutError
 │   ├── DrainTimeout        requests survived a drain; names them
 │   ├── WeightUpdateError   new weights did not arrive whole; the engine must be relaunched
 │   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
-│   │   ├── WeightProtocolError version, round, secret or order of messages
+│   │   ├── WeightProtocolError version, update, secret or order of messages
 │   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
 │   │   ├── SharedMemoryFull    no room for the transfer's slots in /dev/shm
 │   │   └── DeviceMemoryFull    no room for them on the GPU
-│   └── ResumeStalled       a trajectory was interrupted twice without a token or a new epoch in between
+│   └── ResumeStalled       a trajectory was interrupted twice without a token or an opening of the gate in between
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
     ├── DuplicateUid
@@ -116,7 +116,7 @@ class WeightPeerLost(WeightUpdateError, TimeoutError):
 
 
 class WeightProtocolError(WeightUpdateError):
-    """The other end has another version, round or secret, or sent a message out of order."""
+    """The other end has another version, update or secret, or sent a message out of order."""
 
 
 class WeightMismatch(WeightUpdateError):

@@ -30,7 +30,7 @@ VOCABULARY = 1024
 NUM_TOKENS = 32
 PROMPTS = [[11, 12, 13, 14], [20, 3, 9], [3 + i % 900 for i in range(300)]]
 TIMEOUT_S = 120.0
-SLOT_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20
 TOLERANCE = 1e-6
 HAS_GPU = torch.cuda.is_available()
 WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
@@ -87,7 +87,7 @@ class Engine:
         register_backend()
         self._directory = ChannelDirectory()
         self._directory.address.export()
-        self._round = 0
+        self._update_number = 0
         options: dict[str, Any] = {"quantization": case.quantization, "dtype": case.dtype}
         if HAS_GPU:
             options["gpu_memory_utilization"] = 0.3
@@ -113,15 +113,15 @@ class Engine:
 
         from partial_rollout.weights.sender import WeightSender
 
-        self._round += 1
+        self._update_number += 1
         device = "cuda" if HAS_GPU else "cpu"
         weights = {name: tensor.to(device) for name, tensor in load_file(path / "model.safetensors").items()}
-        options: dict[str, Any] = {"round": self._round, "timeout_s": TIMEOUT_S}
+        options: dict[str, Any] = {"update_number": self._update_number, "timeout_s": TIMEOUT_S}
         address = self._directory.address
         started = time.monotonic()
         with (
             ThreadPoolExecutor(1) as pool,
-            WeightSender(address, CHANNEL, slot_bytes=SLOT_BYTES, check=lambda: None, **options) as sender,
+            WeightSender(address, CHANNEL, buffer_bytes=BUFFER_BYTES, check=lambda: None, **options) as sender,
         ):
             sent = pool.submit(sender.send, weights.items())
             self._llm.collective_rpc("receive_weights", kwargs=options | {"validate": True})

@@ -47,7 +47,7 @@ from benchmarks.result import about_run, store
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
 from partial_rollout.weights.directory import ChannelDirectory
-from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, Transports
+from partial_rollout.weights.transport import CUDA_BUFFER_BYTES, NUM_BUFFERS, Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,8 +56,8 @@ MODULE = "benchmarks.gpu.weights_process"
 FREED_WITHIN_S = 15.0
 """A killed process's memory comes back this soon."""
 SAMPLE_S = 0.001
-KILLED_AFTER_SLOTS = 1.5
-"""The first tensor is there, and the sender still has a slot to write to."""
+KILLED_AFTER_BUFFERS = 1.5
+"""The first tensor is there, and the sender still has a buffer to write to."""
 MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
 
 
@@ -72,20 +72,20 @@ class Bench:
 
     def __init__(self, bucket_mb: int | None, channels: ChannelDirectory) -> None:
         self.bucket_mb = bucket_mb
-        self.slot_bytes = CUDA_SLOT_BYTES if bucket_mb is None else bucket_mb * MEBIBYTE
+        self.buffer_bytes = CUDA_BUFFER_BYTES if bucket_mb is None else bucket_mb * MEBIBYTE
         self.channels = channels
-        self.round = 0
+        self.update_number = 0
 
     def send(self, weights: Weights) -> float:
         """Our channel; seconds from the receiver's hello to its confirmation."""
-        with sender(self.channels.address, self.round, self.bucket_mb) as channel:
+        with sender(self.channels.address, self.update_number, self.bucket_mb) as channel:
             return channel.send(weights).seconds
 
     def send_verl(self, weights: Weights) -> None:
-        """verl's channel, with a bucket of the size of all our slots; on a CPU one for the largest tensor."""
+        """verl's channel, with a bucket of the size of all our buffers; on a CPU one for the largest tensor."""
         largest_mb = -(-max(tensor.nbytes for _, tensor in weights) // MEBIBYTE)
-        bucket_mb = NUM_SLOTS * self.slot_bytes // MEBIBYTE if HAS_GPU else largest_mb
-        channel = BucketedWeightSender(verl_socket(self.channels.address, self.round), bucket_mb, not HAS_GPU)
+        bucket_mb = NUM_BUFFERS * self.buffer_bytes // MEBIBYTE if HAS_GPU else largest_mb
+        channel = BucketedWeightSender(verl_socket(self.channels.address, self.update_number), bucket_mb, not HAS_GPU)
         asyncio.run(channel.async_send_weights(iter(weights)))
 
 
@@ -99,8 +99,8 @@ def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
     rows = {}
     with Child(MODULE, environment) as child:
         for order, tensors in (("file", weights), ("shuffled", shuffled)):
-            bench.round += 1
-            child.ask("compare", round=bench.round)
+            bench.update_number += 1
+            child.ask("compare", update_number=bench.update_number)
             bench.send(tensors)
             answer = child.answer()
             in_order = answer["names"] == [name for name, _ in tensors]
@@ -121,14 +121,14 @@ class Speed:
 
     def run(self, mode: str) -> float:
         """One round; seconds until the last byte has arrived."""
-        self.bench.round += 1
+        self.bench.update_number += 1
         wait_for_device()
         started = time.perf_counter()
         if mode.startswith("copy"):
             getattr(self, mode)()
         else:
             transport, _, loads = mode.partition("_")
-            self.child.ask(f"take_{transport}", round=self.bench.round, loads=bool(loads))
+            self.child.ask(f"take_{transport}", update_number=self.bench.update_number, loads=bool(loads))
             getattr(self, transport)()
             self.child.answer()
         wait_for_device()
@@ -203,10 +203,10 @@ def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
     """Our sender's error, and how much memory is missing then."""
     weights = make_weights(gigabytes)
     # The first tensor, and what comes after it until its last bucket is full.
-    killed_after = weights[0][1].nbytes + KILLED_AFTER_SLOTS * bench.slot_bytes
+    killed_after = weights[0][1].nbytes + KILLED_AFTER_BUFFERS * bench.buffer_bytes
     before, child = used_bytes(), Child(MODULE)
-    bench.round += 1
-    child.ask("receive_and_stall", round=bench.round)
+    bench.update_number += 1
+    child.ask("receive_and_stall", update_number=bench.update_number)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         sent, is_alive = 0, True
@@ -227,11 +227,11 @@ def kill_receiver(bench: Bench, gigabytes: float) -> dict[str, Any]:
 def kill_sender(bench: Bench, gigabytes: float) -> dict[str, Any]:
     """Our receiver's error, and how much memory is missing then."""
     before, child = used_bytes(), Child(MODULE)
-    bench.round += 1
-    child.ask("send_and_stall", round=bench.round, gigabytes=gigabytes, bucket_mb=bench.bucket_mb)
+    bench.update_number += 1
+    child.ask("send_and_stall", update_number=bench.update_number, gigabytes=gigabytes, bucket_mb=bench.bucket_mb)
 
     def receive() -> None:
-        with receiver(bench.round) as channel:
+        with receiver(bench.update_number) as channel:
             for number, _ in enumerate(channel.tensors()):
                 if number == 0:
                     child.kill()
@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, nargs="+", help="slots of these sizes; default: the transport's own")
+    parser.add_argument("--bucket-mb", type=int, nargs="+", help="buffers of these sizes; default: the transport's own")
     steps = ("equal", "speed", "faults", "handles")
     parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
     parser.add_argument("--dry-run", action="store_true", help="small; needs no GPU")

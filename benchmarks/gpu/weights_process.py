@@ -58,21 +58,23 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def sender(address: ChannelAddress, round: int, bucket_mb: int | None) -> WeightSender:
+def sender(address: ChannelAddress, update_number: int, bucket_mb: int | None) -> WeightSender:
     """Ours, for one update."""
-    slot_bytes = None if bucket_mb is None else bucket_mb * MEBIBYTE
-    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slot_bytes": slot_bytes, "check": lambda: None}
-    return WeightSender(address, "bench", round=round, device=DEVICE, **options)
+    buffer_bytes = None if bucket_mb is None else bucket_mb * MEBIBYTE
+    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "buffer_bytes": buffer_bytes, "check": lambda: None}
+    return WeightSender(address, "bench", update_number=update_number, device=DEVICE, **options)
 
 
-def receiver(round: int) -> WeightReceiver:
+def receiver(update_number: int) -> WeightReceiver:
     """Ours, for one update."""
-    return WeightReceiver(ChannelAddress.inherited(), "bench", round=round, timeout_s=TIMEOUT_S, device=DEVICE)
+    return WeightReceiver(
+        ChannelAddress.inherited(), "bench", update_number=update_number, timeout_s=TIMEOUT_S, device=DEVICE
+    )
 
 
-def verl_socket(address: ChannelAddress, round: int) -> str:
+def verl_socket(address: ChannelAddress, update_number: int) -> str:
     """Where verl's two ends meet."""
-    return f"ipc://{Path(address.directory) / f'verl-{round}.sock'}"
+    return f"ipc://{Path(address.directory) / f'verl-{update_number}.sock'}"
 
 
 PARAMETERS: dict[str, torch.Tensor] = {}
@@ -85,16 +87,16 @@ def load(name: str, tensor: torch.Tensor) -> None:
     PARAMETERS[name].copy_(tensor)
 
 
-def take_channel(round: int, loads: bool) -> None:
+def take_channel(update_number: int, loads: bool) -> None:
     """One update over our channel."""
-    with receiver(round) as channel:
+    with receiver(update_number) as channel:
         for name, tensor in channel.tensors():
             if loads:
                 load(name, tensor)
     wait_for_device()
 
 
-def take_verl(round: int, loads: bool) -> None:
+def take_verl(update_number: int, loads: bool) -> None:
     """One update over verl's channel."""
 
     def take(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -105,13 +107,13 @@ def take_verl(round: int, loads: bool) -> None:
                 tensor.clone()
         weights.clear()
 
-    address = verl_socket(ChannelAddress.inherited(), round)
+    address = verl_socket(ChannelAddress.inherited(), update_number)
     BucketedWeightReceiver(address, DEVICE, use_shm=not HAS_GPU).receive_weights(take)
 
 
-def compare(round: int) -> dict[str, Any]:
+def compare(update_number: int) -> dict[str, Any]:
     """Keep every tensor of an update, then compare all with what they should be."""
-    with receiver(round) as channel:
+    with receiver(update_number) as channel:
         kept = list(channel.tensors())
     different = [name for name, tensor in kept if not same(tensor, make_tensor(name, tuple(tensor.shape)))]
     return {"names": [name for name, _ in kept], "different": different}
@@ -122,22 +124,22 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def receive_and_stall(round: int) -> None:
+def receive_and_stall(update_number: int) -> None:
     """Hold the first tensor until killed."""
-    with receiver(round) as channel:
+    with receiver(update_number) as channel:
         for _ in channel.tensors():
             say("streaming")
             wait_for_the_end()
 
 
-def send_and_stall(round: int, gigabytes: float, bucket_mb: int | None) -> None:
+def send_and_stall(update_number: int, gigabytes: float, bucket_mb: int | None) -> None:
     """Send all tensors but one, then nothing until killed."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_weights(gigabytes)[:-1]
         wait_for_the_end()
 
-    with sender(ChannelAddress.inherited(), round, bucket_mb) as channel:
+    with sender(ChannelAddress.inherited(), update_number, bucket_mb) as channel:
         channel.send(weights())
 
 

@@ -3,7 +3,7 @@
               close                 drained
     OPEN ---------------> DRAINING ---------> CLOSED
       ^                                          |
-      +------------------- open -----------------+      (epoch + 1)
+      +------------------- open -----------------+      (openings + 1)
 
 A request parks first (`park`), asks `verdict` as often as it likes, and on PASS is admitted in the same breath: no
 await may lie between the two. Capacity is charged by `admit`, freed by `leave`. The verdict depends on the state now,
@@ -66,7 +66,7 @@ class GateStatistics:
     """Counts at one moment."""
 
     state: GateState
-    epoch: int
+    openings: int
     """Number of openings after the first one."""
     in_flight: int
     """Admitted requests that have not left, `arriving` included."""
@@ -97,9 +97,9 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        """Start open, in epoch 0, with nobody inside."""
+        """Start open, with no opening counted and nobody inside."""
         self.state = GateState.OPEN
-        self.epoch = 0
+        self.openings = 0
         self._rejecting = False
         self._next_number = 0
         # Insertion order is arrival order, so the first entry is the oldest.
@@ -183,9 +183,9 @@ class Gate:
             raise IllegalTransition(f"gate {self.state.value}: a drain has to come first")
 
     def open(self) -> None:
-        """Admit again and start a new epoch; on an open gate only an earlier `reject` is taken back."""
+        """Admit again and count an opening; on an open gate only an earlier `reject` is taken back."""
         if self._step(GateEvent.OPEN) is GateState.CLOSED:
-            self.epoch += 1
+            self.openings += 1
         self._rejecting = False
 
     def reject(self) -> int:
@@ -212,7 +212,7 @@ class Gate:
         inside, waiting = next(iter(self._in_flight.values()), None), next(iter(self._parked.values()), None)
         return GateStatistics(
             state=self.state,
-            epoch=self.epoch,
+            openings=self.openings,
             in_flight=len(self._in_flight),
             arriving=len(self._arriving),
             parked=len(self._parked),

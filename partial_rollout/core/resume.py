@@ -42,8 +42,8 @@ class Segment:
     stop_reason: str | None
     version: int
     """Weight version that sampled the tokens."""
-    epoch: int
-    """Epoch of the gate the request passed; unequal epochs mean that the gate was closed in between."""
+    openings: int
+    """Number of the gate's openings when the request passed; where it differs, the gate was closed in between."""
     context: Context
 
 
@@ -122,7 +122,7 @@ class ResumableGeneration:
         self._stop_token_ids = stop_token_ids
         self._num_segments = 0
         self._last_version = 0
-        self._stalled_epoch: int | None = None
+        self._stalled_at: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -255,14 +255,15 @@ class ResumableGeneration:
     def _interrupted(self, segment: Segment) -> None:
         self.num_interruptions += 1
         if segment.token_ids:
-            self._stalled_epoch = None
-        elif self._stalled_epoch == segment.epoch:
+            self._stalled_at = None
+        elif self._stalled_at == segment.openings:
             raise ResumeStalled(
-                f"interrupted twice in epoch {segment.epoch} after {len(self.token_ids)} of {self.max_new_tokens} "
-                f"tokens (prompt {len(self.prompt_ids)}): nothing was generated and the gate did not close in between"
+                f"interrupted twice after opening {segment.openings} of the gate, at {len(self.token_ids)} of "
+                f"{self.max_new_tokens} tokens (prompt {len(self.prompt_ids)}): nothing was generated "
+                "and the gate did not close in between"
             )
         else:
-            self._stalled_epoch = segment.epoch
+            self._stalled_at = segment.openings
 
 
 def extend(spans: list[Span], span: Span) -> None:

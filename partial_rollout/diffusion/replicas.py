@@ -103,7 +103,7 @@ class Replicas:
                 received.result()
 
         def send(address: ChannelAddress, rank: int) -> None:
-            options: dict[str, Any] = {"round": version, "timeout_s": limit_s, "check": check, "device": device}
+            options: dict[str, Any] = {"update_number": version, "timeout_s": limit_s, "check": check, "device": device}
             with WeightSender(address, channel_name(rank), **options) as sender:
                 sender.send(weights())
 

@@ -12,7 +12,10 @@ NO_CFG = 1.0
 """Guidance scale at which the negative prompt has no weight."""
 REFUSED = "refused_request"
 MAX_FRUITLESS = 2
-"""Interruptions in one epoch, or without a step, that are not yet a fault: two drains may follow each other closely."""
+"""Interruptions after one opening of the gate, or without a step, that are not yet a fault.
+
+Two drains may follow each other closely.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +51,8 @@ class Interrupted:
     """None: it had not begun."""
     step_index: int
     """Denoise steps that were taken and are not lost."""
-    epoch: int
-    """Of the gate, when the request had entered."""
+    openings: int
+    """Number of the gate's openings when the request entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,10 @@ class Progress:
         """
         last, self._last = self._last, outcome
         self.interruptions += 1
-        moved = last is None or outcome.step_index > last.step_index or outcome.epoch > last.epoch
+        moved = last is None or outcome.step_index > last.step_index or outcome.openings > last.openings
         self._fruitless = 0 if moved else self._fruitless + 1
         if self._fruitless >= MAX_FRUITLESS:
             raise ResumeStalled(
                 f"request {self._request_id!r} was interrupted {self.interruptions} times and is still at step "
-                f"{outcome.step_index} in epoch {outcome.epoch}"
+                f"{outcome.step_index} after opening {outcome.openings} of the gate"
             )

@@ -135,7 +135,7 @@ class DiffusionServer:
         ticket = await self._admission.enter(name)
         if ticket is None:
             raise EngineError(f"request {request.request_id!r} was turned away: {ENGINE_NAME} is shutting down")
-        epoch = self._admission.epoch
+        openings = self._admission.openings
         try:
             self._weights.require_whole(ENGINE_NAME)
             output = await self._run(name, request, ticket)
@@ -147,7 +147,7 @@ class DiffusionServer:
         if interrupted:
             self._num_interrupted += 1
             kept = snapshot or request.snapshot
-            return Interrupted(kept, read_header(kept)["step_index"] if kept else 0, epoch)
+            return Interrupted(kept, read_header(kept)["step_index"] if kept else 0, openings)
         self._num_finished += 1
         return to_result(request.request_id, output)
 

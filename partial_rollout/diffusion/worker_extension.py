@@ -76,7 +76,7 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
     def _receive(self, version: int, timeout_s: float) -> int:
         pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()
         channel = channel_name(self.rank)
-        receiver = WeightReceiver(address, channel, round=version, timeout_s=timeout_s, device=pipeline.device)
+        receiver = WeightReceiver(address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device)
         with receiver, torch.no_grad():
             loaded = pipeline.load_weights(_under_prefix(receiver))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}

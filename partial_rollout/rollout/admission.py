@@ -53,9 +53,9 @@ class Admission:
         self.last_drain_s = 0.0
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the gate."""
-        return self._gate.epoch
+    def openings(self) -> int:
+        """How often the gate was opened after its first closing."""
+        return self._gate.openings
 
     async def enter(self, request_id: str) -> Ticket | None:
         """Wait until the request may go to the engine; None means that it was turned away.

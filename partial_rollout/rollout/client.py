@@ -176,7 +176,7 @@ class MergedFields:
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""
         fields = dict(self._last.extra_fields) if self._last else {}
-        for name in ("gate_epoch", "context"):
+        for name in ("gate_openings", "context"):
             fields.pop(name, None)
         fields |= {
             "global_steps": generation.max_version,
@@ -265,6 +265,6 @@ def _segment(output: TokenOutput) -> Segment:
         log_probs=output.log_probs,
         stop_reason=output.stop_reason,
         version=output.extra_fields["global_steps"],
-        epoch=output.extra_fields["gate_epoch"],
+        openings=output.extra_fields["gate_openings"],
         context=output.extra_fields["context"],
     )

@@ -33,15 +33,15 @@ class GivenUpUpdates:
         self._reasons: dict[int, str] = {}
         self._changed = Broadcast()
 
-    def give_up(self, round: int, reason: str) -> None:
-        """Update `round` is lost, whether its call has begun or not."""
-        self._reasons.setdefault(round, reason)
+    def give_up(self, update_number: int, reason: str) -> None:
+        """Update `update_number` is lost, whether its call has begun or not."""
+        self._reasons.setdefault(update_number, reason)
         self._changed.notify()
 
-    async def wait(self, round: int) -> None:
-        """Raise WeightUpdateError as soon as update `round` is given up."""
-        await self._changed.wait_for(lambda: round in self._reasons)
-        raise WeightUpdateError(self._reasons[round])
+    async def wait(self, update_number: int) -> None:
+        """Raise WeightUpdateError as soon as update `update_number` is given up."""
+        await self._changed.wait_for(lambda: update_number in self._reasons)
+        raise WeightUpdateError(self._reasons[update_number])
 
 
 async def while_healthy(

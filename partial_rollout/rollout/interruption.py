@@ -29,16 +29,16 @@ class Interruption:
         self._stream_interval = settings.stream_interval
         self._engine = uuid.uuid4().hex
 
-    def cache_salt(self, retained: Retained | None, epoch: int, version: int) -> str | None:
+    def cache_salt(self, retained: Retained | None, openings: int, version: int) -> str | None:
         """Salt of a request's blocks, which are found by requests with the same one only.
 
-        A fresh request shares its prompt's blocks with others of the same gate epoch and weight version. A resumed one
-        keeps its salt, with which no fresh request comes any more. So nobody finds a block that is older than its own
-        first one.
+        A fresh request shares its prompt's blocks with the others that entered after the same opening of the gate with
+        the same weight version. A resumed request keeps the salt of its first segment, which no fresh request has any
+        more. So no request finds a block that is older than its own first one.
         """
         if not self.mode.retains_kv:
             return None
-        return retained.cache_salt if retained is not None else f"{self._engine}-{epoch}-{version}"
+        return retained.cache_salt if retained is not None else f"{self._engine}-{openings}-{version}"
 
     def engine_arguments(self, given: dict[str, Any]) -> None:
         """Add what the mode needs to an engine's arguments, in place."""

@@ -119,7 +119,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         """Generate one segment; other arguments and the result as in verl's `vLLMHttpServer.generate`.
 
         `stop_reason` is "aborted" for an interrupted segment. `extra_fields` holds `global_steps` (the weight version
-        that sampled the tokens), `gate_epoch`, `num_cached_tokens`, `context` (a Context), `retained` (to be given
+        that sampled the tokens), `gate_openings`, `num_cached_tokens`, `context` (a Context), `retained` (to be given
         with the resumption; None if there is nothing), and `rejected` for a request turned away.
 
         Raises:
@@ -133,8 +133,8 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
             ticket = await self._admission.enter(request_id)
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
-            version, epoch = self._version, self._admission.epoch
-            passage = Passage(ticket, self._interruption.cache_salt(retained, epoch, version), retained, origin)
+            version, openings = self._version, self._admission.openings
+            passage = Passage(ticket, self._interruption.cache_salt(retained, openings, version), retained, origin)
             reset = CURRENT_PASSAGE.set(passage)
             try:
                 self._weights.require_whole(self._name)
@@ -145,7 +145,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
                 CURRENT_PASSAGE.reset(reset)
                 self._admission.leave(ticket)
         context_len = len(prompt_ids) if is_resumption else 0
-        output.extra_fields |= {"global_steps": version, "gate_epoch": epoch}
+        output.extra_fields |= {"global_steps": version, "gate_openings": openings}
         output.extra_fields |= self._interruption.fields(passage, output, version=version, context_len=context_len)
         self._count(output, context_len)
         return output
@@ -168,7 +168,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         }
 
     def _empty_output(self, stop_reason: str, **fields: Any) -> TokenOutput:
-        fields |= {"global_steps": self._version, "gate_epoch": self._admission.epoch}
+        fields |= {"global_steps": self._version, "gate_openings": self._admission.openings}
         fields |= self._interruption.nothing(self._version)
         return TokenOutput(token_ids=[], stop_reason=stop_reason, extra_fields=fields)
 

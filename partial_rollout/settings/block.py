@@ -229,7 +229,7 @@ class WeightsConfig:
         _require(self.relaunches >= 0, "weights.relaunches", self.relaunches, "at least 0")
 
     @property
-    def slot_bytes(self) -> int | None:
+    def buffer_bytes(self) -> int | None:
         """Size of one slot; None leaves it to the transport."""
         return None if self.bucket_mb is None else self.bucket_mb << 20
 

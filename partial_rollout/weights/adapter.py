@@ -78,7 +78,7 @@ class ChannelAdapter(ServerAdapter):
         self._settings = settings.weights
         self.failure: Exception | None = None
         """Why the engine could not take this update; the rank goes on without it."""
-        self._round = 0
+        self._update_number = 0
         self._server: Any = None
         self._address: ChannelAddress | None = None
 
@@ -111,7 +111,7 @@ class ChannelAdapter(ServerAdapter):
                 "weights below an adapter: set partial_rollout.weights.backend=verl, or for the latter "
                 "actor_rollout_ref.rollout.load_format=safetensors"
             )
-        self._round += 1
+        self._update_number += 1
         gathering = Gathering(weights)
         await self._unless_failed(self._send(gathering, version=global_steps, peft_config=peft_config))
         if gathering.error is not None:
@@ -138,7 +138,7 @@ class ChannelAdapter(ServerAdapter):
     async def _give_up(self, failure: Exception) -> None:
         """Say so to the server, whose call to the engine waits for all workers, a stuck one among them."""
         try:
-            told = self._leading_server().give_up_update.remote(round=self._round, reason=str(failure))
+            told = self._leading_server().give_up_update.remote(update_number=self._update_number, reason=str(failure))
             await self._answer(told, "take notice of a lost weight update")
         except (PartialRolloutError, RayError, ValueError) as error:
             logger.warning("replica %d was not told that its weight update is lost: %s", self.replica_rank, error)
@@ -153,7 +153,7 @@ class ChannelAdapter(ServerAdapter):
 
         with torch.no_grad(), self._sender(address, raise_failed_update) as sender:
             if self._has_server:
-                update = self._server.receive_weights.remote(round=self._round, **options).future()
+                update = self._server.receive_weights.remote(update_number=self._update_number, **options).future()
             sender.send(weights)
         if update is not None:
             # All has been handed on; what is left is the engine's own work on it.
@@ -163,8 +163,8 @@ class ChannelAdapter(ServerAdapter):
         return WeightSender(
             address,
             self.zmq_handle,
-            round=self._round,
-            slot_bytes=self._settings.slot_bytes,
+            update_number=self._update_number,
+            buffer_bytes=self._settings.buffer_bytes,
             device=torch.device(get_device_name()),
             timeout_s=SENDER_SHARE * self._settings.timeout_s,
             check=check,

@@ -1,6 +1,6 @@
-"""What a transport is to the two ends: slots that one writes and the other reads where they are.
+"""What a transport is to the two ends: buffers that one writes and the other reads where they are.
 
-A slot's life, charged by the sender's state machine and freed by the receiver:
+A buffer's life, charged by the sender's state machine and freed by the receiver:
 
     sender: write, write, flush ──Bucket──→ receiver: lease, hand tensors on ... last reference dropped ──Free──→ sender
 """
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from partial_rollout.weights.protocol.wire import Slots
+    from partial_rollout.weights.protocol.wire import Buffers
 
 
-class SlotWriter(Protocol):
+class BufferWriter(Protocol):
     """The sender's end."""
 
     @property
-    def offer(self) -> Slots:
+    def offer(self) -> Buffers:
         """What the receiver is told."""
         ...
 
     def attached(self, handles: tuple[bytes, ...]) -> None:
-        """The receiver has the slots; `handles` are those of slots that it made."""
+        """The receiver has the buffers; `handles` are those of buffers that it made."""
 
-    def write(self, slot: int, offset: int, data: torch.Tensor) -> None:
-        """Begin to copy bytes (uint8, 1-d) into a slot."""
+    def write(self, buffer: int, offset: int, data: torch.Tensor) -> None:
+        """Begin to copy bytes (uint8, 1-d) into a buffer."""
 
     def flush(self) -> None:
         """Return when everything written can be read."""
@@ -37,21 +37,21 @@ class SlotWriter(Protocol):
         """Take away what is left of it; may be repeated."""
 
 
-class SlotReader(Protocol):
+class BufferReader(Protocol):
     """The receiver's end."""
 
-    slot_bytes: int
-    num_slots: int
+    buffer_bytes: int
+    num_buffers: int
     device: torch.device
     handles: tuple[bytes, ...]
     leases: Leases
 
-    def lease(self, slot: int) -> torch.Tensor:
-        """A slot's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
+    def lease(self, buffer: int) -> torch.Tensor:
+        """A buffer's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
         ...
 
     def settle(self) -> None:
-        """Return when everything begun on slots that nobody holds any more has ended."""
+        """Return when everything begun on buffers that nobody holds any more has ended."""
 
     def close(self) -> None:
         """Let go of the memory, which stays for as long as somebody holds it."""
@@ -61,26 +61,26 @@ class SlotReader(Protocol):
 
 
 class Leases:
-    """Which slots something still refers to: a tensor of a slot, or any view that a model made of it."""
+    """Which buffers something still refers to: a tensor of a buffer, or any view that a model made of it."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
 
-    def begin(self, slot: int, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Hold `slot` until `memory`, which torch keeps as long as a tensor on it, is collected; return `tensor`."""
-        self._held[slot] = tensor.untyped_storage().data_ptr()
-        weakref.finalize(memory, self._held.pop, slot, None).atexit = False
+    def begin(self, buffer: int, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Hold `buffer` until `memory`, which torch keeps as long as a tensor on it, is collected; return `tensor`."""
+        self._held[buffer] = tensor.untyped_storage().data_ptr()
+        weakref.finalize(memory, self._held.pop, buffer, None).atexit = False
         return tensor
 
-    def is_held(self, slot: int) -> bool:
+    def is_held(self, buffer: int) -> bool:
         """Whether its bytes may still be read."""
-        return slot in self._held
+        return buffer in self._held
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a slot that is held."""
+        """Whether `tensor` lies in a buffer that is held."""
         return tensor.untyped_storage().data_ptr() in self._held.values()
 
     @property
     def num_held(self) -> int:
-        """Slots whose bytes may still be read."""
+        """Buffers whose bytes may still be read."""
         return len(self._held)

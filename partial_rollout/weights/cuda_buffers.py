@@ -1,4 +1,4 @@
-"""Slots on a GPU that the training worker and the engine worker share (CUDA IPC).
+"""Buffers on a GPU that the training worker and the engine worker share (CUDA IPC).
 
 The receiver makes them, each an allocation of its own, and the sender writes straight into them: one copy on the device
 for every byte. So the memory is the receiver's own, and goes with the last tensor on it, however long its model keeps
@@ -7,7 +7,7 @@ that; the sender's death takes nothing away.
     receiver                              sender
     allocate, export ──Attached: handles──→ open
                                             copies begun on its stream, wait for all   ──Bucket──→
-    tensors on the slot, last one dropped,
+    tensors on the buffer, last one dropped,
     wait for all that reads it              ──Free──→
                                             close                                ──Done──→
     free, when nothing refers to it
@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING
 from partial_rollout.errors import WeightProtocolError
 from partial_rollout.weights.buffers import Leases
 from partial_rollout.weights.cuda_runtime import CudaRuntime, DeviceMemory
-from partial_rollout.weights.protocol.wire import CudaSlots
+from partial_rollout.weights.protocol.wire import CudaBuffers
 
 if TYPE_CHECKING:
     import torch
 
 
-class CudaSlotWriter:
+class CudaBufferWriter:
     """The sender's end."""
 
     def __init__(
-        self, slot_bytes: int, num_slots: int, *, device: torch.device, peer_device: str, runtime: CudaRuntime
+        self, buffer_bytes: int, num_buffers: int, *, device: torch.device, peer_device: str, runtime: CudaRuntime
     ) -> None:
-        """Ask for slots on `device`.
+        """Ask for buffers on `device`.
 
         Raises:
             WeightProtocolError: the receiver is on another GPU.
@@ -46,34 +46,34 @@ class CudaSlotWriter:
                 "the weight channel needs both on one GPU, or set partial_rollout.weights.backend=verl"
             )
         self._pointers: list[int] = []
-        self._slots: list[torch.Tensor] = []
-        self.offer = CudaSlots(identity, slot_bytes, num_slots)
+        self._buffers: list[torch.Tensor] = []
+        self.offer = CudaBuffers(identity, buffer_bytes, num_buffers)
 
     def attached(self, handles: tuple[bytes, ...]) -> None:
         """Open what the receiver has made.
 
         Raises:
-            WeightProtocolError: not as many slots as asked for.
+            WeightProtocolError: not as many buffers as asked for.
             WeightUpdateError: the GPU's driver refuses a handle.
         """
-        if len(handles) != self.offer.num_slots:
-            raise WeightProtocolError(f"the receiver made {len(handles)} slots, not {self.offer.num_slots}")
+        if len(handles) != self.offer.num_buffers:
+            raise WeightProtocolError(f"the receiver made {len(handles)} buffers, not {self.offer.num_buffers}")
         for handle in handles:
             self._pointers.append(self._runtime.open(self._device, handle))
-            memory = DeviceMemory(self._pointers[-1], self.offer.slot_bytes)
-            self._slots.append(self._runtime.tensor(self._device, memory))
+            memory = DeviceMemory(self._pointers[-1], self.offer.buffer_bytes)
+            self._buffers.append(self._runtime.tensor(self._device, memory))
 
-    def write(self, slot: int, offset: int, data: torch.Tensor) -> None:
-        """Begin to copy bytes (uint8, 1-d) into a slot."""
-        self._slots[slot][offset : offset + data.numel()].copy_(data, non_blocking=True)
+    def write(self, buffer: int, offset: int, data: torch.Tensor) -> None:
+        """Begin to copy bytes (uint8, 1-d) into a buffer."""
+        self._buffers[buffer][offset : offset + data.numel()].copy_(data, non_blocking=True)
 
     def flush(self) -> None:
         """Return when everything written is there."""
         self._runtime.synchronize(self._device)
 
     def close(self) -> None:
-        """Let go of the slots; may be repeated."""
-        self._slots.clear()
+        """Let go of the buffers; may be repeated."""
+        self._buffers.clear()
         if self._pointers:
             self._runtime.synchronize(self._device)
         while self._pointers:
@@ -81,7 +81,7 @@ class CudaSlotWriter:
 
 
 class _Block:
-    """One slot's memory, freed with the last reference."""
+    """One buffer's memory, freed with the last reference."""
 
     def __init__(self, runtime: CudaRuntime, device: torch.device, num_bytes: int) -> None:
         self.pointer = runtime.allocate(device, num_bytes)
@@ -89,36 +89,36 @@ class _Block:
 
 
 ABANDONED: list[_Block] = []
-"""Slots of failed updates."""
+"""Buffers of failed updates."""
 
 
-class CudaSlotReader:
+class CudaBufferReader:
     """The receiver's end."""
 
-    def __init__(self, offer: CudaSlots, *, device: torch.device, runtime: CudaRuntime) -> None:
-        """Make the slots.
+    def __init__(self, offer: CudaBuffers, *, device: torch.device, runtime: CudaRuntime) -> None:
+        """Make the buffers.
 
         Raises:
             WeightProtocolError: they are wanted on another GPU, or there are none.
             DeviceMemoryFull: there is no room.
         """
         identity = runtime.identify(device)
-        if offer.device != identity or min(offer.slot_bytes, offer.num_slots) <= 0:
+        if offer.device != identity or min(offer.buffer_bytes, offer.num_buffers) <= 0:
             raise WeightProtocolError(
-                f"the sender wants {offer.num_slots} slots of {offer.slot_bytes} bytes on GPU {offer.device!r}, "
+                f"the sender wants {offer.num_buffers} buffers of {offer.buffer_bytes} bytes on GPU {offer.device!r}, "
                 f"the engine's worker is on GPU {identity!r}"
             )
-        self.slot_bytes, self.num_slots, self.device = offer.slot_bytes, offer.num_slots, device
+        self.buffer_bytes, self.num_buffers, self.device = offer.buffer_bytes, offer.num_buffers, device
         self.leases = Leases()
         self._runtime = runtime
-        self._blocks = [_Block(runtime, device, offer.slot_bytes) for _ in range(offer.num_slots)]
+        self._blocks = [_Block(runtime, device, offer.buffer_bytes) for _ in range(offer.num_buffers)]
         self.handles = tuple(runtime.export(block.pointer) for block in self._blocks)
 
-    def lease(self, slot: int) -> torch.Tensor:
-        """A slot's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
-        block = self._blocks[slot]
-        memory = DeviceMemory(block.pointer, self.slot_bytes, owner=block)
-        return self.leases.begin(slot, memory, self._runtime.tensor(self.device, memory))
+    def lease(self, buffer: int) -> torch.Tensor:
+        """A buffer's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
+        block = self._blocks[buffer]
+        memory = DeviceMemory(block.pointer, self.buffer_bytes, owner=block)
+        return self.leases.begin(buffer, memory, self._runtime.tensor(self.device, memory))
 
     def settle(self) -> None:
         """Return when everything begun on the GPU has ended."""

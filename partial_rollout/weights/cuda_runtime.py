@@ -63,7 +63,7 @@ class CudaRuntime:
             self._runtime.cudaGetLastError()  # it would surface in an unrelated call of torch
             free, total = torch.cuda.mem_get_info(device)
             raise DeviceMemoryFull(
-                f"{device} has no room for a slot of {num_bytes} bytes of weights ({free} of {total} bytes free): "
+                f"{device} has no room for a buffer of {num_bytes} bytes of weights ({free} of {total} bytes free): "
                 "lower partial_rollout.weights.bucket_mb or the engine's gpu_memory_utilization"
             )
         self._require(error, "cudaMalloc")

@@ -30,7 +30,7 @@ class ChannelAddress:
     directory: str
     secret: bytes = field(repr=False)
 
-    def socket_path(self, channel: str, round: int) -> Path:
+    def socket_path(self, channel: str, update_number: int) -> Path:
         """Address of one update of one channel; both ends compute it.
 
         Raises:
@@ -38,7 +38,7 @@ class ChannelAddress:
         """
         # verl's names for a channel are long and hold slashes.
         short = hashlib.sha256(channel.encode()).hexdigest()[:12]
-        path = Path(self.directory) / f"{short}-{round}.sock"
+        path = Path(self.directory) / f"{short}-{update_number}.sock"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"{path} is too long for a socket: set TMPDIR to a shorter path than {self.directory}")
         return path

@@ -159,7 +159,7 @@ def load_from_channel(
         return item
 
     try:
-        # No generator of our own in between: it would hold a tensor, and with it a slot, for longer than the model.
+        # No generator of our own in between: it would hold a tensor, and with it a buffer, for longer than the model.
         return load_weights(map(checked, receiver.tensors()))
     except WeightUpdateError:
         raise
@@ -171,7 +171,7 @@ def load_from_channel(
 def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None:
     """After loading: no parameter or buffer may be a tensor that the channel has lent.
 
-    It would stay as it is, since nobody writes to its slot any more, but keep all slots of the update in memory.
+    It would stay as it is, since nobody writes to its buffer any more, but keep all buffers of the update in memory.
 
     Raises:
         WeightMismatch: one is; names it.

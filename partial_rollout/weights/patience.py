@@ -5,6 +5,6 @@ rank can wait for in a row must therefore be shorter than what an engine bears, 
 """
 
 SENDER_SHARE = 0.5
-"""A rank waits for its engine's worker: its hello, a free slot, its confirmation."""
+"""A rank waits for its engine's worker: its hello, a free buffer, its confirmation."""
 ANSWER_SHARE = 0.25
 """A rank waits for its server: to tell its address, to wake the engine up, to take notice of a lost update."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from partial_rollout.weights.buffers import SlotReader
+    from partial_rollout.weights.buffers import BufferReader
     from partial_rollout.weights.directory import ChannelAddress
     from partial_rollout.weights.protocol.wire import Message
 
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 class WeightReceiver:
     """Context manager; connected on entry, and on exit everything is let go and a failure is told to the sender.
 
-        with WeightReceiver(address, "rank 0", round=1, timeout_s=60.0) as receiver:
+        with WeightReceiver(address, "rank 0", update_number=1, timeout_s=60.0) as receiver:
             model.load_weights(receiver.tensors())
 
-    A tensor handed on lies in its slot, and the slot is not written again before the last reference to its memory is
-    gone: a model may keep a tensor until a layer is complete, or for good. It is a copy where it does not fit a slot,
-    where the slots are not on its device, and where lending it could leave the sender without a slot to write to.
+    A tensor that `tensors` yields lies in its buffer, and the sender does not write to the buffer again before the last
+    reference to its memory is gone: a model may keep the tensor until a layer is complete, or for good. The tensor is a
+    copy where it does not fit a buffer, where the buffers are on another device, and where lending it could leave the
+    sender without a buffer to write to.
     """
 
     def __init__(
@@ -41,21 +42,21 @@ class WeightReceiver:
         address: ChannelAddress,
         channel: str,
         *,
-        round: int,
+        update_number: int,
         timeout_s: float,
         validate: bool = False,
         device: torch.device | None = None,
         transports: Transports | None = None,
     ) -> None:
-        """Prepare the update `round` of `channel`; `validate` refuses NaN and Inf, `device` is where tensors go."""
-        self._path = address.socket_path(channel, round)
+        """Prepare one update of `channel`; `validate` refuses NaN and Inf, `device` is where tensors go."""
+        self._path = address.socket_path(channel, update_number)
         self._peer = f"the training worker of channel {channel}"
         self._timeout_s, self._validate = timeout_s, validate
         self._device = numbered(device)
         self._transports = transports or Transports()
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._machine = ReceiverMachine(secret=address.secret, round=round, nonce=nonce)
-        self._slots: SlotReader | None = None
+        self._machine = ReceiverMachine(secret=address.secret, update_number=update_number, nonce=nonce)
+        self._buffers: BufferReader | None = None
         self._leases = Leases()
         self._unpacked: list[Bucket] = []
         self._open: torch.Tensor | None = None
@@ -70,12 +71,12 @@ class WeightReceiver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Tell the sender of a failure, let go of the slots, disconnect."""
+        """Tell the sender of a failure, let go of the buffers, disconnect."""
         if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
-        if error is not None and self._slots is not None:
-            self._slots.abandon()
-        self._release_slots()
+        if error is not None and self._buffers is not None:
+            self._buffers.abandon()
+        self._release_buffers()
         self._line.close()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,58 +84,58 @@ class WeightReceiver:
 
         Raises:
             WeightPeerLost: the sender died or was silent for too long.
-            WeightProtocolError: version, round, secret, order, or a truncated stream.
+            WeightProtocolError: version, update, secret, order, or a truncated stream.
             WeightMismatch: a tensor of unknown dtype, sent twice, or not finite; names it.
             WeightUpdateError: what the sender reports.
         """
-        slots = self._slots = self._attach()
-        assembly = Assembly(slots.slot_bytes)
+        buffers = self._buffers = self._attach()
+        assembly = Assembly(buffers.buffer_bytes)
         while not isinstance(message := self._next(), Done):
             if isinstance(message, Bucket):
-                yield from self._unpack(slots, message, assembly)
+                yield from self._unpack(buffers, message, assembly)
                 self._unpacked.append(message)
-                self._free(slots)
+                self._free(buffers)
         assembly.finish()
         confirmation = self._machine.finish(message, Done(assembly.num_tensors, assembly.num_bytes))
-        self._release_slots()
+        self._release_buffers()
         self._line.send(confirmation)
 
-    def _attach(self) -> SlotReader:
+    def _attach(self) -> BufferReader:
         self._line.send(self._machine.start(self._transports.identify(self._device)))
         self._next()
-        slots = self._transports.reader(self._machine.offer, self._device)
-        self._leases = slots.leases
-        self._line.send(self._machine.attached(slots.handles))
-        return slots
+        buffers = self._transports.reader(self._machine.offer, self._device)
+        self._leases = buffers.leases
+        self._line.send(self._machine.attached(buffers.handles))
+        return buffers
 
     def _next(self) -> Message:
         message = self._line.receive(self._machine.state.value)
         self._machine.receive(message)
         return message
 
-    def _unpack(self, slots: SlotReader, bucket: Bucket, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unpack(self, buffers: BufferReader, bucket: Bucket, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are complete with this bucket."""
-        data = slots.lease(bucket.slot)
+        data = buffers.lease(bucket.buffer)
         for fragment in bucket.fragments:
             assembly.accept(fragment)
-            piece = data[fragment.slot_offset : fragment.slot_offset + fragment.num_bytes]
-            if fragment.is_whole and slots.device == self._device and self._may_lend(slots, bucket.slot):
+            piece = data[fragment.buffer_offset : fragment.buffer_offset + fragment.num_bytes]
+            if fragment.is_whole and buffers.device == self._device and self._may_lend(buffers, bucket.buffer):
                 yield self._checked(fragment.tensor, _typed(piece, fragment.tensor))
             else:
                 self._copy(piece, fragment)
                 if fragment.is_last:
                     yield self._checked(fragment.tensor, self._take_open())
-            self._free(slots)
+            self._free(buffers)
 
-    def _may_lend(self, slots: SlotReader, slot: int) -> bool:
-        """Whether another slot stays with the sender even if the model keeps this one for good."""
-        return slots.leases.num_held - slots.leases.is_held(slot) < slots.num_slots - 1
+    def _may_lend(self, buffers: BufferReader, buffer: int) -> bool:
+        """Whether another buffer stays with the sender even if the model keeps this one for good."""
+        return buffers.leases.num_held - buffers.leases.is_held(buffer) < buffers.num_buffers - 1
 
-    def _free(self, slots: SlotReader) -> None:
-        """Give back the slots of earlier buckets that nothing refers to any more."""
-        done = [bucket for bucket in self._unpacked if not slots.leases.is_held(bucket.slot)]
+    def _free(self, buffers: BufferReader) -> None:
+        """Give back the buffers of earlier buckets that nothing refers to any more."""
+        done = [bucket for bucket in self._unpacked if not buffers.leases.is_held(bucket.buffer)]
         if done:
-            slots.settle()
+            buffers.settle()
             self._unpacked = [bucket for bucket in self._unpacked if bucket not in done]
             for bucket in done:
                 self._line.send(self._machine.free(bucket))
@@ -171,10 +172,10 @@ class WeightReceiver:
         """Whether anything refers to the channel's memory."""
         return self._leases.num_held > 0
 
-    def _release_slots(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
+    def _release_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
 
 
 def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

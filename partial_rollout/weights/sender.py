@@ -14,13 +14,13 @@ from partial_rollout.weights.line import Line
 from partial_rollout.weights.protocol.buckets import ALIGNMENT_BYTES, BucketPlan, Fragment, TensorSpec
 from partial_rollout.weights.protocol.stream import SenderMachine, State
 from partial_rollout.weights.protocol.wire import NONCE_BYTES, describe_failure
-from partial_rollout.weights.transport import NUM_SLOTS, Transports, numbered
+from partial_rollout.weights.transport import NUM_BUFFERS, Transports, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
-    from partial_rollout.weights.buffers import SlotWriter
+    from partial_rollout.weights.buffers import BufferWriter
     from partial_rollout.weights.directory import ChannelAddress
 
 
@@ -40,7 +40,7 @@ class WeightSender:
             call the engine
             sender.send(weights)
 
-    Waits for: the receiver (hello, free slots, confirmation). Each such wait is bounded by `timeout_s`.
+    Waits for: the receiver (hello, free buffers, confirmation). Each such wait is bounded by `timeout_s`.
     """
 
     def __init__(
@@ -48,32 +48,34 @@ class WeightSender:
         address: ChannelAddress,
         channel: str,
         *,
-        round: int,
+        update_number: int,
         timeout_s: float,
         check: Callable[[], None],
-        slot_bytes: int | None = None,
+        buffer_bytes: int | None = None,
         device: torch.device | None = None,
         transports: Transports | None = None,
     ) -> None:
-        """Prepare the update `round` of `channel`.
+        """Prepare one update of `channel`.
 
         `check` raises when the engine's call has already failed. `device` is where the tensors are (default: host);
-        `slot_bytes` None leaves the slots' size to the transport.
+        `buffer_bytes` None leaves the buffers' size to the transport.
         """
-        self._path = address.socket_path(channel, round)
+        self._path = address.socket_path(channel, update_number)
         self._line_options: dict[str, Any] = {
             "peer": f"the engine's worker for channel {channel}",
             "timeout_s": timeout_s,
             "check": check,
         }
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._machine = SenderMachine(secret=address.secret, round=round, nonce=nonce, num_slots=NUM_SLOTS)
-        self._slot_bytes = None if slot_bytes is None else -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._machine = SenderMachine(
+            secret=address.secret, update_number=update_number, nonce=nonce, num_buffers=NUM_BUFFERS
+        )
+        self._buffer_bytes = None if buffer_bytes is None else -(-buffer_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._device = numbered(device)
         self._transports = transports or Transports()
-        self._slots: SlotWriter | None = None
+        self._buffers: BufferWriter | None = None
         self._bucket = 0
-        self._slot = 0
+        self._buffer = 0
         self._fragments: list[Fragment] = []
 
     def __enter__(self) -> WeightSender:
@@ -83,68 +85,68 @@ class WeightSender:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Tell the receiver of a failure, then take socket and slots away."""
+        """Tell the receiver of a failure, then take socket and buffers away."""
         if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
         self._line.close()
-        if self._slots is not None:
-            self._slots.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SentWeights:
         """Send all tensors, in any order, on any device; returns when the receiver has handed all of them on.
 
         Raises:
             WeightPeerLost: the receiver died or was silent for too long.
-            WeightProtocolError: it has another version, round or secret.
-            SharedMemoryFull, DeviceMemoryFull: the slots have no room.
+            WeightProtocolError: it has another version, update or secret.
+            SharedMemoryFull, DeviceMemoryFull: the buffers have no room.
             WeightUpdateError: what the receiver reports.
             Exception: what `weights` or `check` raised.
         """
-        slots = self._connect()
+        buffers = self._connect()
         started = time.monotonic()
         num_tensors = num_bytes = 0
         for name, tensor in weights:
             num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
-            self._put(slots, name, tensor)
-        self._flush(slots)
-        slots.close()  # first, since the receiver frees what it made once it has read that this is all
+            self._put(buffers, name, tensor)
+        self._flush(buffers)
+        buffers.close()  # first, since the receiver frees what it made once it has read that this is all
         self._say(self._machine.finish(num_tensors, num_bytes))
         self._receive_until(State.CLOSED)
         return SentWeights(num_tensors, num_bytes, time.monotonic() - started)
 
-    def _connect(self) -> SlotWriter:
+    def _connect(self) -> BufferWriter:
         self._receive_until(State.ATTACHED)
-        slots = self._slots = self._transports.writer(self._device, self._machine.peer_device, self._slot_bytes)
-        self._plan = BucketPlan(slots.offer.slot_bytes)
-        self._say(self._machine.attach(slots.offer))
+        buffers = self._buffers = self._transports.writer(self._device, self._machine.peer_device, self._buffer_bytes)
+        self._plan = BucketPlan(buffers.offer.buffer_bytes)
+        self._say(self._machine.attach(buffers.offer))
         self._receive_until(State.STREAMING)
-        slots.attached(self._machine.handles)
-        return slots
+        buffers.attached(self._machine.handles)
+        return buffers
 
-    def _put(self, slots: SlotWriter, name: str, tensor: torch.Tensor) -> None:
+    def _put(self, buffers: BufferWriter, name: str, tensor: torch.Tensor) -> None:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for placement in self._plan.place(spec):
             if placement.bucket != self._bucket:
-                self._flush(slots)
+                self._flush(buffers)
                 self._bucket = placement.bucket
             if not self._fragments:
-                self._slot = self._await_slot()
+                self._buffer = self._await_buffer()
             fragment = placement.fragment
             begin = fragment.tensor_offset
-            slots.write(self._slot, fragment.slot_offset, data[begin : begin + fragment.num_bytes])
+            buffers.write(self._buffer, fragment.buffer_offset, data[begin : begin + fragment.num_bytes])
             self._fragments.append(fragment)
 
-    def _flush(self, slots: SlotWriter) -> None:
+    def _flush(self, buffers: BufferWriter) -> None:
         if self._fragments:
-            slots.flush()
-            self._say(self._machine.bucket(self._slot, tuple(self._fragments)))
+            buffers.flush()
+            self._say(self._machine.bucket(self._buffer, tuple(self._fragments)))
             self._fragments = []
 
-    def _await_slot(self) -> int:
-        while (slot := self._machine.next_slot()) is None:
-            self._machine.receive(self._line.receive("a free slot"))
-        return slot
+    def _await_buffer(self) -> int:
+        while (buffer := self._machine.next_buffer()) is None:
+            self._machine.receive(self._line.receive("a free buffer"))
+        return buffer
 
     def _say(self, message: Any) -> None:
         """Send; a receiver that has gone may have said why."""

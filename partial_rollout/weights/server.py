@@ -49,9 +49,9 @@ class ChannelServer(vLLMHttpServer):
 
     @control
     async def receive_weights(
-        self, *, round: int, version: int | None, peft_config: dict[str, Any] | None = None
+        self, *, update_number: int, version: int | None, peft_config: dict[str, Any] | None = None
     ) -> None:
-        """Let every engine worker take update `round` from its channel; then forget caches and set the version.
+        """Let every engine worker take update `update_number` from its channel; then forget caches and set the version.
 
         With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
 
@@ -61,29 +61,29 @@ class ChannelServer(vLLMHttpServer):
         """
         self._weights.require_receivable(self._name)
         weights = self.settings.weights
-        options = {"round": round, "timeout_s": weights.timeout_s, "validate": weights.validate}
-        update = f"weight update {round} (version {version})"
-        self._weights.begun(round, update)
+        options = {"update_number": update_number, "timeout_s": weights.timeout_s, "validate": weights.validate}
+        update = f"weight update {update_number} (version {version})"
+        self._weights.begun(update_number, update)
         take = _take_weights(self.engine, options | {"peft_config": peft_config})
         try:
-            await while_healthy(self.engine, take, unless=self._given_up.wait(round))
+            await while_healthy(self.engine, take, unless=self._given_up.wait(update_number))
         except Exception as error:
             reason = f"{update} failed: {error}"
-            self._weights.failed(reason, round)
+            self._weights.failed(reason, update_number)
             raise WeightUpdateError(f"{self._name}: {reason}") from error
-        if not self._weights.succeeded(round):
+        if not self._weights.succeeded(update_number):
             raise WeightUpdateError(f"{self._name}: {update} was given up before it arrived: {self._weights.failure}")
         if version is not None:
             self.global_steps = version
 
     @control
-    async def give_up_update(self, *, round: int, reason: str) -> None:
-        """A training rank cannot end update `round`: the engine fails with it, whatever it made of the update itself.
+    async def give_up_update(self, *, update_number: int, reason: str) -> None:
+        """Take notice that a training rank cannot end an update: the engine counts as failed, whatever its workers say.
 
-        The engine's call ends, which waits for all workers and so for a stuck one.
+        This ends the server's call to the engine, which would otherwise wait for all workers, a stuck one included.
         """
-        self._weights.failed(f"weight update {round} was given up: {reason}", round)
-        self._given_up.give_up(round, reason)
+        self._weights.failed(f"weight update {update_number} was given up: {reason}", update_number)
+        self._given_up.give_up(update_number, reason)
 
     @control
     async def wake_up(self, tags: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Slots in POSIX shared memory.
+"""Buffers in POSIX shared memory.
 
 The segment has a name only from the offer until the receiver has opened it. Its pages are reserved before they are
 written: writing to a page that a full /dev/shm cannot give would kill the process (SIGBUS) instead of raising. The
@@ -27,7 +27,7 @@ from partial_rollout.weights.ownership import (
     is_overdue,
     owned_prefix,
 )
-from partial_rollout.weights.protocol.wire import SharedSlots
+from partial_rollout.weights.protocol.wire import SharedBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,49 +36,49 @@ FOLDER = Path("/dev/shm")
 NAME_BYTES = 8
 
 
-class SharedSlotWriter:
+class SharedBufferWriter:
     """The sender's end; creates the segment and removes it."""
 
     def __init__(
         self,
-        slot_bytes: int,
-        num_slots: int,
+        buffer_bytes: int,
+        num_buffers: int,
         *,
         folder: Path = FOLDER,
         reserve: Callable[[int, int, int], None] = os.posix_fallocate,
     ) -> None:
         """Create the segment; pages come with the first write to them."""
-        self._slot_bytes = slot_bytes
+        self._buffer_bytes = buffer_bytes
         self._reserve = reserve
-        self._reserved_bytes = [0] * num_slots
+        self._reserved_bytes = [0] * num_buffers
         self._path = folder / f"{owned_prefix()}{os.getpid()}-{secrets.token_hex(NAME_BYTES)}"
         self._descriptor = create_locked(self._path)
-        os.ftruncate(self._descriptor, slot_bytes * num_slots)
-        mapping = mmap.mmap(self._descriptor, slot_bytes * num_slots)
+        os.ftruncate(self._descriptor, buffer_bytes * num_buffers)
+        mapping = mmap.mmap(self._descriptor, buffer_bytes * num_buffers)
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.offer = SharedSlots(self._path.name, slot_bytes, num_slots)
+        self.offer = SharedBuffers(self._path.name, buffer_bytes, num_buffers)
 
-    def write(self, slot: int, offset: int, data: torch.Tensor) -> None:
-        """Copy bytes (uint8, 1-d) into a slot.
+    def write(self, buffer: int, offset: int, data: torch.Tensor) -> None:
+        """Copy bytes (uint8, 1-d) into a buffer.
 
         Raises:
             SharedMemoryFull: the file system has no room.
         """
-        self._require_pages(slot, offset + data.numel())
-        start = slot * self._slot_bytes + offset
+        self._require_pages(buffer, offset + data.numel())
+        start = buffer * self._buffer_bytes + offset
         self._memory[start : start + data.numel()].copy_(data)
 
-    def _require_pages(self, slot: int, end: int) -> None:
-        begin = self._reserved_bytes[slot]
+    def _require_pages(self, buffer: int, end: int) -> None:
+        begin = self._reserved_bytes[buffer]
         if end <= begin:
             return
         try:
-            self._reserve(self._descriptor, slot * self._slot_bytes + begin, end - begin)
+            self._reserve(self._descriptor, buffer * self._buffer_bytes + begin, end - begin)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise SharedMemoryFull(self._describe_full(end - begin)) from error
-        self._reserved_bytes[slot] = end
+        self._reserved_bytes[buffer] = end
 
     def _describe_full(self, num_bytes: int) -> str:
         usage = os.statvfs(self._path.parent)
@@ -86,7 +86,7 @@ class SharedSlotWriter:
             f"{self._path.parent} has no room for {num_bytes} more bytes of weights "
             f"({usage.f_bavail * usage.f_frsize} of {usage.f_blocks * usage.f_frsize} bytes free): enlarge it "
             f"(docker: --shm-size), or lower partial_rollout.weights.bucket_mb "
-            f"(now {len(self._reserved_bytes)} slots of {self._slot_bytes} bytes)"
+            f"(now {len(self._reserved_bytes)} buffers of {self._buffer_bytes} bytes)"
         )
 
     def attached(self, handles: tuple[bytes, ...]) -> None:
@@ -105,17 +105,17 @@ class SharedSlotWriter:
             self._descriptor = -1
 
 
-class SharedSlotReader:
+class SharedBufferReader:
     """The receiver's end of an offer."""
 
-    def __init__(self, offer: SharedSlots, *, folder: Path = FOLDER) -> None:
+    def __init__(self, offer: SharedBuffers, *, folder: Path = FOLDER) -> None:
         """Open the segment.
 
         Raises:
             WeightProtocolError: the offer is no segment of this user, or smaller than it says.
         """
-        num_bytes = offer.slot_bytes * offer.num_slots
-        self.slot_bytes, self.num_slots = offer.slot_bytes, offer.num_slots
+        num_bytes = offer.buffer_bytes * offer.num_buffers
+        self.buffer_bytes, self.num_buffers = offer.buffer_bytes, offer.num_buffers
         self.device, self.handles, self.leases = torch.device("cpu"), (), Leases()
         if offer.name != os.path.basename(offer.name) or not offer.name.startswith(owned_prefix()):
             raise WeightProtocolError(f"{offer.name!r} is no shared memory segment of the weight channel")
@@ -134,23 +134,23 @@ class SharedSlotReader:
         finally:
             os.close(descriptor)
 
-    def lease(self, slot: int) -> torch.Tensor:
-        """A slot's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives.
+    def lease(self, buffer: int) -> torch.Tensor:
+        """A buffer's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives.
 
         Raises:
-            WeightProtocolError: the slots are closed.
+            WeightProtocolError: the buffers are closed.
         """
         if self._mapping is None:
-            raise WeightProtocolError("the slots of this update are closed")
+            raise WeightProtocolError("the buffers of this update are closed")
         # numpy's array, unlike a slice of the mapping, can be watched; torch keeps it for as long as the memory.
-        memory = np.frombuffer(self._mapping, np.uint8, self.slot_bytes, slot * self.slot_bytes)
-        return self.leases.begin(slot, memory, torch.from_numpy(memory))
+        memory = np.frombuffer(self._mapping, np.uint8, self.buffer_bytes, buffer * self.buffer_bytes)
+        return self.leases.begin(buffer, memory, torch.from_numpy(memory))
 
     def settle(self) -> None:
         """A read within the host has ended when it returns."""
 
     def close(self) -> None:
-        """Let go of the mapping, which stays for as long as somebody holds a slot: closing it by hand would fail."""
+        """Let go of the mapping, which stays for as long as somebody holds a buffer: closing it by hand would fail."""
         self._mapping = None
 
     def abandon(self) -> None:

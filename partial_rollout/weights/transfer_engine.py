@@ -59,7 +59,7 @@ class ChannelUpdate(WeightTransferUpdateInfo):
     """One update of one channel."""
 
     channel: str
-    round: int
+    update_number: int
     timeout_s: float
     validate: bool
 
@@ -69,7 +69,7 @@ def make_receiver(update: ChannelUpdate, device: torch.device | None) -> WeightR
     return WeightReceiver(
         ChannelAddress.inherited(),
         update.channel,
-        round=update.round,
+        update_number=update.update_number,
         timeout_s=update.timeout_s,
         validate=update.validate,
         device=device,

@@ -1,4 +1,4 @@
-"""Which slots an update uses: a GPU's own memory if both ends are on one, else shared memory of the host."""
+"""Which buffers an update uses: a GPU's own memory if both ends are on one, else shared memory of the host."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from partial_rollout.errors import WeightProtocolError
-from partial_rollout.weights.cuda_buffers import CudaSlotReader, CudaSlotWriter
+from partial_rollout.weights.cuda_buffers import CudaBufferReader, CudaBufferWriter
 from partial_rollout.weights.cuda_runtime import CudaRuntime
-from partial_rollout.weights.protocol.wire import CudaSlots
-from partial_rollout.weights.shared_buffers import SharedSlotReader, SharedSlotWriter
+from partial_rollout.weights.protocol.wire import CudaBuffers
+from partial_rollout.weights.shared_buffers import SharedBufferReader, SharedBufferWriter
 
 if TYPE_CHECKING:
-    from partial_rollout.weights.buffers import SlotReader, SlotWriter
-    from partial_rollout.weights.protocol.wire import Slots
+    from partial_rollout.weights.buffers import BufferReader, BufferWriter
+    from partial_rollout.weights.protocol.wire import Buffers
 
-NUM_SLOTS = 3
+NUM_BUFFERS = 3
 """One is filled, one is on its way or emptied, one is in the hands of a model that keeps a layer until it is whole."""
-SHARED_SLOT_BYTES = 8 << 20
+SHARED_BUFFER_BYTES = 8 << 20
 """Three stay in a processor's cache, and a matrix of a small model fits one."""
-CUDA_SLOT_BYTES = 256 << 20
+CUDA_BUFFER_BYTES = 256 << 20
 """A copy of one takes long enough to hide the messages and the launches for the next."""
 
 
@@ -50,27 +50,27 @@ class Transports:
     """What this process can do; tests give it other parts."""
 
     cuda: CudaRuntime | None = field(default_factory=find_cuda)
-    make_shared: Callable[[int, int], SharedSlotWriter] = SharedSlotWriter
+    make_shared: Callable[[int, int], SharedBufferWriter] = SharedBufferWriter
 
     def identify(self, device: torch.device) -> str:
-        """UUID of the GPU that slots can be on, or an empty string."""
+        """UUID of the GPU that buffers can be on, or an empty string."""
         return self.cuda.identify(device) if self.cuda is not None else ""
 
-    def writer(self, device: torch.device, peer_device: str, slot_bytes: int | None) -> SlotWriter:
-        """Slots for tensors on `device` and a receiver on the GPU `peer_device`; `slot_bytes` None: our choice."""
+    def writer(self, device: torch.device, peer_device: str, buffer_bytes: int | None) -> BufferWriter:
+        """Buffers for tensors on `device` and a receiver on the GPU `peer_device`; `buffer_bytes` None: our choice."""
         if self.cuda is not None and self.identify(device) and peer_device:
             options = {"device": device, "peer_device": peer_device, "runtime": self.cuda}
-            return CudaSlotWriter(slot_bytes or CUDA_SLOT_BYTES, NUM_SLOTS, **options)
-        return self.make_shared(slot_bytes or SHARED_SLOT_BYTES, NUM_SLOTS)
+            return CudaBufferWriter(buffer_bytes or CUDA_BUFFER_BYTES, NUM_BUFFERS, **options)
+        return self.make_shared(buffer_bytes or SHARED_BUFFER_BYTES, NUM_BUFFERS)
 
-    def reader(self, offer: Slots, device: torch.device) -> SlotReader:
+    def reader(self, offer: Buffers, device: torch.device) -> BufferReader:
         """The receiver's end of an offer.
 
         Raises:
             WeightUpdateError: the offer cannot be taken.
         """
-        if not isinstance(offer, CudaSlots):
-            return SharedSlotReader(offer)
+        if not isinstance(offer, CudaBuffers):
+            return SharedBufferReader(offer)
         if self.cuda is None:
-            raise WeightProtocolError("slots on a GPU were offered, and this process has no CUDA bindings")
-        return CudaSlotReader(offer, device=device, runtime=self.cuda)
+            raise WeightProtocolError("buffers on a GPU were offered, and this process has no CUDA bindings")
+        return CudaBufferReader(offer, device=device, runtime=self.cuda)

@@ -38,11 +38,11 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     finish_weight_update: Callable[[], None]
     remove_lora: Callable[[int], bool]
     add_lora: Callable[[Any], bool]
-    last_round: int = 0
+    last_update_number: int = 0
     """Of the last weight update by our channel, whether it succeeded or not."""
 
     def receive_weights(
-        self, *, round: int, timeout_s: float, validate: bool, peft_config: dict[str, Any] | None = None
+        self, *, update_number: int, timeout_s: float, validate: bool, peft_config: dict[str, Any] | None = None
     ) -> int:
         """One whole update by our channel: vLLM's three steps in one call, so that no step comes between them.
 
@@ -51,19 +51,21 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
         """
-        if round <= self.last_round:
-            raise WeightProtocolError(f"round {round} of weight updates was asked for after round {self.last_round}")
-        self.last_round = round
-        update = ChannelUpdate(self._get_zmq_handle(), round, timeout_s, validate)
+        if update_number <= self.last_update_number:
+            raise WeightProtocolError(
+                f"weight update {update_number} was asked for after update {self.last_update_number}"
+            )
+        self.last_update_number = update_number
+        update = ChannelUpdate(self._get_zmq_handle(), update_number, timeout_s, validate)
         # vLLM 0.24 leaves the context to the caller.
         with set_current_vllm_config(self.model_runner.vllm_config):
             if peft_config is not None:
                 self._receive_adapter(update, peft_config)
-                return round
+                return update_number
             self.start_weight_update()
             self.update_weights(dataclasses.asdict(update))
             self.finish_weight_update()
-        return round
+        return update_number
 
     def _receive_adapter(self, update: ChannelUpdate, peft_config: dict[str, Any]) -> None:
         with make_receiver(update, torch.device("cpu")) as receiver:

@@ -44,7 +44,7 @@ EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
-SLOT_BYTES = 64 << 10
+BUFFER_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
 CALL_S = 30.0
 SILENCE_S = 16.0
@@ -183,8 +183,8 @@ class ChannelDriver:
 
     def __init__(self, replica: PartialRolloutReplica) -> None:
         self.replica = replica
-        self.slot_bytes: int | None = SLOT_BYTES
-        self.round = 0
+        self.buffer_bytes: int | None = BUFFER_BYTES
+        self.update_number = 0
         self.address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
     def update(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], version: int, **options: Any) -> None:
@@ -206,8 +206,8 @@ class ChannelDriver:
 
         With `of_workers` the engine's workers are called past the server, which then knows of no update.
         """
-        self.round += 1
-        server, options = self.replica.server_handle, {"round": self.round, "peft_config": peft_config}
+        self.update_number += 1
+        server, options = self.replica.server_handle, {"update_number": self.update_number, "peft_config": peft_config}
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(weights)) as pool:
             senders = [stack.enter_context(self._sender(rank)) for rank in range(len(weights))]
             if of_workers:
@@ -220,21 +220,26 @@ class ChannelDriver:
 
     def _sender(self, rank: int) -> WeightSender:
         name = channel_name(self.replica, rank)
-        options = {"round": self.round, "slot_bytes": self.slot_bytes, "timeout_s": CALL_S, "check": lambda: None}
+        options = {
+            "update_number": self.update_number,
+            "buffer_bytes": self.buffer_bytes,
+            "timeout_s": CALL_S,
+            "check": lambda: None,
+        }
         return WeightSender(self.address, name, **options)
 
 
 class Rank:
     """Stands where a training rank would: the real adapter, on a thread of its own as ranks are processes."""
 
-    def __init__(self, replica: PartialRolloutReplica, rank: int, *, first_round: int) -> None:
+    def __init__(self, replica: PartialRolloutReplica, rank: int, *, first_update_number: int) -> None:
         adapter = self.adapter = object.__new__(ChannelAdapter)  # its parent's constructor looks for training workers
         adapter.zmq_handle, adapter.replica_rank = channel_name(replica, rank), replica.replica_rank
         adapter._has_server, adapter._server, adapter.node_rank = rank == 0, replica.server_handle, 0
         settings = PartialRolloutConfig.from_rollout(replica.config.custom)
-        # No setting makes slots so small that a stuck worker of this model stops its sender.
-        adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, slot_bytes=SLOT_BYTES)
-        adapter.failure, adapter._round = None, first_round - 1
+        # No setting makes buffers so small that a stuck worker of this model stops its sender.
+        adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, buffer_bytes=BUFFER_BYTES)
+        adapter.failure, adapter._update_number = None, first_update_number - 1
         adapter._address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

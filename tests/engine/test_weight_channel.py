@@ -84,10 +84,12 @@ def shuffled(weights):
     return [(name, weights[name]) for name in spread_order(list(weights))]
 
 
-@pytest.mark.parametrize("slot_bytes", [None, 64 << 10], ids=["every tensor fits a slot", "few tensors fit a slot"])
+@pytest.mark.parametrize(
+    "buffer_bytes", [None, 64 << 10], ids=["every tensor fits a buffer", "few tensors fit a buffer"]
+)
 @pytest.mark.parametrize("order", [file_order, shuffled])
-async def test_a_tied_model_is_as_if_started_from_the_new_weights(tied, tmp_path, order, slot_bytes):
-    tied[1].slot_bytes = slot_bytes
+async def test_a_tied_model_is_as_if_started_from_the_new_weights(tied, tmp_path, order, buffer_bytes):
+    tied[1].buffer_bytes = buffer_bytes
     await there_and_back(tied, tmp_path, order)
 
 
@@ -230,7 +232,10 @@ async def test_a_stuck_worker_costs_its_own_engine_and_not_the_one_that_waits_fo
             if item[0] != left_out:
                 yield item
 
-    ranks = [Rank(small.replica, 0, first_round=100), *(Rank(large.replica, i, first_round=100) for i in range(2))]
+    ranks = [
+        Rank(small.replica, 0, first_update_number=100),
+        *(Rank(large.replica, i, first_update_number=100) for i in range(2)),
+    ]
     for engine in (small, large):
         await engine.replica.abort_all_requests()
     with ThreadPoolExecutor(3) as pool:
@@ -245,7 +250,7 @@ async def test_a_stuck_worker_costs_its_own_engine_and_not_the_one_that_waits_fo
     assert await small.replica.weights_failure() is None
     assert "silent for 8 s" in await large.replica.weights_failure()
     await large.replica.relaunch()
-    tensor_parallel[1].round = tied[1].round = 200
+    tensor_parallel[1].update_number = tied[1].update_number = 200
     await update(tensor_parallel[1], sent_weights(model).items, 11)
     assert_equal(await probe(large.client), large.fresh)
     await update(tied[1], sent_weights(tied[2]).items, 11)
@@ -266,5 +271,5 @@ async def test_an_engine_with_half_an_update_generates_nothing(tensor_parallel):
     with pytest.raises(EngineDead, match="weight update"):
         await server.open_submission_gate.remote()
     with pytest.raises(EngineDead, match="must be relaunched"):
-        await server.receive_weights.remote(round=100, version=9)
+        await server.receive_weights.remote(update_number=100, version=9)
     assert (await replica.statistics())[0].version == 11

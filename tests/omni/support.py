@@ -108,7 +108,7 @@ class Rig:
                 failures.append(error)
 
         with WeightSender(
-            self.server.weight_channel(), channel_name(0), round=version, timeout_s=CALL_S, check=lambda: None
+            self.server.weight_channel(), channel_name(0), update_number=version, timeout_s=CALL_S, check=lambda: None
         ) as sender:
             thread = threading.Thread(target=send)
             thread.start()

@@ -143,7 +143,7 @@ def test_a_request_that_had_not_begun_comes_back_without_a_snapshot(rig):
         await rig.server.resume()
         return await tasks[0]
 
-    assert rig.run(drained()) == Interrupted(None, 0, rig.server.statistics().gate.epoch - 1)
+    assert rig.run(drained()) == Interrupted(None, 0, rig.server.statistics().gate.openings - 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -1,7 +1,7 @@
 """How a stream of tensors is cut into buckets, and how the other end checks that it can be put together again.
 
-A bucket is what fits into one slot of `slot_bytes`. Tensors follow each other in it at aligned offsets. A tensor that
-fits a slot is in one piece, so that it can be used where it is; a larger one goes on in the next slots.
+A bucket is the content of one buffer of `buffer_bytes`: tensors one after the other, at aligned offsets. A tensor that
+fits a buffer is in one piece, so that it can be used where it is; a larger one goes on in the next buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ALIGNMENT_BYTES = 64
-"""A cache line; also a multiple of every element size, so that a slot can be viewed with any dtype."""
+"""A cache line; also a multiple of every element size, so that a buffer can be viewed with any dtype."""
 ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -58,11 +58,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes` bytes of a tensor from `tensor_offset` on, at `slot_offset` of a slot."""
+    """`num_bytes` bytes of a tensor from `tensor_offset` on, at `buffer_offset` of a buffer."""
 
     tensor: TensorSpec
     tensor_offset: int
-    slot_offset: int
+    buffer_offset: int
     num_bytes: int
 
     @property
@@ -88,25 +88,25 @@ class BucketPlan:
     """Places tensors, in the order in which they come, into buckets 0, 1, 2, ...
 
     Raises:
-        ValueError: `slot_bytes` is not a positive multiple of the alignment.
+        ValueError: `buffer_bytes` is not a positive multiple of the alignment.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
-        if slot_bytes < ALIGNMENT_BYTES or slot_bytes % ALIGNMENT_BYTES:
-            raise ValueError(f"slot_bytes={slot_bytes} must be a positive multiple of {ALIGNMENT_BYTES}")
-        self._slot_bytes = slot_bytes
+    def __init__(self, buffer_bytes: int) -> None:
+        if buffer_bytes < ALIGNMENT_BYTES or buffer_bytes % ALIGNMENT_BYTES:
+            raise ValueError(f"buffer_bytes={buffer_bytes} must be a positive multiple of {ALIGNMENT_BYTES}")
+        self._buffer_bytes = buffer_bytes
         self._bucket = 0
         self._used_bytes = 0
 
     def place(self, tensor: TensorSpec) -> Iterator[Placement]:
         """Yield the tensor's fragments in order; an empty tensor has one of 0 bytes."""
         total, done = tensor.num_bytes, 0
-        if self._slot_bytes - self._used_bytes < total <= self._slot_bytes:
+        if self._buffer_bytes - self._used_bytes < total <= self._buffer_bytes:
             self._bucket, self._used_bytes = self._bucket + 1, 0
         while True:
-            if self._used_bytes == self._slot_bytes:
+            if self._used_bytes == self._buffer_bytes:
                 self._bucket, self._used_bytes = self._bucket + 1, 0
-            size = min(total - done, self._slot_bytes - self._used_bytes)
+            size = min(total - done, self._buffer_bytes - self._used_bytes)
             yield Placement(self._bucket, Fragment(tensor, done, self._used_bytes, size))
             self._used_bytes += _aligned(size)
             done += size
@@ -119,10 +119,10 @@ def _aligned(size: int) -> int:
 
 
 class Assembly:
-    """Checks the fragments that arrive: in order, without gaps, within the slot, each tensor once."""
+    """Checks the fragments that arrive: in order, without gaps, within the buffer, each tensor once."""
 
-    def __init__(self, slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
+    def __init__(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
         self._names: set[str] = set()
         self._open: TensorSpec | None = None
         self._open_bytes = 0
@@ -138,7 +138,7 @@ class Assembly:
 
         Raises:
             WeightMismatch: an unknown dtype, or a tensor that was sent before.
-            WeightProtocolError: the fragment does not continue what came before, or lies outside its slot.
+            WeightProtocolError: the fragment does not continue what came before, or lies outside its buffer.
         """
         tensor = fragment.tensor
         if self._open is None:
@@ -171,12 +171,12 @@ class Assembly:
 
     def _require_inside(self, fragment: Fragment) -> None:
         room = fragment.tensor.num_bytes - fragment.tensor_offset
-        end = fragment.slot_offset + fragment.num_bytes
-        inside = 0 <= fragment.num_bytes <= room and fragment.slot_offset >= 0 and end <= self._slot_bytes
-        if not inside or fragment.slot_offset % ALIGNMENT_BYTES:
+        end = fragment.buffer_offset + fragment.num_bytes
+        inside = 0 <= fragment.num_bytes <= room and fragment.buffer_offset >= 0 and end <= self._buffer_bytes
+        if not inside or fragment.buffer_offset % ALIGNMENT_BYTES:
             raise WeightProtocolError(
-                f"tensor {fragment.tensor.name!r}: {fragment.num_bytes} bytes at offset {fragment.slot_offset} do not "
-                f"fit a slot of {self._slot_bytes} bytes or the tensor's {fragment.tensor.num_bytes}"
+                f"tensor {fragment.tensor.name!r}: {fragment.num_bytes} bytes at offset {fragment.buffer_offset} do "
+                f"not fit a buffer of {self._buffer_bytes} bytes or the tensor's {fragment.tensor.num_bytes}"
             )
 
     def _describe_open(self) -> str:

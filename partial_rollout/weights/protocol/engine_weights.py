@@ -20,7 +20,7 @@ class EngineWeights:
 
     WHOLE -succeeded→ WHOLE,  WHOLE -failed→ BROKEN -relaunched→ INITIAL -succeeded→ WHOLE,  INITIAL -failed→ BROKEN
 
-    Reports name their update's round, since a call that nobody waits for any more may end much later: a success counts
+    Reports name their update's number, since a call that nobody waits for any more may end much later: a success counts
     while its update is under way, a failure until the next update begins or the engine is relaunched for it.
     """
 
@@ -30,9 +30,9 @@ class EngineWeights:
         self.failure: str | None = None
         """Why the last update failed; None once one has succeeded."""
         self._begun: tuple[int, str] | None = None
-        self._last_round = 0
-        self._settled_round = 0
-        """Reports of rounds up to this one say nothing about the engine as it is now."""
+        self._last_update_number = 0
+        self._settled_update_number = 0
+        """Reports of updates up to this one say nothing about the engine as it is now."""
 
     def require_whole(self, engine: str) -> None:
         """Raise EngineDead unless the engine may generate."""
@@ -53,34 +53,34 @@ class EngineWeights:
         if self._begun is not None:
             raise EngineDead(f"{engine} must not be used, {self._begun[1]} has not ended")
 
-    def begun(self, round: int, update: str) -> None:
-        """Update `round` is under way; requests may wait for its end."""
-        self._begun = round, update
-        self._settled_round = max(self._settled_round, round - 1)
-        self._last_round = round
+    def begun(self, update_number: int, update: str) -> None:
+        """Update `update_number` is under way; requests may wait for its end."""
+        self._begun = update_number, update
+        self._settled_update_number = max(self._settled_update_number, update_number - 1)
+        self._last_update_number = update_number
 
-    def failed(self, reason: str, round: int | None = None) -> None:
-        """Update `round` did not arrive whole, or for None the engine failed beside any update."""
-        if round is not None:
-            if round <= self._settled_round:
+    def failed(self, reason: str, update_number: int | None = None) -> None:
+        """Update `update_number` did not arrive whole, or for None the engine failed beside any update."""
+        if update_number is not None:
+            if update_number <= self._settled_update_number:
                 return
-            self._last_round = max(self._last_round, round)
+            self._last_update_number = max(self._last_update_number, update_number)
         self.state, self.failure, self._begun = Weights.BROKEN, reason, None
 
     def given_up(self) -> str | None:
         """Why the last update failed; one that is still under way has, because whoever asks does not wait for it."""
         if self._begun is not None:
-            round, update = self._begun
-            self.failed(f"{update} has not ended", round)
+            update_number, update = self._begun
+            self.failed(f"{update} has not ended", update_number)
         return self.failure
 
-    def succeeded(self, round: int) -> bool:
-        """Update `round` arrived whole; False if it had been given up, which stays so."""
-        if self._begun is None or self._begun[0] != round:
+    def succeeded(self, update_number: int) -> bool:
+        """Update `update_number` arrived whole; False if it had been given up, which stays so."""
+        if self._begun is None or self._begun[0] != update_number:
             return False
         self.state, self.failure, self._begun = Weights.WHOLE, None, None
         return True
 
     def relaunched(self) -> None:
         """The engine was started again; the weights it started with are old, or none at all."""
-        self.state, self._begun, self._settled_round = Weights.INITIAL, None, self._last_round
+        self.state, self._begun, self._settled_update_number = Weights.INITIAL, None, self._last_update_number

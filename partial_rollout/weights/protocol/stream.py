@@ -12,13 +12,13 @@ from partial_rollout.weights.protocol.wire import (
     Attach,
     Attached,
     Bucket,
+    Buffers,
     Done,
     Error,
     Free,
     Hello,
     Message,
-    SharedSlots,
-    Slots,
+    SharedBuffers,
     as_exception,
 )
 
@@ -31,23 +31,23 @@ class State(Enum):
 
     NEW = "to be started"
     HELLO = "its hello"
-    ATTACH = "its offer of slots"
-    ATTACHED = "it to open the slots"
+    ATTACH = "its offer of buffers"
+    ATTACHED = "it to open the buffers"
     STREAMING = "the next message of the stream"
     DONE = "its confirmation"
     CLOSED = "nothing"
-    FAILED = "nothing, the round failed here"
-    PEER_FAILED = "nothing, the round failed at the other end"
+    FAILED = "nothing, the update failed here"
+    PEER_FAILED = "nothing, the update failed at the other end"
 
 
 class Endpoint:
-    """What both ends share: a literal table of who may say what when, the round, and the proofs."""
+    """What both ends share: a literal table of who may say what when, the number of the update, and the proofs."""
 
     TABLE: dict[tuple[State, type[Message]], State] = {}
 
-    def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
+    def __init__(self, *, secret: bytes, update_number: int, nonce: bytes) -> None:
         self._secret = secret
-        self._round = round
+        self._update_number = update_number
         self._nonce = nonce
         self._peer_nonce = b""
         self.state = State.NEW
@@ -69,16 +69,16 @@ class Endpoint:
         """Whether a failure now is news to the other end."""
         return self.state not in (State.CLOSED, State.PEER_FAILED)
 
-    def _check_round(self, protocol: int, round: int) -> None:
+    def _check_update(self, protocol: int, update_number: int) -> None:
         if protocol != PROTOCOL:
             self.state = State.FAILED
             raise WeightProtocolError(f"the other end speaks version {protocol} of the weight channel, we {PROTOCOL}")
-        if round != self._round:
+        if update_number != self._update_number:
             self.state = State.FAILED
-            raise WeightProtocolError(f"the other end is in round {round} of weight updates, we in {self._round}")
+            raise WeightProtocolError(f"the other end is at weight update {update_number}, we at {self._update_number}")
 
     def _proof(self, role: str, receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
-        text = b"|".join((role.encode(), str(self._round).encode(), receiver_nonce, sender_nonce))
+        text = b"|".join((role.encode(), str(self._update_number).encode(), receiver_nonce, sender_nonce))
         return hmac.digest(self._secret, text, "sha256")
 
     def _check_proof(self, given: bytes, wanted: bytes) -> None:
@@ -88,7 +88,7 @@ class Endpoint:
 
 
 class SenderMachine(Endpoint):
-    """The sending end: slots are charged by `next_slot` and freed by the receiver's Free.
+    """The sending end: buffers are charged by `next_buffer` and freed by the receiver's Free.
 
     NEW -start→ HELLO -Hello→ ATTACHED -Attached→ STREAMING -finish→ DONE -Done→ CLOSED
     """
@@ -101,16 +101,16 @@ class SenderMachine(Endpoint):
         (State.DONE, Done): State.CLOSED,
     }
 
-    def __init__(self, *, secret: bytes, round: int, nonce: bytes, num_slots: int) -> None:
-        super().__init__(secret=secret, round=round, nonce=nonce)
-        self._num_slots = num_slots
+    def __init__(self, *, secret: bytes, update_number: int, nonce: bytes, num_buffers: int) -> None:
+        super().__init__(secret=secret, update_number=update_number, nonce=nonce)
+        self._num_buffers = num_buffers
         self._in_use: dict[int, int] = {}
         self._num_buckets = 0
         self._totals = Done(0, 0)
         self.peer_device = ""
-        """UUID of the GPU the receiver can make slots on, once it has said hello."""
+        """UUID of the GPU the receiver can make buffers on, once it has said hello."""
         self.handles: tuple[bytes, ...] = ()
-        """Of the slots the receiver has made."""
+        """Of the buffers the receiver has made."""
 
     def start(self) -> None:
         """Wait for the receiver."""
@@ -120,12 +120,12 @@ class SenderMachine(Endpoint):
         """Take a message.
 
         Raises:
-            WeightProtocolError: it is out of order, of another version or round, or its proof is wrong.
+            WeightProtocolError: it is out of order, of another version or update, or its proof is wrong.
             WeightUpdateError: it reports a failure of the receiver, of the class it names.
         """
         self._step(message)
         if isinstance(message, Hello):
-            self._check_round(message.protocol, message.round)
+            self._check_update(message.protocol, message.update_number)
             self._peer_nonce, self.peer_device = message.nonce, message.device
         elif isinstance(message, Attached):
             self._check_proof(message.proof, self._proof("receiver", self._peer_nonce, self._nonce))
@@ -141,23 +141,25 @@ class SenderMachine(Endpoint):
             self.state = State.FAILED
             raise WeightProtocolError(f"bucket {index} was freed, but it is not on its way")
 
-    def attach(self, slots: Slots) -> Attach:
+    def attach(self, buffers: Buffers) -> Attach:
         """The offer that answers a Hello."""
         proof = self._proof("sender", self._peer_nonce, self._nonce)
-        return Attach(PROTOCOL, self._round, self._nonce, proof, slots)
+        return Attach(PROTOCOL, self._update_number, self._nonce, proof, buffers)
 
-    def next_slot(self) -> int | None:
-        """A slot that may be written, or None while the receiver holds all of them."""
-        free = [slot for slot in range(self._num_slots) if slot not in self._in_use.values()]
+    def next_buffer(self) -> int | None:
+        """A buffer that may be written, or None while the receiver holds all of them."""
+        free = [buffer for buffer in range(self._num_buffers) if buffer not in self._in_use.values()]
         return free[0] if free else None
 
-    def bucket(self, slot: int, fragments: tuple[Fragment, ...]) -> Bucket:
-        """Hand over what was written to a free slot."""
-        if self.state is not State.STREAMING or slot in self._in_use.values():
-            raise WeightProtocolError(f"slot {slot} cannot be sent in state {self.state.name}, in use: {self._in_use}")
+    def bucket(self, buffer: int, fragments: tuple[Fragment, ...]) -> Bucket:
+        """Hand over what was written to a free buffer."""
+        if self.state is not State.STREAMING or buffer in self._in_use.values():
+            raise WeightProtocolError(
+                f"buffer {buffer} cannot be sent in state {self.state.name}, in use: {self._in_use}"
+            )
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
-        self._in_use[index] = slot
-        return Bucket(index, slot, fragments)
+        self._in_use[index] = buffer
+        return Bucket(index, buffer, fragments)
 
     def finish(self, num_tensors: int, num_bytes: int) -> Done:
         """Say that nothing follows."""
@@ -180,50 +182,52 @@ class ReceiverMachine(Endpoint):
         (State.STREAMING, Done): State.DONE,
     }
 
-    def __init__(self, *, secret: bytes, round: int, nonce: bytes) -> None:
-        super().__init__(secret=secret, round=round, nonce=nonce)
+    def __init__(self, *, secret: bytes, update_number: int, nonce: bytes) -> None:
+        super().__init__(secret=secret, update_number=update_number, nonce=nonce)
         self._num_buckets = 0
         self._in_use: set[int] = set()
-        self.offer: Slots = SharedSlots("", 0, 0)
-        """The slots, once the sender has said where they are."""
+        self.offer: Buffers = SharedBuffers("", 0, 0)
+        """The buffers, once the sender has said where they are."""
 
     def start(self, device: str = "") -> Hello:
-        """Open the connection; `device` is the UUID of the GPU that slots can be made on."""
+        """Open the connection; `device` is the UUID of the GPU that buffers can be made on."""
         self.state = State.ATTACH
-        return Hello(PROTOCOL, self._round, self._nonce, device)
+        return Hello(PROTOCOL, self._update_number, self._nonce, device)
 
     def receive(self, message: Message) -> None:
         """Take a message; raises as the sender's."""
         self._step(message)
         if isinstance(message, Attach):
-            self._check_round(message.protocol, message.round)
+            self._check_update(message.protocol, message.update_number)
             self._peer_nonce = message.nonce
             self._check_proof(message.proof, self._proof("sender", self._nonce, self._peer_nonce))
-            self.offer = message.slots
+            self.offer = message.buffers
         elif isinstance(message, Bucket):
             self._check_bucket(message)
 
     def _check_bucket(self, bucket: Bucket) -> None:
-        if bucket.index != self._num_buckets or not 0 <= bucket.slot < self.offer.num_slots:
+        if bucket.index != self._num_buckets or not 0 <= bucket.buffer < self.offer.num_buffers:
             self.state = State.FAILED
             raise WeightProtocolError(
-                f"bucket {bucket.index} in slot {bucket.slot} arrived, "
-                f"expected bucket {self._num_buckets} in one of {self.offer.num_slots} slots"
+                f"bucket {bucket.index} in buffer {bucket.buffer} arrived, "
+                f"expected bucket {self._num_buckets} in one of {self.offer.num_buffers} buffers"
             )
-        if bucket.slot in self._in_use:
+        if bucket.buffer in self._in_use:
             self.state = State.FAILED
-            raise WeightProtocolError(f"bucket {bucket.index} was written to slot {bucket.slot}, which was not free")
+            raise WeightProtocolError(
+                f"bucket {bucket.index} was written to buffer {bucket.buffer}, which was not free"
+            )
         self._num_buckets += 1
-        self._in_use.add(bucket.slot)
+        self._in_use.add(bucket.buffer)
 
     def attached(self, handles: tuple[bytes, ...] = ()) -> Attached:
-        """Say that the slots are open, or made and where."""
+        """Say that the buffers are open, or made and where."""
         self.state = State.STREAMING
         return Attached(self._proof("receiver", self._nonce, self._peer_nonce), handles)
 
     def free(self, bucket: Bucket) -> Free:
-        """Give a bucket's slot back."""
-        self._in_use.discard(bucket.slot)
+        """Give a bucket's buffer back."""
+        self._in_use.discard(bucket.buffer)
         return Free(bucket.index)
 
     def finish(self, sent: Done, received: Done) -> Done:

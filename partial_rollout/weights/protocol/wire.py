@@ -1,16 +1,16 @@
 """The weight channel's messages; `weight_stream.py` says who may send which when.
 
-One connection carries one update ("round"), from one training rank to one engine worker:
+One connection carries one weight update, from one training rank to one engine worker:
 
     receiver                                  sender
-    Hello   protocol, round, nonce, device →
-                                       ←      Attach   protocol, round, nonce, proof, slots
+    Hello   protocol, update_number, nonce, device →
+                                       ←      Attach   protocol, update_number, nonce, proof, buffers
     Attached   proof, handles          →                shared memory loses its name here
-                                       ←      Bucket   index, slot, fragments      at most one per free slot
-    Free    index                      →                nothing refers to the slot's bytes: it may be written again
+                                       ←      Bucket   index, buffer, fragments      at most one per free buffer
+    Free    index                      →                nothing refers to the buffer's bytes: it may be written again
                                        ←      Done     number of tensors and bytes
-    Done    the same numbers           →                the sender may let go of the slots
-                                       ↔      Error    at any time; ends the round on both ends
+    Done    the same numbers           →                the sender may let go of the buffers
+                                       ↔      Error    at any time; ends the update on both ends
 
 Each proof is an HMAC over both nonces with the run's secret, so neither end accepts bytes from, or hands memory to,
 somebody who does not know it. Messages are MessagePack of the structs below, never pickles.
@@ -32,66 +32,69 @@ from partial_rollout.errors import (
 )
 from partial_rollout.weights.protocol.buckets import Fragment  # noqa: TC001 - msgspec reads the annotation at run time
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Goes up with every change of a message; both ends must be equal."""
 NONCE_BYTES = 16
 
 
-class SharedSlots(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """Slots one after the other in a POSIX shared memory segment, which the sender makes."""
+class SharedBuffers(msgspec.Struct, frozen=True, tag="shared_memory"):
+    """Buffers one after the other in a POSIX shared memory segment, which the sender makes."""
 
     name: str
-    slot_bytes: int
-    num_slots: int
+    buffer_bytes: int
+    num_buffers: int
 
 
-class CudaSlots(msgspec.Struct, frozen=True, tag="cuda_ipc"):
-    """Slots of their own on one GPU, which the receiver makes and keeps for as long as its model refers to them."""
+class CudaBuffers(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """Buffers of their own on one GPU, which the receiver makes and keeps for as long as its model refers to them."""
 
     device: str
-    slot_bytes: int
-    num_slots: int
+    buffer_bytes: int
+    num_buffers: int
 
 
-Slots: TypeAlias = SharedSlots | CudaSlots
+Buffers: TypeAlias = SharedBuffers | CudaBuffers
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The receiver opens the connection; `device` is the UUID of the GPU it can make slots on, or empty."""
+    """The receiver opens the connection; `device` is the UUID of the GPU it can make buffers on, or empty."""
 
     protocol: int
-    round: int
+    update_number: int
     nonce: bytes
     device: str = ""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """The sender proves itself and says where the slots are."""
+    """The sender proves itself and says where the buffers are."""
 
     protocol: int
-    round: int
+    update_number: int
     nonce: bytes
     proof: bytes
-    slots: Slots
+    buffers: Buffers
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The receiver proves itself; it has opened the slots, or made them and says how to: a CUDA IPC handle a slot."""
+    """The receiver proves itself. It has opened the sender's buffers, or has made its own.
+
+    `handles` has a CUDA IPC handle for each buffer that the receiver made; it is empty for the sender's shared memory.
+    """
 
     proof: bytes
     handles: tuple[bytes, ...] = ()
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
-    """Slot `slot` holds these fragments."""
+    """Buffer `buffer` holds these fragments."""
 
     index: int
-    slot: int
+    buffer: int
     fragments: tuple[Fragment, ...]
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):
-    """Nobody reads the slot of bucket `index` any more."""
+    """Nobody reads the buffer of bucket `index` any more."""
 
     index: int
 

@@ -50,7 +50,7 @@ class Worker(PartialRolloutAgentLoopWorker):
             self._journals.record(generation)
 
         copy_context().run(run)
-        generation.add(Segment([6], [-0.5], "aborted", version=4, epoch=0, context=Context(4, FRESH)))
+        generation.add(Segment([6], [-0.5], "aborted", version=4, openings=0, context=Context(4, FRESH)))
         return generation
 
     def end(self, claim_id: int = 1) -> None:

@@ -22,7 +22,7 @@ def claim(uid: str, claim_id: int = 1, *, goes_on: bool = False) -> Claim:
 
 
 def segment(*token_ids: int, end: str = "completed") -> Segment:
-    return Segment(list(token_ids), [-0.5] * len(token_ids), end, version=3, epoch=0, context=Context(3, FRESH))
+    return Segment(list(token_ids), [-0.5] * len(token_ids), end, version=3, openings=0, context=Context(3, FRESH))
 
 
 async def in_trajectory(

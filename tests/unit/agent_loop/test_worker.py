@@ -161,7 +161,7 @@ async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_
         worker._journals.start(claim, 0)
         client.on_generation(call)
         await client.before_segment()
-        call.add(Segment([5], [-0.5], "aborted", version=3, epoch=0, context=Context(3, FRESH)))
+        call.add(Segment([5], [-0.5], "aborted", version=3, openings=0, context=Context(3, FRESH)))
         await worker.hold([], 3)
         await client.before_segment()
         await worker.hold([claim], 4)

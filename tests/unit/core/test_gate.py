@@ -109,14 +109,14 @@ def test_a_ticket_used_twice_is_refused(call):
 
 
 @given(st.lists(st.sampled_from(sorted(GateEvent)), max_size=30))
-def test_the_epoch_counts_openings_of_a_closed_gate(events):
+def test_openings_of_a_closed_gate_are_counted(events):
     gate, openings = Gate(), 0
     for event in events:
         before = gate.state
         if (before, event) in TRANSITIONS:
             EVENTS[event](gate)
             openings += before is GateState.CLOSED and gate.state is GateState.OPEN
-        assert gate.epoch == openings
+        assert gate.openings == openings
 
 
 class Traffic(RuleBasedStateMachine):

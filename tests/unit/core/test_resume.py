@@ -12,9 +12,9 @@ from partial_rollout.types import ContextSpan, VersionSpan
 PROMPT = [1, 2, 3]
 
 
-def segment(tokens, stop_reason=ABORTED, *, version=0, epoch=0, log_probs=True, context=None):
+def segment(tokens, stop_reason=ABORTED, *, version=0, openings=0, log_probs=True, context=None):
     probs = [-float(t) for t in tokens] if log_probs else None
-    return Segment(list(tokens), probs, stop_reason, version, epoch, context or Context(version, REPREFILLED))
+    return Segment(list(tokens), probs, stop_reason, version, openings, context or Context(version, REPREFILLED))
 
 
 def engine_answer(stream, start, max_tokens, stop_at, cut):
@@ -36,7 +36,7 @@ def test_any_interruptions_give_the_uninterrupted_response(stream, budget, stop_
     generation = ResumableGeneration(PROMPT, budget)
     version, requests = 0, 0
     schedule = [*cuts, (len(stream) + 1, 0)]
-    for epoch, (cut, step) in enumerate(schedule):
+    for openings, (cut, step) in enumerate(schedule):
         version += step
         request = generation.next_request()
         requests += 1
@@ -44,7 +44,7 @@ def test_any_interruptions_give_the_uninterrupted_response(stream, budget, stop_
         assert request.max_tokens == budget - len(generation.token_ids) >= 1
         assert request.is_resumption == (requests > 1)
         tokens, reason = engine_answer(stream, len(generation.token_ids), request.max_tokens, stop_at, cut)
-        if generation.add(segment(tokens, reason, version=version, epoch=epoch)):
+        if generation.add(segment(tokens, reason, version=version, openings=openings)):
             break
     assert generation.finished
     assert generation.token_ids == expected
@@ -87,26 +87,26 @@ def test_min_tokens_shrinks_and_never_falls_below_zero():
 
 def test_reprefilled_tokens_are_prompt_and_response_so_far_per_resumption():
     generation = ResumableGeneration(PROMPT, 9)
-    generation.add(segment([5, 6], epoch=0))
-    generation.add(segment([], epoch=1))
-    generation.add(segment([7], STOPPED, epoch=2))
+    generation.add(segment([5, 6], openings=0))
+    generation.add(segment([], openings=1))
+    generation.add(segment([7], STOPPED, openings=2))
     assert generation.num_reprefilled_tokens == 3 + 2  # the one that was cut before its first token does not count
 
 
 def test_what_an_engine_still_had_is_not_reprefilled():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([5, 6]))
-    generation.add(segment([7], STOPPED, epoch=1, context=Context(0, "reuse_kv", num_reused_tokens=4)))
+    generation.add(segment([7], STOPPED, openings=1, context=Context(0, "reuse_kv", num_reused_tokens=4)))
     assert generation.num_reprefilled_tokens == 1
 
 
 def test_every_token_knows_how_its_context_came_about():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([], version=3, context=Context(3, FRESH)))
-    generation.add(segment([5, 6], version=4, epoch=1, context=Context(4, REPREFILLED)))
-    generation.add(segment([7], version=5, epoch=2, context=Context(4, "keep_kv", num_reused_tokens=5)))
-    generation.add(segment([8], version=6, epoch=3, context=Context(4, "keep_kv", num_reused_tokens=6)))
-    generation.add(segment([9], STOPPED, version=7, epoch=4, context=Context(7, REPREFILLED)))
+    generation.add(segment([5, 6], version=4, openings=1, context=Context(4, REPREFILLED)))
+    generation.add(segment([7], version=5, openings=2, context=Context(4, "keep_kv", num_reused_tokens=5)))
+    generation.add(segment([8], version=6, openings=3, context=Context(4, "keep_kv", num_reused_tokens=6)))
+    generation.add(segment([9], STOPPED, version=7, openings=4, context=Context(7, REPREFILLED)))
     spans = [ContextSpan(4, FRESH, 2), ContextSpan(4, "keep_kv", 2), ContextSpan(7, REPREFILLED, 1)]
     assert generation.context_spans == generation.state().context_spans == spans
     assert generation.spans == [VersionSpan(4, 2), VersionSpan(5, 1), VersionSpan(6, 1), VersionSpan(7, 1)]
@@ -115,8 +115,8 @@ def test_every_token_knows_how_its_context_came_about():
 def test_neighbouring_segments_of_one_version_are_one_span():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([5, 6], version=4))
-    generation.add(segment([7], version=4, epoch=1))
-    generation.add(segment([8], STOPPED, version=6, epoch=2))
+    generation.add(segment([7], version=4, openings=1))
+    generation.add(segment([8], STOPPED, version=6, openings=2))
     assert generation.spans == [VersionSpan(4, 3), VersionSpan(6, 1)]
 
 
@@ -126,34 +126,34 @@ def test_an_empty_response_reports_the_version_it_met():
     assert (generation.min_version, generation.max_version, generation.spans) == (4, 4, [])
 
 
-def test_two_empty_interruptions_in_one_epoch_are_a_stall():
+def test_two_empty_interruptions_after_one_opening_are_a_stall():
     generation = ResumableGeneration(PROMPT, 9)
-    generation.add(segment([5], epoch=3))
-    generation.add(segment([], epoch=3))
-    with pytest.raises(ResumeStalled, match="epoch 3 after 1 of 9"):
-        generation.add(segment([], epoch=3))
+    generation.add(segment([5], openings=3))
+    generation.add(segment([], openings=3))
+    with pytest.raises(ResumeStalled, match="opening 3 of the gate, at 1 of 9"):
+        generation.add(segment([], openings=3))
 
 
-@pytest.mark.parametrize("between", [segment([6], epoch=3), segment([], epoch=4)])
-def test_progress_or_a_new_epoch_is_no_stall(between):
+@pytest.mark.parametrize("between", [segment([6], openings=3), segment([], openings=4)])
+def test_progress_or_a_new_opening_is_no_stall(between):
     generation = ResumableGeneration(PROMPT, 9)
-    for part in (segment([], epoch=3), between, segment([], epoch=between.epoch + 1)):
+    for part in (segment([], openings=3), between, segment([], openings=between.openings + 1)):
         assert not generation.add(part)
 
 
 def test_an_empty_interruption_needs_no_log_probs():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([], log_probs=False))
-    generation.add(segment([5], epoch=1))
-    generation.add(segment([], log_probs=False, epoch=2))
-    generation.add(segment([6], STOPPED, epoch=3))
+    generation.add(segment([5], openings=1))
+    generation.add(segment([], log_probs=False, openings=2))
+    generation.add(segment([6], STOPPED, openings=3))
     assert generation.log_probs == [-5.0, -6.0]
 
 
 def test_without_log_probs_there_are_none():
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([5], log_probs=False))
-    generation.add(segment([6], STOPPED, log_probs=False, epoch=1))
+    generation.add(segment([6], STOPPED, log_probs=False, openings=1))
     assert generation.log_probs is None
 
 
@@ -169,7 +169,7 @@ def test_any_other_end_is_an_error_of_this_request_and_never_a_response(reason):
     generation = ResumableGeneration(PROMPT, 9)
     generation.add(segment([5]))
     with pytest.raises(EngineError, match=f"ended a request with {reason!r} after 1 of 9 tokens") as caught:
-        generation.add(segment([6], reason, epoch=1))
+        generation.add(segment([6], reason, openings=1))
     assert not isinstance(caught.value, EngineDead)
     assert (generation.token_ids, generation.finished) == ([5], False)
 

@@ -54,8 +54,8 @@ def test_going_on_changes_the_snapshot_only():
 
 def test_steps_and_openings_of_the_gate_are_progress():
     progress = Progress("r")
-    for step, epoch in [(0, 0), (1, 0), (1, 1), (1, 2), (4, 2), (4, 2)]:
-        progress.interrupted(Interrupted(b"", step, epoch))
+    for step, openings in [(0, 0), (1, 0), (1, 1), (1, 2), (4, 2), (4, 2)]:
+        progress.interrupted(Interrupted(b"", step, openings))
     assert progress.interruptions == 6
 
 
@@ -63,5 +63,7 @@ def test_without_either_it_is_stuck():
     progress = Progress("r")
     for _ in range(2):
         progress.interrupted(Interrupted(None, 3, 1))
-    with pytest.raises(ResumeStalled, match="'r' was interrupted 3 times and is still at step 3 in epoch 1"):
+    with pytest.raises(
+        ResumeStalled, match="'r' was interrupted 3 times and is still at step 3 after opening 1 of the gate"
+    ):
         progress.interrupted(Interrupted(None, 3, 1))

@@ -37,9 +37,9 @@ def raising(error):
     return call
 
 
-def answer(tokens, stop_reason, *, version=1, epoch=0, **fields):
+def answer(tokens, stop_reason, *, version=1, openings=0, **fields):
     fields = {"retained": None, "context": Context(version, "abort")} | fields
-    fields |= {"global_steps": version, "gate_epoch": epoch}
+    fields |= {"global_steps": version, "gate_openings": openings}
     return TokenOutput(
         token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=stop_reason, extra_fields=fields, num_preempted=1
     )
@@ -89,9 +89,9 @@ async def generate(client, params=None, prompt=(1, 2, 3), **inputs):
 
 async def test_segments_are_stitched_and_accounted():
     script = Script(
-        answer([5, 6], "aborted", version=1, epoch=0, num_cached_tokens=2),
-        answer([7], "aborted", version=2, epoch=1, num_cached_tokens=0),
-        answer([8], "completed", version=2, epoch=2),
+        answer([5, 6], "aborted", version=1, openings=0, num_cached_tokens=2),
+        answer([7], "aborted", version=2, openings=1, num_cached_tokens=0),
+        answer([8], "completed", version=2, openings=2),
     )
     client = make_client(script)
     output = await generate(client, {"logprobs": True}, image_data=["picture"])
@@ -117,7 +117,7 @@ async def test_segments_are_stitched_and_accounted():
 
 async def test_the_callers_parameters_are_not_touched():
     params = {"max_new_tokens": 5, "min_tokens": 3, "seed": 11}
-    script = Script(answer([5, 6], "aborted"), answer([7], "completed", epoch=1))
+    script = Script(answer([5, 6], "aborted"), answer([7], "completed", openings=1))
     await generate(make_client(script), params)
     assert params == {"max_new_tokens": 5, "min_tokens": 3, "seed": 11}
     sent = [request["sampling_params"] for request in script.requests]
@@ -151,7 +151,7 @@ async def test_a_lost_server_is_named():
 
 
 async def test_a_lost_load_balancer_is_not_taken_for_the_server_before():
-    client = make_client(Script(answer([5], "aborted"), answer([6], "completed", epoch=1)))
+    client = make_client(Script(answer([5], "aborted"), answer([6], "completed", openings=1)))
     answers = [client._load_balancer.acquire_server, remote(raising(ActorDiedError()))]
     client._load_balancer.acquire_server = SimpleNamespace(remote=lambda **asked: answers.pop(0).remote(**asked))
     with pytest.raises(ActorLost, match="the load balancer died when request 'q' asked"):
@@ -165,7 +165,7 @@ async def test_interruptions_that_lead_nowhere_are_an_error():
 
 async def test_a_request_that_the_engine_gave_up_is_no_response():
     with pytest.raises(EngineError, match="ended a request with 'error' after 1 of 8 tokens"):
-        await generate(make_client(Script(answer([5], "aborted"), answer([6], "error", epoch=1))))
+        await generate(make_client(Script(answer([5], "aborted"), answer([6], "error", openings=1))))
 
 
 async def test_what_cannot_be_resumed_exactly_is_refused():
@@ -175,13 +175,16 @@ async def test_what_cannot_be_resumed_exactly_is_refused():
 
 async def test_many_generations_share_a_client():
     outputs = await asyncio.gather(
-        *(generate(make_client(Script(answer([i], "aborted"), answer([i], "completed", epoch=1)))) for i in range(20))
+        *(
+            generate(make_client(Script(answer([i], "aborted"), answer([i], "completed", openings=1))))
+            for i in range(20)
+        )
     )
     assert [output.token_ids for output in outputs] == [[i, i] for i in range(20)]
 
 
 async def test_every_request_waits_for_leave_and_keeps_its_tokens_meanwhile():
-    script = Script(answer([5], "aborted"), answer([6], "completed", epoch=1))
+    script = Script(answer([5], "aborted"), answer([6], "completed", openings=1))
     client, leave, asked = make_client(script), asyncio.Event(), []
 
     async def before_segment():
@@ -200,7 +203,7 @@ async def test_every_request_waits_for_leave_and_keeps_its_tokens_meanwhile():
 
 async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
     saved = ResumableGeneration([1, 2, 3], 8, settings="max_tokens=8")
-    saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, epoch=0, context=Context(1, "fresh")))
+    saved.add(Segment([5, 6], [-1.0, -1.0], "aborted", version=1, openings=0, context=Context(1, "fresh")))
     script = Script(answer([7], "completed", version=4))
     client = make_client(script)
     client.on_generation = lambda generation: generation.adopt(saved.state())
@@ -216,9 +219,9 @@ async def test_what_an_interrupted_request_has_left_behind_goes_with_the_next_on
     left = [Retained("salt", 1, "kept-1"), Retained("salt", 1, "kept-2")]
     script = Script(
         answer([5], "aborted", retained=left[0]),
-        answer([6], "aborted", epoch=1, retained=left[1], context=Context(1, "keep_kv", num_reused_tokens=4)),
-        answer([7], "aborted", epoch=2, context=Context(1, "keep_kv", num_reused_tokens=5)),
-        answer([8], "completed", epoch=3),
+        answer([6], "aborted", openings=1, retained=left[1], context=Context(1, "keep_kv", num_reused_tokens=4)),
+        answer([7], "aborted", openings=2, context=Context(1, "keep_kv", num_reused_tokens=5)),
+        answer([8], "completed", openings=3),
     )
     output = await generate(make_client(script))
     assert [request.get("retained") for request in script.requests] == [None, *left, None]

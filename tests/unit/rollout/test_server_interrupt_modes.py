@@ -140,7 +140,7 @@ async def test_a_relaunched_engine_has_nothing_of_what_was_kept():
     server = await launched(with_mode("keep_kv"))
     first = await cut(server, 5)
     await server.relaunch()
-    await server.receive_weights(round=1, version=5)
+    await server.receive_weights(update_number=1, version=5)
     waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
     await let_run()
     await server.resume_generation()
@@ -173,7 +173,7 @@ async def test_only_a_mode_that_retains_nothing_forgets_the_prefix_cache():
         tail = TailConfig(interrupt_mode=name, offload_gib=1 if name == "offload_kv" else None)
         server = await launched(PartialRolloutConfig(tail=tail))
         await server.abort_all_requests()
-        await server.receive_weights(round=1, version=5)
+        await server.receive_weights(update_number=1, version=5)
         calls[name] = [call for call in server.fake.calls if "mm" not in call and "encoder" not in call]
     update = "rpc receive_weights"
     assert calls == {
@@ -184,7 +184,7 @@ async def test_only_a_mode_that_retains_nothing_forgets_the_prefix_cache():
     }
 
 
-async def test_salts_part_epochs_and_follow_a_request_through_them():
+async def test_salts_part_openings_and_follow_a_request_through_them():
     server = await launched(with_mode("reuse_kv"))
     first = await cut(server, 5)
     await server.resume_generation()
@@ -206,7 +206,7 @@ async def test_the_oldest_kv_stays_the_oldest_over_several_updates():
     server = await launched(with_mode("reuse_kv"))
     cut_at, retained = [], None
     for version, name in ((3, "a"), (4, "b"), (5, "c")):
-        await server.receive_weights(round=version, version=version)
+        await server.receive_weights(update_number=version, version=version)
         if retained is None:
             segment = await cut(server, 5, request_id=name)
         else:
@@ -222,7 +222,7 @@ async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
     await cut(server, 5)
     await server.resume_generation()
     for version in (3, 4):
-        await server.receive_weights(round=version, version=version)
+        await server.receive_weights(update_number=version, version=version)
         task = start(server, str(version))
         await let_run()
         server.fake.finish(str(version), [7])

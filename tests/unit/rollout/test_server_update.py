@@ -24,7 +24,7 @@ LONG_S = 20.0
 
 async def test_a_weight_update_forgets_caches_before_the_version_changes():
     server = await launched()
-    await server.receive_weights(round=1, version=5)
+    await server.receive_weights(update_number=1, version=5)
     assert server.fake.calls == ["rpc receive_weights", "reset prefix cache", "reset mm cache", "reset encoder cache"]
     assert (await server.rollout_statistics()).version == 5
 
@@ -37,7 +37,7 @@ async def test_an_engine_that_dies_before_it_answers_an_update_is_noticed(monkey
     server = await launched()
     server.fake.answers_rpc, server.fake.is_dead = False, True
     with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
-        await server.receive_weights(round=1, version=5)
+        await server.receive_weights(update_number=1, version=5)
     assert await server.weights_failure() is not None
 
 
@@ -45,19 +45,19 @@ async def test_a_prefix_cache_that_is_not_cleared_fails_the_update():
     server = await launched()
     server.fake.forgets = False
     with pytest.raises(WeightUpdateError, match=r"update 1 .*prefix cache of the old weights was not cleared"):
-        await server.receive_weights(round=1, version=5)
+        await server.receive_weights(update_number=1, version=5)
     assert (await server.rollout_statistics()).version == 0
 
 
 async def test_an_update_that_a_training_rank_gives_up_ends_at_once_however_stuck_the_engine_is():
     server = await launched()
     server.fake.answers_rpc = False
-    update = asyncio.create_task(server.receive_weights(round=2, version=5))
+    update = asyncio.create_task(server.receive_weights(update_number=2, version=5))
     await let_run()
-    await server.give_up_update(round=1, reason="the one before")
+    await server.give_up_update(update_number=1, reason="the one before")
     await let_run()
     assert not update.done()
-    await server.give_up_update(round=2, reason="rank 1: silent for 30 s")
+    await server.give_up_update(update_number=2, reason="rank 1: silent for 30 s")
     with pytest.raises(WeightUpdateError, match=r"update 2 \(version 5\) failed: rank 1: silent for 30 s"):
         await asyncio.wait_for(update, LONG_S)
     assert "silent for 30 s" in await server.weights_failure()
@@ -66,16 +66,16 @@ async def test_an_update_that_a_training_rank_gives_up_ends_at_once_however_stuc
 async def test_an_update_that_was_given_up_before_its_call_came_fails_too():
     server = await launched()
     server.fake.answers_rpc = False
-    await server.give_up_update(round=1, reason="no hello")
+    await server.give_up_update(update_number=1, reason="no hello")
     with pytest.raises(EngineDead, match="update 1 was given up: no hello"):
-        await asyncio.wait_for(server.receive_weights(round=1, version=5), LONG_S)
+        await asyncio.wait_for(server.receive_weights(update_number=1, version=5), LONG_S)
     assert "no hello" in await server.weights_failure()
 
 
 async def test_an_update_that_a_rank_gives_up_after_the_engine_took_it_is_to_be_sent_again():
     server = await launched()
-    await server.receive_weights(round=1, version=5)
-    await server.give_up_update(round=1, reason="the confirmation was lost")
+    await server.receive_weights(update_number=1, version=5)
+    await server.give_up_update(update_number=1, reason="the confirmation was lost")
     assert "the confirmation was lost" in await server.weights_failure()
     with pytest.raises(EngineDead, match="confirmation was lost"):
         await server.open_submission_gate()
@@ -86,7 +86,7 @@ async def test_an_engine_that_dies_while_it_forgets_its_caches_is_noticed(monkey
     server = await launched()
     server.fake.answers_reset, server.fake.is_dead = False, True
     with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
-        await asyncio.wait_for(server.receive_weights(round=1, version=5), LONG_S)
+        await asyncio.wait_for(server.receive_weights(update_number=1, version=5), LONG_S)
 
 
 @pytest.mark.parametrize("fault", ["dead", "stuck"])
@@ -113,7 +113,7 @@ async def broken(server: FakeServer) -> FakeServer:
     await server.abort_all_requests()
     server.fake.rpc_failure = FAILURE
     with pytest.raises(WeightUpdateError, match=r"replica 0 node 0 .*update 1 \(version 5\).*tensor 'a' does not fit"):
-        await server.receive_weights(round=1, version=5)
+        await server.receive_weights(update_number=1, version=5)
     return server
 
 
@@ -121,7 +121,11 @@ async def test_after_a_failed_weight_update_nothing_is_generated():
     server = await after_a_failed_update()
     server.fake.rpc_failure = None
     parked = start(server)
-    for call in (server.open_submission_gate(), server.require_health(), server.receive_weights(round=2, version=5)):
+    for call in (
+        server.open_submission_gate(),
+        server.require_health(),
+        server.receive_weights(update_number=2, version=5),
+    ):
         with pytest.raises(EngineDead, match="tensor 'a' does not fit"):
             await call
     await let_run()
@@ -137,7 +141,7 @@ async def test_a_request_at_an_open_gate_learns_that_the_weights_are_broken():
     server = await launched()
     server.fake.rpc_failure = FAILURE
     with pytest.raises(WeightUpdateError):
-        await server.receive_weights(round=1, version=5)
+        await server.receive_weights(update_number=1, version=5)
     with pytest.raises(EngineDead, match="holds half an update: .*tensor 'a' does not fit"):
         await start(server)
     assert (await server.rollout_statistics()).running == 0
@@ -151,7 +155,7 @@ async def test_a_relaunched_engine_serves_who_was_parked_once_it_was_sent_weight
     assert server.fake.calls == ["pause abort True"]
     with pytest.raises(EngineDead, match="started with after a failed update: .*tensor 'a'"):
         await server.resume_generation()
-    await server.receive_weights(round=2, version=5)
+    await server.receive_weights(update_number=2, version=5)
     assert await server.weights_failure() is None
     await server.resume_generation()
     await let_run()
@@ -165,9 +169,9 @@ async def test_a_relaunched_engine_whose_update_fails_again_must_be_relaunched_a
     await server.relaunch()
     server.fake.rpc_failure = RuntimeError("again")
     with pytest.raises(WeightUpdateError, match="again"):
-        await server.receive_weights(round=2, version=5)
+        await server.receive_weights(update_number=2, version=5)
     with pytest.raises(EngineDead, match=r"must be relaunched .*update 2 .*again"):
-        await server.receive_weights(round=3, version=5)
+        await server.receive_weights(update_number=3, version=5)
 
 
 async def test_an_engine_behind_an_open_gate_is_not_paused_by_a_relaunch():
@@ -253,7 +257,7 @@ async def test_a_request_that_comes_while_an_engine_is_relaunched_waits_at_the_g
     assert not late.done()
     http_is_up.set()
     await relaunch
-    await server.receive_weights(round=2, version=5)
+    await server.receive_weights(update_number=2, version=5)
     await server.resume_generation()
     await let_run()
     server.fake.finish("a", [5])

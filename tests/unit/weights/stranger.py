@@ -14,23 +14,23 @@ from partial_rollout.errors import WeightUpdateError
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.protocol import stream as weight_stream
 from partial_rollout.weights.sender import WeightSender
-from tests.unit.weights.support import LONG_S, SLOT_BYTES, make_receiver, make_sender, make_weights
+from tests.unit.weights.support import BUFFER_BYTES, LONG_S, make_receiver, make_sender, make_weights
 
 
 class Forgetful(WeightSender):
     """Counts all tensors and sends all but the last."""
 
-    def _put(self, slots, name, tensor) -> None:
+    def _put(self, buffers, name, tensor) -> None:
         if name != "layer.3":
-            super()._put(slots, name, tensor)
+            super()._put(buffers, name, tensor)
 
 
 class Breaking(WeightSender):
     """Its stream ends after two buckets, within a tensor."""
 
-    def _flush(self, slots) -> None:
+    def _flush(self, buffers) -> None:
         if self._bucket < 2:
-            super()._flush(slots)
+            super()._flush(buffers)
         self._fragments = []
 
 
@@ -44,14 +44,14 @@ def receive(receiver) -> None:
         list(receiver.tensors())
 
 
-def of_other_round(end, address: ChannelAddress):
-    """At the place where round 1 meets."""
+def of_other_update(end, address: ChannelAddress):
+    """At the place where update 1 meets."""
     end._path = address.socket_path("test", 1)
     return end
 
 
 def of_class(kind: type[WeightSender], address: ChannelAddress) -> WeightSender:
-    return kind(address, "test", round=1, slot_bytes=SLOT_BYTES, timeout_s=LONG_S, check=lambda: None)
+    return kind(address, "test", update_number=1, buffer_bytes=BUFFER_BYTES, timeout_s=LONG_S, check=lambda: None)
 
 
 def stranger(address: ChannelAddress) -> ChannelAddress:
@@ -70,8 +70,10 @@ def play(scenario: str, address: ChannelAddress, patch: pytest.MonkeyPatch) -> N
         "newer sender": lambda: send(make_sender(address)),
         "receiver without the secret": lambda: receive(make_receiver(stranger(address))),
         "sender without the secret": lambda: send(make_sender(stranger(address))),
-        "receiver of another round": lambda: receive(of_other_round(make_receiver(address, round=2), address)),
-        "sender of another round": lambda: send(of_other_round(make_sender(address, round=2), address)),
+        "receiver of another update": lambda: receive(
+            of_other_update(make_receiver(address, update_number=2), address)
+        ),
+        "sender of another update": lambda: send(of_other_update(make_sender(address, update_number=2), address)),
         "forgetful sender": lambda: send(of_class(Forgetful, address)),
         "breaking sender": lambda: send(of_class(Breaking, address)),
     }[scenario]()

@@ -15,12 +15,12 @@ from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
 from partial_rollout.weights.shared_buffers import FOLDER
 
-SLOT_BYTES = 4096
+BUFFER_BYTES = 4096
 LONG_S = 20.0
 """Never runs out in a test that passes."""
 SHORT_S = 0.2
 """Runs out in the tests that want it to."""
-NUMEL = SLOT_BYTES
+NUMEL = BUFFER_BYTES
 """float32: four buckets a tensor."""
 
 
@@ -30,12 +30,12 @@ def make_weights(num_tensors: int = 4, seed: int = 0) -> list[tuple[str, torch.T
 
 
 def make_sender(address, **options) -> WeightSender:
-    defaults = {"round": 1, "slot_bytes": SLOT_BYTES, "timeout_s": LONG_S, "check": lambda: None}
+    defaults = {"update_number": 1, "buffer_bytes": BUFFER_BYTES, "timeout_s": LONG_S, "check": lambda: None}
     return WeightSender(address, "test", **(defaults | options))
 
 
 def make_receiver(address, **options) -> WeightReceiver:
-    return WeightReceiver(address, "test", **({"round": 1, "timeout_s": LONG_S} | options))
+    return WeightReceiver(address, "test", **({"update_number": 1, "timeout_s": LONG_S} | options))
 
 
 def receive_all(address, **options):

@@ -45,19 +45,19 @@ def make_adapter(channels, *, leads: bool = True, timeout_s: float = 20.0) -> Ch
     adapter = object.__new__(ChannelAdapter)  # its parent's constructor needs Ray
     adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
     adapter._settings, adapter.node_rank = WeightsConfig(bucket_mb=1, timeout_s=timeout_s), 0
-    adapter.failure, adapter._round, adapter._address = None, 0, channels.address
+    adapter.failure, adapter._update_number, adapter._address = None, 0, channels.address
     adapter._server = SimpleNamespace(receive_weights=Method(), give_up_update=Method())
     adapter._server.give_up_update.answer.set_result(None)
     return adapter
 
 
-async def test_the_engine_is_called_with_the_round_and_waited_for(channels):
+async def test_the_engine_is_called_with_the_number_of_the_update_and_waited_for(channels):
     adapter, weights = make_adapter(channels), make_weights(2)
     call = adapter._server.receive_weights
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     received.add_done_callback(lambda _: call.answer.set_result(None))
     await adapter.update_weights(iter(weights), global_steps=3)
-    assert call.calls == [{"round": 1, "version": 3, "peft_config": None}]
+    assert call.calls == [{"update_number": 1, "version": 3, "peft_config": None}]
     assert [name for name, _ in await received] == [name for name, _ in weights]
 
 
@@ -67,7 +67,7 @@ async def test_the_engine_is_told_that_an_adapter_comes(channels):
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     received.add_done_callback(lambda _: call.answer.set_result(None))
     await adapter.update_weights(iter(make_weights(1)), global_steps=3, peft_config={"r": 8}, base_sync_done=True)
-    assert call.calls == [{"round": 1, "version": 3, "peft_config": {"r": 8}}]
+    assert call.calls == [{"update_number": 1, "version": 3, "peft_config": {"r": 8}}]
     assert len(await received) == 1
 
 
@@ -93,7 +93,7 @@ async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker_and_all_is
     await adapter.update_weights(weights(), global_steps=3)
     assert str(adapter.failure) == "must be relaunched"
     assert len(gathered) == 3
-    assert adapter._server.give_up_update.calls == [{"round": 1, "reason": "must be relaunched"}]
+    assert adapter._server.give_up_update.calls == [{"update_number": 1, "reason": "must be relaunched"}]
 
 
 class Broken:
@@ -121,7 +121,7 @@ async def test_a_rank_that_loses_its_worker_tells_the_server_which_waits_for_all
     adapter = make_adapter(channels, leads=False, timeout_s=2 * SHORT_S)
     await adapter.update_weights(iter(make_weights(1)), global_steps=3)
     (call,) = adapter._server.give_up_update.calls
-    assert call["round"] == 1
+    assert call["update_number"] == 1
     assert "was silent for 0.2 s" in call["reason"]
 
 
@@ -140,7 +140,7 @@ async def test_after_a_failure_the_engine_is_left_alone_until_the_next_update(ch
     await adapter.update_weights(iter(make_weights(1)), global_steps=3)
     await adapter.resume(["kv_cache"])
     assert adapter._server.receive_weights.calls == []
-    assert adapter._round == 1
+    assert adapter._update_number == 1
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("NCCL error")])

@@ -12,12 +12,12 @@ import torch
 from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.shared_buffers import SharedSlotWriter
+from partial_rollout.weights.shared_buffers import SharedBufferWriter
 from partial_rollout.weights.transport import Transports
 from tests.unit.weights.support import (
+    BUFFER_BYTES,
     LONG_S,
     SHORT_S,
-    SLOT_BYTES,
     exchange,
     make_receiver,
     make_sender,
@@ -45,7 +45,7 @@ def same(first, second):
 
 
 def test_every_tensor_arrives_as_it_was_and_stays_so(channels):
-    # The comparison comes after the last bucket: a tensor that were a view of a slot would hold later bytes by now.
+    # The comparison comes after the last bucket: a tensor that were a view of a buffer would hold later bytes by now.
     weights = MANY_KINDS + make_weights(6)
     sent, received = exchange(channels.address, weights)
     assert [name for name, _ in received] == [name for name, _ in weights]
@@ -61,7 +61,7 @@ def test_a_device_of_its_own_gets_copies(channels):
 
 @pytest.mark.parametrize(("keep", "copied"), [(False, 0), (True, 4)])
 def test_a_tensor_is_copied_only_where_lending_it_could_stall_the_sender(channels, keep, copied):
-    weights = [(f"{i}", torch.full((SLOT_BYTES // 4,), float(i))) for i in range(6)]
+    weights = [(f"{i}", torch.full((BUFFER_BYTES // 4,), float(i))) for i in range(6)]
     kept, copies = [], []
 
     def receive():
@@ -95,10 +95,10 @@ def test_the_segment_has_no_name_once_the_receiver_has_opened_it(channels):
     assert seen == [before]
 
 
-def test_rounds_follow_each_other(channels):
-    for round, seed in ((1, 1), (2, 2)):
+def test_updates_follow_each_other(channels):
+    for update_number, seed in ((1, 1), (2, 2)):
         weights = make_weights(2, seed)
-        options = {"round": round}
+        options = {"update_number": update_number}
         _, received = exchange(channels.address, weights, sender=options, receiver=options)
         assert all(same(got, wanted) for (_, got), (_, wanted) in zip(received, weights, strict=True))
 
@@ -195,17 +195,17 @@ def test_a_wrong_secret_ends_both_ends_before_a_byte_of_weights(channels):
     assert asked == []
 
 
-def test_a_sender_of_another_round_is_never_met(channels):
+def test_a_sender_of_another_update_is_never_met(channels):
     sent, received = exchange(
         channels.address,
         make_weights(1),
-        sender={"round": 1, "timeout_s": SHORT_S},
-        receiver={"round": 2, "timeout_s": SHORT_S},
+        sender={"update_number": 1, "timeout_s": SHORT_S},
+        receiver={"update_number": 2, "timeout_s": SHORT_S},
     )
     assert isinstance(sent, WeightPeerLost)
     assert "its hello" in str(sent)
     assert isinstance(received, WeightPeerLost)
-    assert "its offer of slots" in str(received)
+    assert "its offer of buffers" in str(received)
 
 
 def test_noise_on_the_line_is_an_error_not_a_pickle(channels):
@@ -237,7 +237,7 @@ def test_a_stalled_receiver_is_named_within_the_limit(channels):
     received = []
     thread = threading.Thread(target=lambda: received.append(catch(stall)))
     thread.start()
-    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for a free slot"):
+    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for a free buffer"):
         send_all(channels.address, make_weights(8), timeout_s=SHORT_S)
     gate.set()
     thread.join()
@@ -267,11 +267,11 @@ def test_a_full_shared_memory_is_named_on_both_ends_and_cleaned(channels):
     before = segments()
 
     def reserve(descriptor, offset, size):
-        if offset + size > SLOT_BYTES:
+        if offset + size > BUFFER_BYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def make_shared(slot_bytes, num_slots):
-        return SharedSlotWriter(slot_bytes, num_slots, reserve=reserve)
+    def make_shared(buffer_bytes, num_buffers):
+        return SharedBufferWriter(buffer_bytes, num_buffers, reserve=reserve)
 
     options = {"transports": Transports(cuda=None, make_shared=make_shared)}
     sent, received = exchange(channels.address, make_weights(4), sender=options)

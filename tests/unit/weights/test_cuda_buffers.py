@@ -1,4 +1,4 @@
-"""Slots on a GPU: both ends of the channel on a fake runtime. The real one: benchmarks/gpu/weights.py."""
+"""Buffers on a GPU: both ends of the channel on a fake runtime. The real one: benchmarks/gpu/weights.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from partial_rollout.errors import DeviceMemoryFull, WeightMismatch, WeightProtocolError
-from partial_rollout.weights.cuda_buffers import CudaSlotReader, CudaSlotWriter
+from partial_rollout.weights.cuda_buffers import CudaBufferReader, CudaBufferWriter
 from partial_rollout.weights.line import Line
-from partial_rollout.weights.protocol.wire import CudaSlots, SharedSlots
-from partial_rollout.weights.transport import CUDA_SLOT_BYTES, NUM_SLOTS, SHARED_SLOT_BYTES, Transports
+from partial_rollout.weights.protocol.wire import CudaBuffers, SharedBuffers
+from partial_rollout.weights.transport import CUDA_BUFFER_BYTES, NUM_BUFFERS, SHARED_BUFFER_BYTES, Transports
 from tests.unit.weights.fake_cuda import FREED, FakeCuda, FakeGpu
-from tests.unit.weights.support import SLOT_BYTES, exchange, make_weights
+from tests.unit.weights.support import BUFFER_BYTES, exchange, make_weights
 
 CPU = torch.device("cpu")
 
@@ -31,13 +31,13 @@ def test_every_tensor_arrives_and_all_memory_goes_with_the_last_one(channels, gp
     weights = [*make_weights(6), *((f"small.{i}", torch.full((8,), float(i))) for i in range(200))]
     _, received = exchange(channels.address, weights, **ends(gpu))
     assert all(torch.equal(got, wanted) for (_, got), (_, wanted) in zip(received, weights, strict=True))
-    assert gpu.of("open") == gpu.of("close") == ["sender"] * NUM_SLOTS
-    assert gpu.of("allocate") == ["receiver"] * NUM_SLOTS
+    assert gpu.of("open") == gpu.of("close") == ["sender"] * NUM_BUFFERS
+    assert gpu.of("allocate") == ["receiver"] * NUM_BUFFERS
     held = len(gpu.of("free"))
-    assert held < NUM_SLOTS
+    assert held < NUM_BUFFERS
     received.clear()
     del received
-    assert gpu.of("free") == ["receiver"] * NUM_SLOTS
+    assert gpu.of("free") == ["receiver"] * NUM_BUFFERS
 
 
 def test_a_bucket_is_told_of_when_its_copies_are_done_and_freed_when_its_reads_are(channels, gpu, monkeypatch):
@@ -58,8 +58,8 @@ def test_a_bucket_is_told_of_when_its_copies_are_done_and_freed_when_its_reads_a
 def test_no_memory_is_freed_that_the_sender_has_open(channels, gpu):
     exchange(channels.address, make_weights(6), **ends(gpu))
     calls = [entry for entry in gpu.log if entry[1] in ("close", "free")]
-    assert calls[:NUM_SLOTS] == [("sender", "close")] * NUM_SLOTS
-    assert calls[NUM_SLOTS:] == [("receiver", "free")] * NUM_SLOTS
+    assert calls[:NUM_BUFFERS] == [("sender", "close")] * NUM_BUFFERS
+    assert calls[NUM_BUFFERS:] == [("receiver", "free")] * NUM_BUFFERS
 
 
 def test_after_a_failure_memory_that_the_sender_may_have_open_stays(channels, gpu):
@@ -71,7 +71,7 @@ def test_after_a_failure_memory_that_the_sender_may_have_open_stays(channels, gp
         receiver=options["receiver"] | {"validate": True},
     )
     assert isinstance(received, WeightMismatch)
-    assert gpu.of("allocate") == ["receiver"] * NUM_SLOTS
+    assert gpu.of("allocate") == ["receiver"] * NUM_BUFFERS
     assert gpu.of("free") == []
 
 
@@ -83,34 +83,34 @@ def test_two_gpus_are_refused_on_both_ends_by_name(channels, gpu):
 
 
 def test_a_full_gpu_is_named_on_both_ends(channels, gpu):
-    sent, received = exchange(channels.address, make_weights(1), **ends(gpu, room=SLOT_BYTES))
+    sent, received = exchange(channels.address, make_weights(1), **ends(gpu, room=BUFFER_BYTES))
     assert isinstance(sent, DeviceMemoryFull)
     assert isinstance(received, DeviceMemoryFull)
     assert gpu.of("allocate") == ["receiver"]
 
 
-def test_the_first_slots_are_freed_when_the_next_one_does_not_fit(gpu):
-    cuda = FakeCuda(gpu, "receiver", room=SLOT_BYTES)
+def test_the_first_buffers_are_freed_when_the_next_one_does_not_fit(gpu):
+    cuda = FakeCuda(gpu, "receiver", room=BUFFER_BYTES)
     with pytest.raises(DeviceMemoryFull):
-        CudaSlotReader(CudaSlots("gpu-a", SLOT_BYTES, 2), device=CPU, runtime=cuda)
+        CudaBufferReader(CudaBuffers("gpu-a", BUFFER_BYTES, 2), device=CPU, runtime=cuda)
     assert gpu.of("free") == ["receiver"]
 
 
 def test_an_offer_for_another_gpu_is_refused(gpu):
     with pytest.raises(WeightProtocolError, match="GPU 'gpu-x'.*on GPU 'gpu-a'"):
-        CudaSlotReader(CudaSlots("gpu-x", 64, 2), device=CPU, runtime=FakeCuda(gpu, "receiver"))
+        CudaBufferReader(CudaBuffers("gpu-x", 64, 2), device=CPU, runtime=FakeCuda(gpu, "receiver"))
 
 
-def test_slots_are_opened_all_or_none(gpu):
+def test_buffers_are_opened_all_or_none(gpu):
     options = {"device": CPU, "peer_device": "gpu-a", "runtime": FakeCuda(gpu, "sender")}
-    writer = CudaSlotWriter(64, 3, **options)
-    with pytest.raises(WeightProtocolError, match="made 1 slots, not 3"):
+    writer = CudaBufferWriter(64, 3, **options)
+    with pytest.raises(WeightProtocolError, match="made 1 buffers, not 3"):
         writer.attached((b"",))
     assert gpu.of("open") == []
 
 
-def test_a_tensor_outlives_the_slots_it_came_in(gpu):
-    reader = CudaSlotReader(CudaSlots("gpu-a", 64, 1), device=CPU, runtime=FakeCuda(gpu, "receiver"))
+def test_a_tensor_outlives_the_buffers_it_came_in(gpu):
+    reader = CudaBufferReader(CudaBuffers("gpu-a", 64, 1), device=CPU, runtime=FakeCuda(gpu, "receiver"))
     tensor = reader.lease(0)[:4]
     reader.close()
     assert FREED not in tensor.tolist()
@@ -122,8 +122,12 @@ def test_a_tensor_outlives_the_slots_it_came_in(gpu):
 def test_both_ends_on_a_gpu_share_its_memory_and_anything_else_goes_through_the_host(gpu):
     with_gpu, without = Transports(cuda=FakeCuda(gpu, "sender")), Transports(cuda=None)
     chosen = [with_gpu.writer(CPU, "gpu-a", None), with_gpu.writer(CPU, "", None), without.writer(CPU, "gpu-a", None)]
-    assert [type(writer.offer) for writer in chosen] == [CudaSlots, SharedSlots, SharedSlots]
-    assert [writer.offer.slot_bytes for writer in chosen] == [CUDA_SLOT_BYTES, SHARED_SLOT_BYTES, SHARED_SLOT_BYTES]
+    assert [type(writer.offer) for writer in chosen] == [CudaBuffers, SharedBuffers, SharedBuffers]
+    assert [writer.offer.buffer_bytes for writer in chosen] == [
+        CUDA_BUFFER_BYTES,
+        SHARED_BUFFER_BYTES,
+        SHARED_BUFFER_BYTES,
+    ]
     for writer in chosen:
         writer.close()
     with pytest.raises(WeightProtocolError, match="no CUDA"):

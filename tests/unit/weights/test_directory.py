@@ -28,8 +28,8 @@ def test_child_processes_inherit_the_address(channels, monkeypatch):
     assert ChannelAddress.inherited() == channels.address
 
 
-def test_channels_and_rounds_have_sockets_of_their_own(channels):
-    paths = {channels.address.socket_path(name, round) for name in ("a/0", "a/1") for round in (1, 2)}
+def test_channels_and_updates_have_sockets_of_their_own(channels):
+    paths = {channels.address.socket_path(name, update_number) for name in ("a/0", "a/1") for update_number in (1, 2)}
     assert len(paths) == 4
     assert all(path.parent == channels.path for path in paths)
 

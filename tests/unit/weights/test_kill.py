@@ -10,7 +10,7 @@ import torch
 from partial_rollout.errors import WeightPeerLost
 from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
 from partial_rollout.weights.ownership import UNLOCKED_SUFFIX, owned_prefix
-from partial_rollout.weights.shared_buffers import SharedSlotWriter, remove_abandoned_segments
+from partial_rollout.weights.shared_buffers import SharedBufferWriter, remove_abandoned_segments
 from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, segments, send_all
 
 SENDER = """
@@ -57,9 +57,9 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(channels):
 
 
 def test_a_segment_of_a_killed_sender_goes_with_the_next_start_and_one_in_use_stays(channels, tmp_path):
-    body = "from pathlib import Path\nfrom partial_rollout.weights.shared_buffers import SharedSlotWriter\n"
-    body += f"slots = SharedSlotWriter(4096, 2, folder=Path({str(tmp_path)!r}))\nsay(slots.offer.name)\nstall()"
-    in_use = SharedSlotWriter(4096, 2, folder=tmp_path)
+    body = "from pathlib import Path\nfrom partial_rollout.weights.shared_buffers import SharedBufferWriter\n"
+    body += f"buffers = SharedBufferWriter(4096, 2, folder=Path({str(tmp_path)!r}))\nsay(buffers.offer.name)\nstall()"
+    in_use = SharedBufferWriter(4096, 2, folder=tmp_path)
     with Peer(channels.address, body) as peer:
         name = peer.process.stdout.readline().strip()
         assert remove_abandoned_segments(tmp_path) == []

@@ -41,7 +41,7 @@ def check(process, address, scenario: str, call, ours: str, theirs: str) -> None
     [
         ("newer receiver", r"speaks version \d+ of the weight channel, we \d+", "the other end failed: "),
         ("receiver without the secret", "the other end failed: .*does not know this run's secret", "run's secret"),
-        ("receiver of another round", "in round 2 of weight updates, we in 1", "in round 2 of weight updates, we in 1"),
+        ("receiver of another update", "at weight update 2, we at 1", "at weight update 2, we at 1"),
     ],
 )
 def test_a_receiver_that_is_not_ours_gets_no_weights(process, channels, scenario, ours, theirs):
@@ -58,14 +58,14 @@ def test_a_receiver_that_is_not_ours_gets_no_weights(process, channels, scenario
 @pytest.mark.parametrize(
     ("scenario", "ours", "theirs"),
     [
-        # The sender judges the version and the round first, by the receiver's hello, and tells.
+        # The sender judges the version and the update first, by the receiver's hello, and tells.
         (
             "newer sender",
             r"the other end failed: .* speaks version \d+ of the weight channel, we \d+",
             "speaks version",
         ),
         ("sender without the secret", "does not know this run's secret", "does not know this run's secret"),
-        ("sender of another round", "the other end failed: .*in round 1 of weight updates, we in 2", "we in 2"),
+        ("sender of another update", "the other end failed: .*at weight update 1, we at 2", "we at 2"),
         ("forgetful sender", r"truncated: Done\(num_tensors=4.* was sent, Done\(num_tensors=3", "truncated"),
         ("breaking sender", "the stream ended within tensor 'layer.0' at byte 8192 of 16384", "ended within"),
     ],

@@ -25,7 +25,7 @@ from partial_rollout.weights.transfer_engine import (
     choose_backend,
     require_known_interface,
 )
-from tests.unit.weights.support import LONG_S, SLOT_BYTES, make_weights, send_all
+from tests.unit.weights.support import BUFFER_BYTES, LONG_S, make_weights, send_all
 
 UPDATE = dataclasses.asdict(ChannelUpdate("test", 1, LONG_S, False))
 
@@ -139,7 +139,7 @@ def test_a_parameter_that_is_lent_memory_is_named_by_either_interface(inherited,
     model = Model(1)
     model.load_weights = keep
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(send_all, inherited, [("layer.0", torch.ones(SLOT_BYTES // 4))])
+        pool.submit(send_all, inherited, [("layer.0", torch.ones(BUFFER_BYTES // 4))])
         with pytest.raises(WeightMismatch, match="parameter 'layer.0' instead of copying"):
             receive(kind, make_engine(kind, model))
 

@@ -16,18 +16,18 @@ from partial_rollout.weights.protocol.wire import (
     Error,
     Free,
     Hello,
-    SharedSlots,
+    SharedBuffers,
     decode,
     describe_failure,
     encode,
 )
 
 SECRET = b"s" * 32
-SLOTS = SharedSlots("name", 64, 2)
+BUFFERS = SharedBuffers("name", 64, 2)
 FRAGMENT = Fragment(TensorSpec("a", "float32", (4, 2)), 0, 0, 32)
 EXAMPLES = {
     Hello: Hello(PROTOCOL, 1, b"r"),
-    Attach: Attach(PROTOCOL, 1, b"s", b"p", SLOTS),
+    Attach: Attach(PROTOCOL, 1, b"s", b"p", BUFFERS),
     Attached: Attached(b"p"),
     Bucket: Bucket(0, 1, (FRAGMENT,)),
     Free: Free(0),
@@ -36,20 +36,20 @@ EXAMPLES = {
 }
 
 
-def sender(secret=SECRET, round=1):
-    machine = SenderMachine(secret=secret, round=round, nonce=b"sender", num_slots=2)
+def sender(secret=SECRET, update_number=1):
+    machine = SenderMachine(secret=secret, update_number=update_number, nonce=b"sender", num_buffers=2)
     machine.start()
     return machine
 
 
-def receiver(secret=SECRET, round=1):
-    return ReceiverMachine(secret=secret, round=round, nonce=b"receiver")
+def receiver(secret=SECRET, update_number=1):
+    return ReceiverMachine(secret=secret, update_number=update_number, nonce=b"receiver")
 
 
 def connected():
     s, r = sender(), receiver()
     s.receive(r.start())
-    r.receive(s.attach(SLOTS))
+    r.receive(s.attach(BUFFERS))
     s.receive(r.attached())
     return s, r
 
@@ -70,16 +70,16 @@ def test_other_bytes_are_no_message(data):
         decode(data)
 
 
-def test_a_whole_round():
+def test_a_whole_update():
     s, r = connected()
-    assert s.next_slot() == 0
+    assert s.next_buffer() == 0
     first = s.bucket(0, (FRAGMENT,))
-    assert s.next_slot() == 1
+    assert s.next_buffer() == 1
     second = s.bucket(1, (FRAGMENT,))
-    assert s.next_slot() is None
+    assert s.next_buffer() is None
     r.receive(first)
     s.receive(r.free(first))
-    assert s.next_slot() == 0
+    assert s.next_buffer() == 0
     r.receive(second)
     done = s.finish(2, 64)
     r.receive(done)
@@ -91,7 +91,7 @@ def test_a_whole_round():
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("message", EXAMPLES.values(), ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("make", [sender, receiver])
-def test_a_message_out_of_order_ends_the_round(make, state, message):
+def test_a_message_out_of_order_ends_the_update(make, state, message):
     machine = in_state(make(), state)
     if (state, type(message)) in machine.TABLE:
         pytest.skip("in order")
@@ -104,25 +104,31 @@ def test_a_message_out_of_order_ends_the_round(make, state, message):
 
 
 @pytest.mark.parametrize("message", [Hello(PROTOCOL + 1, 1, b"r"), Hello(PROTOCOL, 2, b"r")])
-def test_a_receiver_of_another_version_or_round_is_refused(message):
-    with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|round 2.*we in 1"):
+def test_a_receiver_of_another_version_or_update_is_refused(message):
+    with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|update 2.*we at 1"):
         sender().receive(message)
 
 
-@pytest.mark.parametrize("change", [{"protocol": PROTOCOL + 1}, {"round": 2}])
-def test_a_sender_of_another_version_or_round_is_refused(change):
+@pytest.mark.parametrize("change", [{"protocol": PROTOCOL + 1}, {"update_number": 2}])
+def test_a_sender_of_another_version_or_update_is_refused(change):
     s, r = sender(), receiver()
     s.receive(r.start())
-    offer = s.attach(SLOTS)
-    fields = {"protocol": offer.protocol, "round": 1, "nonce": offer.nonce, "proof": offer.proof, "slots": SLOTS}
-    with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|round 2.*we in 1"):
+    offer = s.attach(BUFFERS)
+    fields = {
+        "protocol": offer.protocol,
+        "update_number": 1,
+        "nonce": offer.nonce,
+        "proof": offer.proof,
+        "buffers": BUFFERS,
+    }
+    with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|update 2.*we at 1"):
         r.receive(Attach(**(fields | change)))
 
 
 def test_a_receiver_without_the_secret_gets_no_weights():
     s, r = sender(), receiver(secret=b"other")
     s.receive(r.start())
-    s.attach(SLOTS)
+    s.attach(BUFFERS)
     r.state = State.ATTACHED
     with pytest.raises(WeightProtocolError, match="secret"):
         s.receive(r.attached())
@@ -134,17 +140,17 @@ def test_a_sender_without_the_secret_is_refused():
     s, r = sender(secret=b"other"), receiver()
     s.receive(r.start())
     with pytest.raises(WeightProtocolError, match="secret"):
-        r.receive(s.attach(SLOTS))
+        r.receive(s.attach(BUFFERS))
 
 
-def test_the_proof_of_one_end_or_of_an_earlier_round_is_worth_nothing():
+def test_the_proof_of_one_end_or_of_an_earlier_update_is_worth_nothing():
     s, r = sender(), receiver()
     s.receive(r.start())
-    own = s.attach(SLOTS).proof
+    own = s.attach(BUFFERS).proof
     with pytest.raises(WeightProtocolError, match="secret"):
         s.receive(Attached(own))
-    late = sender(round=2)
-    late.receive(receiver(round=2).start())
+    late = sender(update_number=2)
+    late.receive(receiver(update_number=2).start())
     with pytest.raises(WeightProtocolError, match="secret"):
         late.receive(r.attached())
 
@@ -165,26 +171,26 @@ def test_a_bucket_cannot_be_freed_twice():
         s.receive(Free(0))
 
 
-def test_a_slot_in_use_is_not_sent_again():
+def test_a_buffer_in_use_is_not_sent_again():
     s, _ = connected()
     s.bucket(0, (FRAGMENT,))
-    with pytest.raises(WeightProtocolError, match="slot 0"):
+    with pytest.raises(WeightProtocolError, match="buffer 0"):
         s.bucket(0, (FRAGMENT,))
 
 
 @pytest.mark.parametrize("bucket", [Bucket(1, 0, ()), Bucket(0, 2, ()), Bucket(0, -1, ())])
 def test_a_bucket_that_was_skipped_or_lies_elsewhere_is_refused(bucket):
     _, r = connected()
-    with pytest.raises(WeightProtocolError, match=f"bucket {bucket.index} in slot {bucket.slot}"):
+    with pytest.raises(WeightProtocolError, match=f"bucket {bucket.index} in buffer {bucket.buffer}"):
         r.receive(bucket)
 
 
-def test_a_bucket_in_a_slot_that_was_not_given_back_is_refused():
+def test_a_bucket_in_a_buffer_that_was_not_given_back_is_refused():
     _, r = connected()
     r.receive(first := Bucket(0, 1, (FRAGMENT,)))
     r.free(first)
     r.receive(Bucket(1, 1, (FRAGMENT,)))
-    with pytest.raises(WeightProtocolError, match="bucket 2 was written to slot 1, which was not free"):
+    with pytest.raises(WeightProtocolError, match="bucket 2 was written to buffer 1, which was not free"):
         r.receive(Bucket(2, 1, (FRAGMENT,)))
 
 
