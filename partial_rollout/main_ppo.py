@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 import ray
 from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
-from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError
+from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.integrations.verl_compat import check_versions
-from partial_rollout.runtime.termination import INTERRUPTED_CODE
+from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.termination import INTERRUPTED_CODE, heed_termination
 from partial_rollout.settings.mode import (
     apply_mode,
     check_config,
@@ -49,7 +50,6 @@ def run(config: DictConfig) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from partial_rollout.train.started_runner import StartedRunner
     from partial_rollout.train.task_runner import TaskRunner
 
     try:
@@ -72,6 +72,37 @@ def _require_estimator(name: str) -> None:
     if name not in ADV_ESTIMATOR_REGISTRY:
         known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
         raise ConfigError(f"algorithm.adv_estimator={name} is unknown to verl; known: {known}")
+
+
+class StartedRunner:
+    """Stands in for the task runner's actor class in `run_ppo`, which waits for the actor's start without a bound."""
+
+    def __init__(self, actor_class: Any, timeout_s: float) -> None:
+        """`actor_class` comes from `ray.remote`; the actor must be ready `timeout_s` after it was asked for."""
+        self._actor_class, self._timeout_s = actor_class, timeout_s
+
+    def options(self, **options: Any) -> StartedRunner:
+        """As `options` of Ray's actor classes."""
+        return StartedRunner(self._actor_class.options(**options), self._timeout_s)
+
+    def remote(self) -> Any:
+        """Return the running actor. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
+
+        Raises:
+            ClusterError: the actor has not started in time.
+            ray.exceptions.RayError: the actor died at its start.
+        """
+        heed_termination()
+        runner = self._actor_class.remote()
+        who_waits = "the driver waits for the task runner's process to start"
+        try:
+            wait_for(runner.__ray_ready__.remote(), timeout_s=self._timeout_s, who_waits=who_waits)
+        except WaitTimeout as error:
+            raise ClusterError(
+                f"{error}. Perhaps no node has room for it, or the machine is too busy: raylet.out below "
+                "/tmp/ray/session_latest/logs has the reason. partial_rollout.timeouts.start_s sets the bound"
+            ) from None
+        return runner
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""What one training batch says about staleness and resumption."""
+"""The metrics `partial_rollout/...` of a training step: its batch (staleness, resumption) and the prompt queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partial_rollout.core.resume import kv_lags
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from partial_rollout.types import FinishedGroup, TrajectorySummary
+    from partial_rollout.types import FinishedGroup, QueueStatistics, TrajectorySummary
 
 PREFIX = "partial_rollout"
 OLDEST_CLASS = 5
@@ -19,8 +19,8 @@ OLDEST_CLASS = 5
 def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> dict[str, float]:
     """Metrics of one batch.
 
-    Staleness is counted from generation: `trained_version` (the weights about to be updated) minus the version that
-    sampled the token. A step's staleness is that of its oldest token.
+    The staleness of a token is `trained_version` (the weights that this batch updates) minus the weight version that
+    sampled the token. The staleness of a trajectory, in `staleness_steps`, is that of its oldest token.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     stale_steps = [max(0, trained_version - trajectory.min_version) for trajectory in trajectories]
@@ -44,6 +44,25 @@ def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> d
         f"{PREFIX}/old_kv_steps/max": max((lag for lag, _ in lags), default=0),
         f"{PREFIX}/response_tokens": num_tokens,
         **{f"{PREFIX}/staleness_tokens/{label}": count for label, count in histogram.items()},
+    }
+
+
+def queue_metrics(queue: QueueStatistics) -> dict[str, float]:
+    """Prompts by state at the end of a step, and the counts of the whole run: admitted, taken, dropped by reason."""
+    names = (
+        "pending",
+        "ongoing",
+        "deferred",
+        "done",
+        "taken",
+        "admitted",
+        "num_dropped",
+        "failed_attempts",
+        "restarted",
+    )
+    return {
+        **{f"{PREFIX}/queue/{name}": getattr(queue, name) for name in names},
+        **{f"{PREFIX}/dropped/{reason}": count for reason, count in queue.dropped.items()},
     }
 
 

@@ -1,9 +1,9 @@
-"""Ending a run: bounded, in an order in which nobody talks to the dead, and never hiding the first error."""
+"""The end of a run: every step is bounded, and no step calls an actor that an earlier step has ended."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -12,25 +12,16 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
+    from partial_rollout.train.trainer import PartialRolloutTrainer
+
 logger = logging.getLogger(__name__)
 
 
-class Run(Protocol):
-    """What is always there of a trainer; its engines, workers and training workers may not have been made yet."""
-
-    is_shut_down: bool
-    manager: ActorHandle
-
-    def close_manager(self) -> None:
-        """End all waits at the prompt manager."""
-        ...
-
-
-def shutdown_run(trainer: Run) -> None:
+def shutdown_run(trainer: PartialRolloutTrainer) -> None:
     """Stop claim loops, engines and the manager, then kill the actors; parts that were never made are left out.
 
-    A step that fails is logged and the next one still runs: after an error half of them are expected to fail.
-    Calling it again does nothing.
+    A step that fails is logged, and the next one still runs: after an error in the run many of them fail as well, and
+    that error is the one the user must see. A second call does nothing.
     """
     if trainer.is_shut_down:
         return
@@ -44,7 +35,7 @@ def shutdown_run(trainer: Run) -> None:
         ray.kill(actor)
 
 
-def _steps(trainer: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _steps(trainer: PartialRolloutTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
     agent_loops, fleet = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "fleet", None)
     if agent_loops is not None:
         yield "stop the agent-loop workers", agent_loops.stop
@@ -53,7 +44,7 @@ def _steps(trainer: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "close the prompt manager", trainer.close_manager
 
 
-def _actors(trainer: Run) -> list[ActorHandle]:
+def _actors(trainer: PartialRolloutTrainer) -> list[ActorHandle]:
     agent_loops, training = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "actor_rollout_wg", None)
     workers = agent_loops.agent_loop_workers if agent_loops is not None else []
     return [*workers, *(training.workers if training is not None else []), trainer.manager]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TaskRunner(TaskRunnerBase):
-    """verl's task runner after a resource check; registers the replica and trainer classes in its process."""
+    """verl's task runner, which first checks the cluster's resources and registers our replica and trainer classes."""
 
     def run(self, config: DictConfig) -> None:
         """Train to the end.
@@ -32,7 +32,7 @@ class TaskRunner(TaskRunnerBase):
         try:
             super().run(config)
         finally:
-            # `fit` cleans up behind itself; this is for an error between the first engine and `fit`.
+            # `fit` ends what it uses; here an error between the start of the first engine and `fit` is cleaned up.
             if enabled and self.trainer is not None:
                 from partial_rollout.train.shutdown import shutdown_run
 

@@ -1,6 +1,48 @@
-"""verl v1 trainer mode `partial_rollout`: the loop stays synchronous, the tail of every batch is interrupted.
+"""verl's v1 trainer with mode `partial_rollout`: the tail of every batch is interrupted, and resumed in the next step.
 
-One step, on the trainer's thread; generation runs meanwhile in workers and engines:
+Who is who in the task runner's process, where the training loop runs:
+
+    PartialRolloutTrainer           here                        verl's loop; says when gates close and open
+    PartialRolloutReplayBuffer      replay_buffer.py            waits for finished prompt groups: the next batch
+    ReplicaFleet                    fleet.py                    one call to all engines: drain, resume, statistics
+    SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
+    update_engines                  ../weights/update.py        sends weights; starts failed engines again
+    PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
+
+Who is who among the actors:
+
+    RolloutPromptManager            ../runtime/prompt_manager.py    the prompt queue: uids and counts, never tensors
+    PartialRolloutAgentLoopWorker   ../agent_loop/worker.py         claims prompts, runs n trajectories for each
+    ResumingLLMServerClient         ../rollout/client.py            in a worker: asks an engine for tokens, and again
+                                                                    after an interruption
+    PartialRolloutServer            ../rollout/server.py            one engine (vLLM) behind a gate
+    TransferQueue                   verl's                          prompt rows; tensors of finished trajectories
+
+The loops, and what passes between them:
+
+                   admit                              claim, finish
+    training step ---------> prompt manager <------------------------ claim loop, one in each worker
+     |    ^    |                (uids, counts)                          |   ^
+     |    |    +- take_batch -> of the queue                     prompt v   | has ended
+     |    |                                                       trajectory, one in each slot
+     |    |        tensors                   tensors                |       |   ^
+     |    +----------------- TransferQueue <------------------------+       |   | tokens
+     |                                                                      v   |
+     +------------ drain, weights, resume ------------------------> request: at the gate, then in the engine
+
+| loop          | consumes           | produces                  | waits for             | unblocked by             |
+|---------------|--------------------|---------------------------|-----------------------|--------------------------|
+| training step | finished groups    | admitted prompts, weights | batch, drain, update  | finish; the engines      |
+| claim loop    | pending prompts,   | trajectories; finish, if  | a prompt that fits    | admit, give_back; the    |
+|               | ended trajectories | all n of a prompt ended   | its free slots        | end of a trajectory      |
+| trajectory    | a prompt, tokens   | tensors                   | tokens, a reward      | the engine               |
+| request       | prompt and tokens  | tokens up to the end or   | the gate, the engine  | resume; a decode step,   |
+|               | so far             | an interruption           |                       | drain                    |
+
+Each wait ends after a time of `partial_rollout.timeouts`, or of a constant beside the wait, with an error that says who
+waited for whom.
+
+One step, on the trainer's thread; workers and engines generate meanwhile:
 
     prepare_step    begin_round: the tail policy plans, admit       gate open
     sample          take_batch: wait for enough whole groups        gate open, slots kept full
@@ -28,6 +70,7 @@ from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.settings.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
 from partial_rollout.train.boundary import Boundary
 from partial_rollout.train.fleet import ReplicaFleet
+from partial_rollout.train.metrics import queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
@@ -67,6 +110,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self.settings = read_settings(config)
         self.packer = make_batch_packer(config, self.settings)
         self.manager = create_manager(self.settings, config.data.train_batch_size)
+        # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
         self.is_shut_down = False
@@ -206,11 +250,7 @@ class PartialRolloutTrainer(PPOTrainer):
     ) -> None:
         """Missing hook: metrics of the whole step. Adds the queue's state to verl's."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        statistics = self._ask(self.manager.statistics.remote())
-        for name in ("pending", "ongoing", "deferred", "done", "taken", "admitted", "num_dropped", "failed_attempts"):
-            metrics[f"partial_rollout/queue/{name}"] = getattr(statistics, name)
-        metrics["partial_rollout/queue/restarted"] = statistics.restarted
-        metrics |= {f"partial_rollout/dropped/{reason}": count for reason, count in statistics.dropped.items()}
+        metrics |= queue_metrics(self._ask(self.manager.statistics.remote()))
         for name in ("critic/score/mean", "response_length/mean"):
             metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000

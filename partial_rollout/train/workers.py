@@ -1,4 +1,7 @@
-"""The class of the training workers: verl's own, with planned micro-batches, with our weight channel, or with both."""
+"""The class of the training workers: verl's own, with planned micro-batches, with our weight channel, or with both.
+
+Training processes import this file, so it imports nothing of the trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from partial_rollout.weights.adapter import ChannelActorWorker
 
 
 class PackedChannelActorWorker(ChannelActorWorker):
-    """Both."""
+    """Trains on planned micro-batches and sends weights through our channel."""
 
     actor_worker_cls = PackedTrainingWorker
     ref_worker_cls = PackedTrainingWorker
@@ -23,11 +26,11 @@ WORKERS: dict[tuple[bool, bool], type] = {
     (False, True): ChannelActorWorker,
     (True, True): PackedChannelActorWorker,
 }
-"""By (packed, channel)."""
+"""By (micro-batches are planned, weights go through our channel)."""
 
 
 def use_workers(role_workers: dict[Any, Any], *, packed: bool, channel: bool) -> None:
-    """Put ours in place of verl's for the actor and the reference; a critic keeps verl's."""
+    """Replace verl's class of the actor and the reference in `role_workers`; a critic keeps verl's."""
     worker = WORKERS.get((packed, channel))
     if worker is None:
         return
