@@ -53,7 +53,7 @@ OWN_METRICS = (
     "stale_token_share",
     "old_kv_token_share",
 )
-EXPLAINING = ("drain_ms", "resume_ms", "boundary/let_end", "slots/num", "staleness_steps/max")
+EXPLAINING = ("drain_ms", "resume_ms", "slots/num", "staleness_steps/max")
 """Stored for each step, too."""
 BLOCK_SIZE = 32
 """Of the prefix cache; with vLLM's own 128 on a CPU few of these responses would fill a block."""
@@ -128,7 +128,6 @@ MODES: dict[str, list[str]] = {
     **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
     "partial_reuse_kv_prefetch_3": [*_ours("partial", "reuse_kv"), "partial_rollout.prefetch_factor=3"],
     "partial_offload_kv": [*_ours("partial", "offload_kv"), *OFFLOADED],
-    "partial_cost": [*_ours("partial"), "partial_rollout.tail.boundary=cost"],
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],
     "partial_adaptive_keep_kv": [*_ours("partial", "keep_kv"), *ADAPTIVE],
     "partial_adaptive_reuse_kv": [*_ours("partial", "reuse_kv"), *ADAPTIVE, "partial_rollout.prefetch_factor=4"],

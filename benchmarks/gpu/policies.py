@@ -46,10 +46,6 @@ KEPT = (
     "slots/num",
     "slots/kv_usage_max",
     "slots/preemptions",
-    "boundary/waited_s",
-    "boundary/let_end",
-    "boundary/prefill_tokens_per_s",
-    "boundary/decode_step_ms",
 )
 """Of our own metrics; those of a feature that is off are missing."""
 
@@ -90,7 +86,6 @@ POLICIES: dict[str, Policy] = {
     "partial_reuse_kv": Policy(_tail("partial", "reuse_kv")),
     "partial_keep_kv": Policy(_tail("partial", "keep_kv")),
     "partial_keep": Policy(_tail("partial", "keep")),
-    "partial_abort_cost": Policy(_tail("partial", boundary="cost")),
     "partial_abort_adaptive": Policy(_tail("partial") | ADAPTIVE, is_wide=True),
     "partial_reuse_kv_adaptive": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True),
     "partial_reuse_kv_deep": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True, prefetch=DEEP_PREFETCH),

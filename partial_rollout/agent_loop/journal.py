@@ -83,7 +83,6 @@ class Journals:
     def record(self, generation: ResumableGeneration) -> None:
         """A generate call begins; it may be given saved tokens."""
         trajectory = _current.get()
-        generation.owner = trajectory.uid if trajectory is not None else ""
         refused = trajectory.record(generation) if trajectory is not None else None
         if refused is not None and refused.settings != generation.settings and not self._warned:
             self._warned = True

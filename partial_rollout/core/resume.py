@@ -109,8 +109,6 @@ class ResumableGeneration:
         self.prompt_ids = list(prompt_ids)  # the caller may go on writing to its own
         self.max_new_tokens = max_new_tokens
         self.settings = settings
-        self.owner = ""
-        """Uid of the prompt that it is for; empty if it is for no training prompt."""
         self.token_ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.spans: list[VersionSpan] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from partial_rollout.core.cost_model import EngineSpeed
+    from partial_rollout.core.engine_meter import EngineSpeed
 
 DECREASE = 0.75
 """A preempted request is computed again from its prompt on, so it pays to leave the pressure quickly."""

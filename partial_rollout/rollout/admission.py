@@ -11,7 +11,7 @@ from partial_rollout.errors import DrainTimeout
 from partial_rollout.rollout.time_mean import TimeWeightedMean
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable
 
 NUM_NAMED_REQUESTS = 8
 """Request ids an error message spells out."""
@@ -113,20 +113,6 @@ class Admission:
             self._gate.drained()
         self.last_drain_s = self._clock() - started_s
         return interrupted
-
-    async def close_and_wait(self, request_ids: Collection[str], limit_s: float) -> list[str]:
-        """Close the gate and wait for up to `limit_s` until these requests have left; returns those that have not."""
-        self._shut()
-
-        def left() -> list[str]:
-            inside = set(self._gate.in_flight_ids())
-            return [request_id for request_id in request_ids if request_id in inside]
-
-        try:
-            await asyncio.wait_for(self._request_moved.wait_for(lambda: not left()), limit_s)
-        except asyncio.TimeoutError:
-            return left()
-        return []
 
     def require_openable(self) -> None:
         """Raise IllegalTransition where `open_nowait` would: a drain has not finished."""

@@ -16,7 +16,6 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from partial_rollout.core.engine_meter import Origin
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ActorLost, ConfigError, EngineDead, RunEnded
 
@@ -110,7 +109,6 @@ class ResumingLLMServerClient(LLMServerClient):
     ) -> TokenOutput:
         request = generation.next_request()
         options: dict[str, Any] = {"is_resumption": True, "retained": retained} if request.is_resumption else {}
-        options["origin"] = Origin(generation.owner, len(generation.token_ids))
         try:
             output = await super().generate(
                 request_id,

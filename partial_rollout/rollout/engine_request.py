@@ -45,10 +45,10 @@ class EngineRequest:
     is_cut: bool = False
     """Whether its present segment was ended while the engine kept the request."""
 
-    async def segment(self, count: Callable[[int, int], None]) -> RequestOutput:
+    async def segment(self, count: Callable[[int], None]) -> RequestOutput:
         """The next segment, to the request's end or to where it is cut.
 
-        `count` is told the tokens as they come, and how many of the prompt were found in a cache.
+        `count` is told the number of tokens as they come.
         """
         merged: RequestOutput | None = None
         while merged is None or not merged.finished:
@@ -56,7 +56,7 @@ class EngineRequest:
             for completion in output.outputs:
                 drop_repeated_logprobs(completion)
                 self.has_tokens = self.has_tokens or len(completion.token_ids) > 0
-                count(len(completion.token_ids), output.num_cached_tokens or 0)
+                count(len(completion.token_ids))
             if merged is None:
                 merged = output
             else:

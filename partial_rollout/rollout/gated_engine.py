@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.errors import EngineError
-from partial_rollout.rollout.engine_request import INTERRUPTED, EngineRequest, KeptRequests, OutputQueue
+from partial_rollout.rollout.engine_request import EngineRequest, KeptRequests, OutputQueue
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from vllm.outputs import RequestOutput
 
-    from partial_rollout.core.engine_meter import EngineMeter, Origin
+    from partial_rollout.core.engine_meter import EngineMeter
     from partial_rollout.core.gate import Ticket
     from partial_rollout.core.interrupt import InterruptMode, Retained
     from partial_rollout.rollout.admission import Admission
@@ -36,8 +36,6 @@ class Passage:
     """Under which blocks are found and left in the prefix cache; None leaves it to vLLM."""
     retained: Retained | None
     """What the segment before this one has left behind."""
-    origin: Origin
-    """What it goes on with."""
     went_on: bool = False
     """The request was still in the engine."""
     kept_id: str | None = None
@@ -96,20 +94,13 @@ class GatedEngine:
             request = await self._add(prompt, sampling_params, request_id, passage.cache_salt, options)
         self._running[request.queue.request_id] = request
         self._admission.arrived(passage.ticket)
-        self._meter.begin(
-            request_id,
-            time.monotonic(),
-            passage.origin,
-            num_prompt=len(prompt["prompt_token_ids"]),
-            max_tokens=sampling_params.max_tokens,
-            stayed=passage.went_on,
-        )
-        has_left = is_complete = False
+        self._meter.begin(request_id)
+        has_left = False
         try:
-            output = await request.segment(lambda *counts: self._count(request_id, *counts))
-            has_left, is_complete = True, output.outputs[0].finish_reason != INTERRUPTED
+            output = await request.segment(lambda num_tokens: self._count(request_id, num_tokens))
+            has_left = True
         finally:
-            self._meter.end(request_id, time.monotonic(), is_complete=is_complete)
+            self._meter.end(request_id)
             del self._running[request.queue.request_id]
             if not has_left:
                 await self._engine.abort(request.queue.request_id, internal=True)
@@ -126,9 +117,9 @@ class GatedEngine:
         queue = await self._engine.add_request(request_id, prompt, sampling_params, **options)
         return EngineRequest(queue, may_stay=self._mode.stays and not prompt.get("multi_modal_data"))
 
-    def _count(self, request_id: str, num_tokens: int, num_cached: int) -> None:
+    def _count(self, request_id: str, num_tokens: int) -> None:
         self.num_generated_tokens += num_tokens
-        self._meter.tokens(request_id, num_tokens, time.monotonic(), num_cached)
+        self._meter.tokens(request_id, num_tokens, time.monotonic())
 
     async def interrupt(self, *, clear_cache: bool) -> None:
         """Pause the engine and end all segments; requests stay in it or leave it as the mode says."""

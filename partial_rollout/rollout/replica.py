@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.core.cost_model import EngineProgress
     from partial_rollout.rollout.statistics import RolloutStatistics
 
 NAME = "vllm"
@@ -73,19 +72,6 @@ class PartialRolloutReplica(vLLMReplica):
     async def statistics(self) -> list[RolloutStatistics]:
         """One entry for each server."""
         return await self._on_all("rollout_statistics", limit_s=self.settings.timeouts.call_s)
-
-    async def progress(self) -> list[EngineProgress]:
-        """Running requests and measured speeds of the engine, which is the first server's."""
-        return await self._on_all("progress", limit_s=self.settings.timeouts.call_s, servers=self.servers[:1])
-
-    async def let_end(self, request_ids: Sequence[str], limit_s: float) -> list[str]:
-        """Close the gate and wait for up to `limit_s` until these requests have ended; returns those that have not.
-
-        Only at the first server of a replica over several nodes: a further one has no requests and is not drained.
-        """
-        arguments: dict[str, Any] = {"request_ids": request_ids, "wait_s": limit_s}
-        answers = await self._on_all("let_end", limit_s=limit_s + MARGIN_S, servers=self.servers[:1], **arguments)
-        return [request_id for late in answers for request_id in late]
 
     async def check_health(self) -> None:
         """Raise EngineDead if an engine has died."""

@@ -21,12 +21,11 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from partial_rollout.core.engine_meter import NOBODY, EngineMeter, Origin
+from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
-from partial_rollout.rollout.boundary_control import BoundaryControl
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import while_healthy
 from partial_rollout.rollout.engine_load import engine_load
@@ -57,7 +56,7 @@ INITIAL_VERSION = 0
 """Weight version before the first update: what the engine loaded by itself."""
 
 
-class PartialRolloutServer(BoundaryControl, ChannelServer):
+class PartialRolloutServer(ChannelServer):
     """Server actor of one replica; all state below is touched on the engine's loop only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +112,6 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         *,
         is_resumption: bool = False,
         retained: Retained | None = None,
-        origin: Origin = NOBODY,
         **inputs: Any,
     ) -> TokenOutput:
         """Generate one segment; other arguments and the result as in verl's `vLLMHttpServer.generate`.
@@ -134,7 +132,7 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
             version, openings = self._version, self._admission.openings
-            passage = Passage(ticket, self._interruption.cache_salt(retained, openings, version), retained, origin)
+            passage = Passage(ticket, self._interruption.cache_salt(retained, openings, version), retained)
             reset = CURRENT_PASSAGE.set(passage)
             try:
                 self._weights.require_whole(self._name)
@@ -180,7 +178,6 @@ class PartialRolloutServer(BoundaryControl, ChannelServer):
         if context_len and output.token_ids:
             num_reused = output.extra_fields["context"].num_reused_tokens
             self._num_reprefilled_tokens += context_len - num_reused
-            self._meter.resumed(context_len, num_reused)
 
     @property
     def _output_kind(self) -> RequestOutputKind:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from partial_rollout.core.cost_model import EngineSpeed
+    from partial_rollout.core.engine_meter import EngineSpeed
     from partial_rollout.core.gate import GateStatistics
     from partial_rollout.core.slots import EngineLoad
 

@@ -165,10 +165,6 @@ class RolloutPromptManager:
         warn_of_long_running(self._queue, self._batch_s)
         return self._queue.take(num_groups)
 
-    async def pause_starts(self, num_groups: int | None) -> None:
-        """Until the next round let nothing start while a batch of `num_groups` is on its way; None ends the pause."""
-        await self._apply(lambda: self._queue.pause_starts(num_groups))
-
     async def discard_expired(self) -> list[str]:
         """Restart the groups that the last batch's result called expired, or drop them; returns the uids of those.
 

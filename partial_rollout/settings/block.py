@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BLOCK = "partial_rollout"
+RETIRED_KEYS = {
+    "tail.boundary": "leave it out: the end of a step interrupts what is unfinished, as tail.boundary=now did",
+    "costs": "leave the block out: only tail.boundary=cost read it, which is retired as well",
+}
+"""Keys of release 0.1 below the block, and what to do instead; 0.3 knows them no more."""
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -79,7 +84,6 @@ class PackingConfig:
 
 
 TAIL_POLICIES = ("partial", "sync", "reorder")
-BOUNDARIES = ("now", "cost")
 PAST_STALENESS = ("mask", "drop", "finish", "restart")
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
@@ -105,15 +109,11 @@ class TailConfig:
     interrupt_mode: str = "abort"
     offload_gib: int | None = None
     past_staleness: str = "mask"
-    boundary: str = "now"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown policy, a count below 1, or a key that the others leave without use."""
         _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
         past, bound = self.past_staleness, self.max_staleness
-        _require(self.boundary in BOUNDARIES, "tail.boundary", self.boundary, f"one of {', '.join(BOUNDARIES)}")
-        interrupts = f"now with {BLOCK}.tail.policy=sync, which interrupts nothing"
-        _require(self.boundary == "now" or self.policy != "sync", "tail.boundary", self.boundary, interrupts)
         _require(past in PAST_STALENESS, "tail.past_staleness", past, f"one of {', '.join(PAST_STALENESS)}")
         unbounded = f"mask without a bound: set {BLOCK}.tail.max_staleness as well"
         _require(past == "mask" or bound is not None, "tail.past_staleness", past, unbounded)
@@ -183,29 +183,6 @@ class SlotsConfig:
         _require(self.interval_s > 0, "slots.interval_s", self.interval_s, "a number of seconds above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class CostsConfig:
-    """What decoding and prefilling take; what is left open is measured while the run goes on."""
-
-    decode_step_ms: float | None = None
-    decode_request_ms: float | None = None
-    prefill_tokens_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value that is not positive, or one half of the decode step's."""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            _require(value is None or value > 0, f"costs.{item.name}", value, "null or above 0")
-        step, request = self.decode_step_ms, self.decode_request_ms
-        other = f"given with {BLOCK}.costs.decode_request_ms, or neither: a step of k requests takes step + k x request"
-        _require((step is None) == (request is None), "costs.decode_step_ms", step, other)
-
-    @property
-    def are_given(self) -> bool:
-        """Whether nothing is left to be measured."""
-        return None not in (self.decode_step_ms, self.decode_request_ms, self.prefill_tokens_per_s)
-
-
 WEIGHT_BACKENDS = ("auto", "channel", "verl")
 
 
@@ -252,7 +229,6 @@ class PartialRolloutConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     slots: SlotsConfig = field(default_factory=SlotsConfig)
-    costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -271,9 +247,6 @@ class PartialRolloutConfig:
         _require(self.max_attempts > 1 or not restarts, "max_attempts", self.max_attempts, again)
         unused = f"false with {BLOCK}.tail.policy={policy}, whose rounds start no more than there are slots for"
         _require(policy == "partial" or not self.slots.adaptive, "slots.adaptive", self.slots.adaptive, unused)
-        unused = f"null with {BLOCK}.tail.boundary=now, which reckons with nothing"
-        for name, value in dataclasses.asdict(self.costs).items():
-            _require(value is None or self.tail.boundary == "cost", f"costs.{name}", value, unused)
 
     @classmethod
     def from_mapping(cls, block: Mapping[str, Any]) -> PartialRolloutConfig:
@@ -306,6 +279,9 @@ def build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
     """
     hints = get_type_hints(cls)
     unknown = sorted(set(block) - set(hints))
+    retired = RETIRED_KEYS.get(f"{prefix}{unknown[0]}".removeprefix(f"{BLOCK}.")) if unknown else None
+    if retired:
+        raise ConfigError(f"{prefix}{unknown[0]} was retired in release 0.2: {retired} (see CHANGELOG.md)")
     if unknown:
         raise ConfigError(f"unknown key {prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
     return cls(**{key: _convert(hints[key], value, key=f"{prefix}{key}") for key, value in block.items()})

@@ -16,7 +16,7 @@ from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.core.slots import SlotBounds, share_slots
 from partial_rollout.errors import ConfigError, DataError
 from partial_rollout.settings.block import BLOCK, PartialRolloutConfig
-from partial_rollout.settings.engine_needs import ADAPTER_RANKS, AT_THE_END, engine_needs
+from partial_rollout.settings.engine_needs import ADAPTER_RANKS, engine_needs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -213,10 +213,6 @@ def _check_tail(config: DictConfig) -> None:
         f"data.gen_batch_size={fetched}",
         f"null or a divisor of data.train_batch_size={batch}{more if fetched and fetched > batch else ''}",
     )
-    for key in AT_THE_END if settings.tail.boundary == "cost" and not settings.costs.are_given else ():
-        value, way_out = OmegaConf.select(config, f"actor_rollout_ref.{key}"), f"or give all of {BLOCK}.costs"
-        given = f"actor_rollout_ref.{key}={value} with {BLOCK}.tail.boundary=cost"
-        _require(not value, given, f"False, as speeds are measured while tokens come ({way_out})")
 
 
 def _check_interrupt_mode(config: DictConfig) -> None:

@@ -12,7 +12,6 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Sequence
 
-    from partial_rollout.core.cost_model import EngineProgress
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.rollout.statistics import RolloutStatistics
     from partial_rollout.settings.block import TimeoutConfig
@@ -36,20 +35,6 @@ class ReplicaFleet:
         calls = [replica.abort_all_requests() for replica in self._replicas]
         results = self._all("drain", calls, self._timeouts.drain_s + margin_s)
         return sum(result["aborted_count"] for result in results)
-
-    def progress(self) -> list[list[EngineProgress]]:
-        """Running requests and measured speeds of every replica's servers."""
-        return self._all("tell their progress", [r.progress() for r in self._replicas], self._timeouts.call_s)
-
-    def let_end(self, request_ids: Sequence[Sequence[str]], limits_s: Sequence[float]) -> int:
-        """Close every gate and wait until these requests of each replica have ended, up to each replica's limit.
-
-        Returns the number of those that have not.
-        """
-        asked = zip(self._replicas, request_ids, limits_s, strict=True)
-        calls = [replica.let_end(ids, limit_s) for replica, ids, limit_s in asked]
-        late = self._all("let requests end", calls, max(limits_s) + self._timeouts.call_s)
-        return sum(len(ids) for ids in late)
 
     def resume(self) -> None:
         """Open every gate."""

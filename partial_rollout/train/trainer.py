@@ -68,7 +68,6 @@ from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.settings.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
-from partial_rollout.train.boundary import Boundary
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.metrics import queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
@@ -127,15 +126,13 @@ class PartialRolloutTrainer(PPOTrainer):
         """Send the loaded weights; the gate is open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
-        wait = self.settings.tail.boundary == "cost"
-        self.boundary = Boundary(self.fleet, self.settings, self._note) if wait else None
         self._send_weights()
         self._report_step("open")
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train as verl does, between starting the claim loops and a bounded shutdown."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
-        look = self._look if self.slot_tuner or self.boundary else None
+        look = self.slot_tuner.look if self.slot_tuner else None
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, mini_batch, look)
@@ -167,9 +164,6 @@ class PartialRolloutTrainer(PPOTrainer):
             self.slot_tuner.look()
             self._pending_sync_metrics |= self.slot_tuner.metrics()
         self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
-        if self.boundary is not None:
-            with marked_timer("boundary", self.timing_raw, color="red"):
-                self._pending_sync_metrics |= self.boundary.wait(slots)
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
@@ -260,19 +254,6 @@ class PartialRolloutTrainer(PPOTrainer):
     def _num_slots(self) -> int:
         return self.slot_tuner.num_slots if self.slot_tuner is not None else num_slots(self.config)
 
-    def _look(self) -> None:
-        """At intervals while a batch is waited for."""
-        if self.slot_tuner is not None:
-            self.slot_tuner.look()
-        if self.boundary is not None:
-            batch = self.config.data.train_batch_size
-            num_missing = batch - self._ask(self.manager.statistics.remote()).done
-            self.boundary.look(num_missing, self._num_slots, self._pause_starts)
-
-    def _pause_starts(self, is_paused: bool) -> None:
-        batch = self.config.data.train_batch_size
-        self._ask(self.manager.pause_starts.remote(batch if is_paused else None))
-
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
         if not self.settings.slots.adaptive:
             return None
@@ -286,11 +267,8 @@ class PartialRolloutTrainer(PPOTrainer):
         )
 
     def _note_slots(self, decision: SlotDecision) -> None:
-        self._note("slots", dataclasses.asdict(decision))
-
-    def _note(self, event: str, fields: dict[str, Any]) -> None:
         if self.settings.event_log:
-            append_event(self.settings.event_log, event, self.global_steps, **fields)
+            append_event(self.settings.event_log, "slots", self.global_steps, **dataclasses.asdict(decision))
 
     def _send_weights(self) -> None:
         timeout_s = self.settings.timeouts.resume_s

@@ -64,7 +64,7 @@ class PromptQueue:
     @property
     def next_group_size(self) -> int:
         """Slots that the next pending prompt needs; 0 when none may be claimed."""
-        return self._rounds.next_group_size(len(self._claims.ongoing) + len(self._done), self._is_due_pending)
+        return self._rounds.next_group_size
 
     @property
     def is_claimable(self) -> bool:
@@ -80,10 +80,6 @@ class PromptQueue:
     def version(self, version: int) -> None:
         self._claims.ages.version = version
         self._done.expire(version)
-
-    def pause_starts(self, num_groups: int | None) -> None:
-        """Until the next round nothing starts while a batch of `num_groups` is ongoing or done; None ends the pause."""
-        self._rounds.pause(num_groups)
 
     def num_due(self, num_groups: int) -> int:
         """Unfinished prompts that a batch of `num_groups` waits for, lest they pass the staleness bound later."""
@@ -230,10 +226,6 @@ class PromptQueue:
 
     def _can_take_now(self, num_groups: int) -> bool:
         return self._rounds.can_choose(num_groups, len(self._done)) and not self.num_due(num_groups)
-
-    def _is_due_pending(self, num_groups: int) -> bool:
-        """Whether a batch may wait for a pending prompt: one that has tokens, of before a restart."""
-        return self._claims.ages.num_begun > len(self._claims.ongoing) and self.num_due(num_groups) > 0
 
     def _num_missing(self, num_groups: int) -> int:
         """Prompts without which the round cannot fill its batch."""

@@ -11,7 +11,7 @@ from partial_rollout.core.queue.lifecycle import Entry, Event
 from partial_rollout.core.queue.tail import RoundView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.types import Claim
@@ -31,8 +31,6 @@ class Rounds:
         """By uid, most often deferred first, then in the order of admission."""
         self._pending: list[tuple[bool, int, Entry]] = []
         self._num_startable: float = 0 if policy.in_rounds else math.inf
-        self._enough: int | None = None
-        self._is_shut = False
         self._required: dict[str, None] = {}
         self._missing: set[str] = set()
 
@@ -46,30 +44,17 @@ class Rounds:
         """Pending prompts that may start now."""
         return int(min(self._num_startable, len(self._pending)))
 
-    def next_group_size(self, num_begun: int, needs_pending: Callable[[int], bool]) -> int:
-        """Slots that the next prompt needs; 0 when none may start.
-
-        `num_begun` prompts are ongoing or done; `needs_pending` says whether a batch of so many cannot be taken without
-        a pending one, which a pause does not hold back.
-        """
-        if self._is_shut or not self.num_startable:
-            return 0
-        is_other, _, entry = self._pending[0]
-        is_paused = self._enough is not None and num_begun >= self._enough
-        if is_paused and is_other and not needs_pending(self._enough or 0):
-            return 0
-        return entry.meta.num_trajectories
-
-    def pause(self, num_groups: int | None) -> None:
-        """Until the next round nothing starts while `num_groups` prompts are ongoing or done; None ends the pause."""
-        self._enough = num_groups
+    @property
+    def next_group_size(self) -> int:
+        """Slots that the next prompt needs; 0 when none may start."""
+        return self._pending[0][2].meta.num_trajectories if self.num_startable else 0
 
     def begin(self, num_ongoing: int, num_done: int) -> tuple[RoundPlan, list[Claim]]:
         """Let the policy plan a round; returns the claims whose prompts go on. Those without a claim start again."""
         deferrals = [entry.deferrals for entry in self.deferred.values()]
         plan = self.policy.plan(RoundView(len(self._pending), num_ongoing, num_done, deferrals))
         resumed = list(islice(self.deferred.values(), plan.num_resumed))
-        self._num_startable, self._enough, self._is_shut = plan.num_started, None, False
+        self._num_startable = plan.num_started
         self._required = {entry.meta.uid: None for entry in resumed[: plan.num_required]}
         self._missing = set(self._required)
         for entry in resumed:
@@ -110,11 +95,7 @@ class Rounds:
         return num_done >= num_groups and not self._missing
 
     def choose(self, num_groups: int, done: Iterable[str]) -> list[str]:
-        """Uids of the batch that is taken: required ones, then the oldest of `done`.
-
-        The boundary is there: what a pause holds back waits for the next round.
-        """
-        self._is_shut = self._enough is not None
+        """Uids of the batch that is taken: required ones, then the oldest of `done`."""
         others = (uid for uid in done if uid not in self._required)
         return [*self._required, *islice(others, num_groups - len(self._required))]
 

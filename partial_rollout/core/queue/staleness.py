@@ -68,11 +68,6 @@ class Ages:
         """Weight version that generates now."""
         self._begun: Counter[int] = Counter()
 
-    @property
-    def num_begun(self) -> int:
-        """Unfinished prompts that have begun."""
-        return self._begun.total()
-
     def begin(self, begun: int | None) -> int:
         """Count a prompt that begins now, or has at version `begun`; returns the version for `end`."""
         begun = self.version if begun is None else begun

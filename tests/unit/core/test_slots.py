@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partial_rollout.core.cost_model import EngineSpeed
+from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController, share_slots
 
 BOUNDS = SlotBounds(least=8, most=128, kv_high=0.9, group=4)
@@ -65,7 +65,7 @@ def test_the_budget_stops_at_its_bounds() -> None:
 )
 def test_slots_that_bring_no_tokens_are_not_added(step_s: float, after: int) -> None:
     """Each of two engines has half of the slots; nothing is known of the other."""
-    speed = EngineSpeed(steps=((16.0, 0.010), (32.0, 0.020), (36.0, step_s)), prefill_tokens_per_s=1.0)
+    speed = EngineSpeed(steps=((16.0, 0.010), (32.0, 0.020), (36.0, step_s)))
     decision = controller().observe(EngineLoad(num_tokens=1), 64, [speed, EngineSpeed()])
     assert decision.after == after
     assert ("hardly more tokens" in decision.reason) is (after == 64)

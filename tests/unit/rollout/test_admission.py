@@ -138,29 +138,3 @@ async def test_mean_running_counts_from_the_opening_to_the_closing():
     admission.open_nowait()
     clock.now_s = 110.0
     assert admission.mean_running() == 0.0
-
-
-async def test_chosen_requests_may_end_behind_a_closed_gate_while_others_go_on():
-    admission = Admission()
-    first, second = await entered(admission, "a"), await entered(admission, "b")
-    waiting = asyncio.create_task(admission.close_and_wait(["a", "gone"], 5.0))
-    late = asyncio.create_task(admission.enter("c"))
-    await let_run()
-    assert (waiting.done(), late.done()) == (False, False)
-    admission.leave(first)
-    assert await waiting == []
-    assert admission.statistics().in_flight == 1
-    drain = asyncio.create_task(admission.close_and_drain(no_pause, 5.0))
-    await let_run()
-    admission.leave(second)
-    assert await drain == ["b"]
-    assert not late.done()
-    late.cancel()
-
-
-async def test_a_request_that_does_not_end_in_time_is_named():
-    admission = Admission()
-    await entered(admission, "a")
-    await entered(admission, "b")
-    assert await admission.close_and_wait(["b"], 0.01) == ["b"]
-    assert admission.statistics().state is GateState.DRAINING

@@ -20,7 +20,7 @@ def request(*, may_stay: bool = True, has_tokens: bool = False) -> EngineRequest
 
 async def segment(of: EngineRequest) -> tuple[list[int], str | None, list]:
     counted = []
-    merged = await of.segment(lambda num_tokens, num_cached: counted.append(num_tokens))
+    merged = await of.segment(counted.append)
     (completion,) = merged.outputs
     assert sum(counted) == len(completion.token_ids)
     return completion.token_ids, completion.finish_reason, completion.logprobs

@@ -49,14 +49,6 @@ async def test_a_further_node_is_not_asked_for_requests_it_cannot_have():
     assert second.calls == ["sleep"]
 
 
-async def test_a_boundary_asks_the_first_node_only():
-    """A further node's gate would be closed and, as nothing is drained there, never opened again."""
-    first, second = Server(), Server()
-    await replica(first, second).progress()
-    await replica(first, second).let_end(["r"], 1.0)
-    assert (first.calls, second.calls) == (["progress", "let_end"], [])
-
-
 async def test_a_server_that_does_not_answer_is_named_with_its_replica():
     with pytest.raises(WaitTimeout, match=r"replica 3: resume_engine_generation was not answered by all 2 server"):
         await replica(Server(), Server(answers=False), resume_s=0.01).resume_generation()

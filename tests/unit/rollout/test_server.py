@@ -9,14 +9,12 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from partial_rollout.core.cost_model import RunningRequest
-from partial_rollout.core.engine_meter import Origin
 from partial_rollout.errors import DataError, DrainTimeout, EngineDead
 from partial_rollout.rollout import engine_calls
 from partial_rollout.rollout.engine_request import drop_repeated_logprobs
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeServer, completion
-from tests.unit.rollout.servers import PARAMS, launched, let_run, start
+from tests.unit.rollout.servers import launched, let_run, start
 
 LONG_S = 20.0
 """Never runs out in a test that passes; the deadlines of these calls are longer."""
@@ -188,35 +186,3 @@ async def test_a_further_node_of_a_replica_is_healthy_without_an_engine_of_its_o
     server = FakeServer()
     server.node_rank = 1
     await server.require_health()
-
-
-async def test_progress_knows_of_every_running_request_what_it_has_and_what_it_may_still_make():
-    server = await launched()
-    task = start(server, origin=Origin("p", 2), is_resumption=True)
-    await let_run()
-    server.fake.stream("a", [5, 6])
-    await let_run()
-    max_tokens = PARAMS["max_tokens"]
-    (running,) = (await server.progress()).running
-    assert running == RunningRequest("a", "p", num_context=5, num_done=4, num_left=max_tokens - 2)
-    server.fake.finish("a", [7])
-    await task
-    progress = await server.progress()
-    assert (progress.running, progress.finished) == ((), {"p": [5]})
-
-
-async def test_what_a_boundary_waits_for_ends_and_the_rest_is_interrupted_by_the_drain():
-    server = await launched()
-    ending, other = start(server), start(server, "b")
-    await let_run()
-    waiting = asyncio.create_task(server.let_end(["a"], 5.0))
-    await let_run()
-    late = start(server, "c")
-    server.fake.finish("a", [5])
-    assert await waiting == []
-    assert (await ending).stop_reason == "completed"
-    await server.abort_all_requests()
-    assert (await other).stop_reason == "aborted"
-    assert (await server.progress()).history == (1,)
-    await server.reject_parked()
-    assert (await late).extra_fields["rejected"]

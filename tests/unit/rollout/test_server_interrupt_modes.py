@@ -16,7 +16,6 @@ from partial_rollout.rollout import interruption
 from partial_rollout.rollout.interruption import Interruption
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from tests.fake_engine import FakeServer
-from tests.fake_engine import output as fake_output
 from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode
 
 
@@ -36,7 +35,7 @@ async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
     assert second.extra_fields["global_steps"] == 9
     assert second.extra_fields["context"] == Context(0, "keep_kv", 3)
     assert second.extra_fields["retained"] is None
-    assert (await server.progress()).speed.reprefilled_share == 0
+    assert (await server.rollout_statistics()).num_reprefilled_tokens == 0
     assert server.fake.calls == ["add a", "pause keep False", "resume"]
     assert (await server.rollout_statistics()).kept == 0
 
@@ -281,26 +280,12 @@ async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_pa
         assert (own.exists(), other.exists()) == (False, True)
 
 
-class NotingMeter(EngineMeter):
-    def __init__(self):
-        super().__init__()
-        self.noted = []
-
-    def begin(self, *args, stayed, **kwargs):
-        self.noted.append(stayed)
-        super().begin(*args, stayed=stayed, **kwargs)
-
-    def tokens(self, request_id, num_tokens, now_s, num_cached):
-        self.noted.append(num_cached)
-        super().tokens(request_id, num_tokens, now_s, num_cached)
-
-
-async def test_the_meter_is_told_what_was_found_in_a_cache_and_what_stayed_in_the_engine():
+async def test_the_time_between_two_segments_is_not_part_of_a_decode_step():
     server = await launched(with_mode("keep_kv"))
     server.engine._meter = server._meter = meter = NotingMeter()
     task = start(server)
     await let_run()
-    server.fake.queues["a"].put(fake_output([5], num_cached_tokens=2))
+    server.fake.stream("a", [5])
     await let_run()
     await server.abort_all_requests()
     again = start(server, "b", is_resumption=True, retained=(await task).extra_fields["retained"])
@@ -309,4 +294,22 @@ async def test_the_meter_is_told_what_was_found_in_a_cache_and_what_stayed_in_th
     await let_run()
     server.fake.finish("a", [7])
     await again
-    assert meter.noted == [False, 2, 0, True, 0]  # the mark of the cut has no tokens
+    assert meter.noted == ["begin a", "1 of a", "0 of a", "end a", "begin b", "1 of b", "end b"]
+
+
+class NotingMeter(EngineMeter):
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def begin(self, request_id):
+        self.noted.append(f"begin {request_id}")
+        super().begin(request_id)
+
+    def tokens(self, request_id, num_tokens, now_s):
+        self.noted.append(f"{num_tokens} of {request_id}")
+        super().tokens(request_id, num_tokens, now_s)
+
+    def end(self, request_id):
+        self.noted.append(f"end {request_id}")
+        super().end(request_id)

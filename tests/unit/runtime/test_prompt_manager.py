@@ -272,19 +272,6 @@ def test_claims_wait_for_the_round_and_deferred_ones_for_a_later_one() -> None:
     run_virtual(main())
 
 
-def test_the_end_of_a_pause_wakes_a_waiting_claim() -> None:
-    async def main() -> None:
-        manager = await make_manager("a")
-        await manager.pause_starts(0)
-        waiting = asyncio.create_task(manager.claim("w0", GROUP, HOUR_S))
-        await settle()
-        assert not waiting.done()
-        await manager.pause_starts(None)
-        assert [claim.uid for claim in await woken(waiting)] == ["a"]
-
-    run_virtual(main())
-
-
 def test_a_closed_manager_begins_no_round() -> None:
     async def main() -> None:
         manager = await make_manager()

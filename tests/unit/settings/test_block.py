@@ -39,6 +39,21 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
+        ({"tail": {"boundary": "cost"}}, r"partial_rollout\.tail\.boundary was retired in release 0\.2: leave it out"),
+        (
+            {"costs": {"decode_step_ms": 1.0}},
+            "partial_rollout.costs was retired in release 0.2: leave the block",
+        ),
+    ],
+)
+def test_a_retired_key_is_told_with_what_to_use_instead(block: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        PartialRolloutConfig.from_mapping(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
         ({"prefetch_factor": 0.5}, r"prefetch_factor=0\.5 .* at least 1"),
         ({"num_slots": 0}, "num_slots=0 .* at least 1"),
         ({"max_attempts": 0}, "max_attempts=0 "),
@@ -81,7 +96,6 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ),
         ({"slots": {"adaptive": True}, "tail": {"policy": "sync"}}, "slots.adaptive=True .*false with .*policy=sync"),
         ({"slots": {"adaptive": True}, "tail": {"policy": "reorder"}}, "slots.adaptive=True .*false with .*=reorder"),
-        ({"costs": {"prefill_tokens_per_s": 5.0}}, "costs.prefill_tokens_per_s=5.0 .*null with .*tail.boundary=now"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
     ],
 )

@@ -205,17 +205,6 @@ def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group
     assert fixed.actor_rollout_ref.rollout.disable_log_stats is True
 
 
-@pytest.mark.parametrize("key", ["enable_rollout_routing_replay", "mtp.enable_rollout"])
-def test_speeds_cannot_be_measured_where_tokens_come_at_the_end_only(composed: Composed, key: str):
-    measured = {"partial_rollout.tail.boundary": "cost", f"actor_rollout_ref.rollout.{key}": True}
-    costs = {"decode_step_ms": 5.0, "decode_request_ms": 0.1, "prefill_tokens_per_s": 9000.0}
-    with pytest.raises(ConfigError, match=rf"{key}=True with .*boundary=cost .*must be False.*costs"):
-        check(composed(measured))
-    with pytest.raises(ConfigError, match=key):
-        check(composed(measured | {"partial_rollout.costs.prefill_tokens_per_s": 9000.0}))
-    check(composed(measured | {f"partial_rollout.costs.{name}": value for name, value in costs.items()}))
-
-
 @pytest.mark.parametrize(("least", "most"), [(2, 64), (32, 64), (8, 16)])
 def test_bounds_without_the_number_to_start_with_are_refused(composed: Composed, least: int, most: int):
     bounds = {"partial_rollout.slots": {"adaptive": True, "least": least, "most": most}}

@@ -74,18 +74,3 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
     assert weighed.failed_updates() == {1: "killed", 2: "late"}
     weighed.relaunch([2])
     assert [replica.is_relaunched for replica in replicas] == [False, False, True]
-
-
-class EndingReplica(Replica):
-    """Has as many late requests as it was given, and notes its limit."""
-
-    async def let_end(self, request_ids: list[str], limit_s: float) -> list[str]:
-        self.limit_s = limit_s
-        return request_ids
-
-
-def test_each_replica_waits_for_its_own_requests_up_to_its_own_limit():
-    replicas = [EndingReplica(0), EndingReplica(0)]
-    ending = ReplicaFleet(cast("Any", replicas), TimeoutConfig())
-    assert ending.let_end([["a"], ["b", "c"]], [0.5, 2.0]) == 3
-    assert [replica.limit_s for replica in replicas] == [0.5, 2.0]

@@ -13,7 +13,7 @@ pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
-from partial_rollout.core.cost_model import EngineSpeed
+from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds
 from partial_rollout.train.slot_tuning import SlotTuner
 

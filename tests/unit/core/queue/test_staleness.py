@@ -200,23 +200,6 @@ def test_a_group_that_must_be_in_the_batch_and_is_too_old_is_not_waited_for() ->
     assert len(result.groups) == BATCH
 
 
-def test_a_pause_of_starts_does_not_hold_back_what_an_update_waits_for() -> None:
-    """After a restart with fewer slots some of what must finish first is pending, and enough for a batch is ongoing."""
-    trainer = started("finish")
-    trainer.queue.version += 1
-    trainer.restart()
-    trainer.begin()
-    assert trainer.claim(free_slots=BATCH - 1) == ["p4", "p5", "p6"]
-    trainer.queue.give_back(trainer.claims.pop("p4"))  # its tokens are gone, and it is ahead of p7, which has some
-    trainer.claim(free_slots=1)
-    trainer.queue.pause_starts(BATCH - 1)
-    assert trainer.queue.num_due(BATCH) == 3
-    assert trainer.claim(free_slots=1) == ["p7"]
-    assert trainer.claim() == []
-    trainer.finish("p5", "p6", "p7", "p4")
-    assert len(trainer.take().groups) == BATCH
-
-
 def test_only_the_first_claim_since_a_restart_goes_on_from_saved_tokens() -> None:
     """A second attempt begins afresh, whichever worker gets it."""
     trainer = started("restart")

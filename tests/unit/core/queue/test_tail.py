@@ -235,46 +235,6 @@ def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
     assert trainer.claim() == ["p4", "p5", "p10", "p11"]
 
 
-def test_paused_starts_go_on_with_the_next_round_or_without_the_pause_and_owed_prompts_start_all_the_same() -> None:
-    trainer = Trainer(Partial(2 * BATCH))
-    trainer.begin()
-    trainer.claim(free_slots=BATCH)
-    trainer.queue.pause_starts(BATCH)
-    assert (trainer.claim(), trainer.queue.is_claimable) == ([], False)
-    trainer.fail("p0")
-    assert trainer.claim() == ["p0"]
-    trainer.finish("p0", "p1", "p2", "p3")
-    assert trainer.claim() == []
-    assert len(taken(trainer.take())) == BATCH
-    assert (trainer.claim(), trainer.queue.is_claimable) == ([], False)  # the boundary is now
-    trainer.begin()
-    assert trainer.claim(free_slots=BATCH) == ["p4", "p5", "p6", "p7"]
-    trainer.queue.pause_starts(BATCH)
-    for uid in ("p4", "p4"):
-        trainer.fail(uid)
-        trainer.claim()
-    assert len(trainer.claims) == BATCH  # another prompt has started for the one that was dropped
-    trainer.queue.pause_starts(None)
-    assert len(trainer.claim()) == BATCH - 1
-    trainer.finish("p5", "p6", "p7", "p8")
-    assert len(taken(trainer.take())) == BATCH
-    trainer.admit(1)
-    assert len(trainer.claim()) == 1  # starts were not paused when the batch was taken
-
-
-def test_a_pause_of_starts_does_not_hold_back_what_the_batch_must_contain() -> None:
-    trainer = after_a_short_round()
-    trainer.begin()
-    trainer.claim()
-    trainer.finish("p6", "p7", "p8", "p9")
-    trainer.take()
-    trainer.restart()
-    assert trainer.begin().kind == "long"
-    trainer.claim(free_slots=BATCH - 1)
-    trainer.queue.pause_starts(0)
-    assert trainer.claim() == ["p11"]
-
-
 # ---- nothing is lost, nothing waits for ever ----
 
 
