@@ -5,7 +5,7 @@
 A transition is one prompt admitted, claimed, finished or taken. Three rows:
 
 - `pure`: the queue alone in this process;
-- `single`: through the actor; each client claims, then reports every group with its own `finish` call, all at once;
+- `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
 - `batched`: the same, with `finish_many` of `--batch` groups.
 
 The driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every client always
@@ -100,7 +100,7 @@ class Client:
         await self._latencies.timed("finish_many", self._manager.finish_many.remote(groups))
 
     async def _finish_each(self, claims: list[Claim]) -> None:
-        calls = [self._manager.finish.remote(claim, summaries(claim)) for claim in claims]
+        calls = [self._manager.finish_many.remote([(claim, summaries(claim))]) for claim in claims]
         await asyncio.gather(*(self._latencies.timed("finish", call) for call in calls))
 
 

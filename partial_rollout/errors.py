@@ -1,36 +1,33 @@
-"""Every error this package raises on purpose, split by who can mend its cause.
+"""Every error this package raises on purpose, split by whose fault it is.
 
 PartialRolloutError
-├── RunEnded                  no fault: the run is over, so a request was turned away
-├── TooStale                  no fault: a trajectory has tokens past the staleness bound and must not go on
-├── UserError                 the command line, the data or the installation
-│   ├── ConfigError           a value in the configuration: which one, what was given, what is allowed
-│   ├── DataError             a prompt, a data file, a checkpoint or a model path
-│   ├── PackingError          these samples fit into no micro-batches: there are none, too few, or one is too long
-│   ├── AgentLoopBroken       one prompt after the other is dropped; the message has the last reason
-│   └── VersionError          an installed package is not the version that this release was built for
-├── ClusterError              Ray cannot give, or did not keep, what the run needs
-│   ├── ResourcesUnavailable  names each resource that is missing, and how many
-│   ├── ActorLost             an actor of this package died, or its main loop ended
-│   └── WaitTimeout           a bounded wait ran out; names who waited, for whom and how long
-├── EngineError               the inference engine
-│   ├── EngineDead            its process is gone, or refuses requests for good
-│   ├── DrainTimeout          requests were left in the engine after a drain; names them
-│   ├── WeightUpdateError     new weights did not arrive whole; the engine must be relaunched
-│   │   ├── WeightPeerLost        the other end of the weight channel died or went silent; names it
-│   │   ├── WeightProtocolError   the other end has another version, update or secret, or a message came out of order
-│   │   ├── WeightMismatch        a name, shape, dtype or value that the engine's model cannot take; names the tensor
-│   │   ├── SharedMemoryFull      no room for the buffers of a weight update in /dev/shm
-│   │   └── DeviceMemoryFull      no room for the buffers of a weight update on the GPU
-│   └── ResumeStalled         a request was interrupted again and again without progress in between
-└── InternalError             a bug in this package; names the object, its state and the event
-    ├── IllegalTransition     an event in a state whose transition table has no row for it
-    ├── DuplicateUid          a prompt uid was admitted twice
-    ├── CapacityExceeded      more prompts would be in flight than the queue's capacity
-    └── StaleClaim            a worker reported on a claim that is no longer the prompt's current one
-
-A message says what was given, what is allowed and where to set it. Where a process is gone, the message names its role,
-node and pid as far as they are known.
+├── RunEnded                not a fault: a request was turned away because the run is over
+├── TooStale                not a fault: a trajectory has tokens past the staleness bound and must not go on
+├── UserError               the command line, the data or the installation: say what was given and what is allowed
+│   ├── ConfigError         a value in the composed configuration
+│   ├── DataError           a prompt, a data file or a model path
+│   ├── PackingError        no micro-batches can be made of these samples: none, too few, too long
+│   ├── AgentLoopBroken     one prompt after the other is dropped; the message has the last reason
+│   └── VersionError        an installed package this release was not built for
+├── ClusterError            Ray cannot give or keep what the run needs
+│   ├── ResourcesUnavailable
+│   ├── ActorLost           an actor of ours died or its main loop ended
+│   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
+├── EngineError             the inference engine
+│   ├── EngineDead
+│   ├── DrainTimeout        requests survived a drain; names them
+│   ├── WeightUpdateError   new weights did not arrive whole; the engine must be relaunched
+│   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
+│   │   ├── WeightProtocolError version, update, secret or order of messages
+│   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
+│   │   ├── SharedMemoryFull    no room for the transfer's slots in /dev/shm
+│   │   └── DeviceMemoryFull    no room for them on the GPU
+│   └── ResumeStalled       a trajectory was interrupted twice without a token or an opening of the gate in between
+└── InternalError           a bug of ours; names object, state and event
+    ├── IllegalTransition
+    ├── DuplicateUid
+    ├── CapacityExceeded    more prompts were admitted than the prefetch cap allows
+    └── StaleClaim          a worker reported on a claim that is no longer its own
 """
 
 
@@ -47,7 +44,7 @@ class TooStale(PartialRolloutError):
 
 
 class UserError(PartialRolloutError):
-    """The user can mend the cause: configuration, data or installation."""
+    """The user can fix it: configuration, data or installation."""
 
 
 class ConfigError(UserError, ValueError):
@@ -55,7 +52,7 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError):
-    """A prompt, data file, checkpoint or model path cannot be used; drops are counted under the short name `reason`."""
+    """A data file, model path or prompt cannot be used; `reason` is the short name it is counted under."""
 
     def __init__(self, message: str, reason: str = "bad_data") -> None:
         super().__init__(message, reason)
@@ -67,11 +64,11 @@ class DataError(UserError):
 
 
 class PackingError(UserError):
-    """These samples, ranks and token budget have no plan of micro-batches; the message has the numbers."""
+    """No plan exists, or none was found, for these samples, ranks and token budget; the message has the numbers."""
 
 
 class AgentLoopBroken(UserError):
-    """Prompts are dropped as fast as new ones are admitted: the agent loop or its data fails for all of them."""
+    """So many prompts were dropped while one batch was waited for that refilling cannot be the cure."""
 
 
 class VersionError(UserError):
@@ -87,7 +84,7 @@ class ResourcesUnavailable(ClusterError):
 
 
 class ActorLost(ClusterError):
-    """An actor of this package died, or its main loop ended while the run goes on."""
+    """An actor of ours died, or a loop that must not end did."""
 
 
 class WaitTimeout(ClusterError, TimeoutError):
@@ -103,7 +100,7 @@ class EngineDead(EngineError):
 
 
 class DrainTimeout(EngineError, TimeoutError):
-    """Requests were still in the engine when the time for a drain was over; the message names them."""
+    """Requests were still in the engine when the drain deadline passed; the message names them."""
 
 
 class ResumeStalled(EngineError):
@@ -127,11 +124,11 @@ class WeightMismatch(WeightUpdateError):
 
 
 class SharedMemoryFull(WeightUpdateError):
-    """/dev/shm has no room for the buffers of a weight update."""
+    """There is no room for the slots of a weight transfer."""
 
 
 class DeviceMemoryFull(WeightUpdateError):
-    """The GPU has no room for the buffers of a weight update."""
+    """There is no room on the GPU for the slots of a weight transfer."""
 
 
 class InternalError(PartialRolloutError):
@@ -147,8 +144,8 @@ class DuplicateUid(InternalError):
 
 
 class CapacityExceeded(InternalError):
-    """An admission would put more prompts in flight than the queue's capacity allows."""
+    """An admission would put more prompts in flight than the queue's capacity."""
 
 
 class StaleClaim(InternalError):
-    """A worker reported on a claim that is no longer the prompt's current one; its result must not be used."""
+    """The claim is not the prompt's current one, so its result must not be used."""

@@ -2,11 +2,13 @@
 
 | caller  | calls                         | waits for                         | woken by                               |
 |---------|-------------------------------|-----------------------------------|----------------------------------------|
-| trainer | begin_round, admit, snapshot  | nothing                           |                                        |
+| trainer | begin_round, admit, snapshot, | nothing                           |                                        |
+|         | discard_expired, report_step  |                                   |                                        |
 | trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
 | worker  | claim (long poll)             | a pending group that fits,        | admit, give_back, fail, release, close |
 |         |                               | or one of its own that goes on    | begin_round                            |
-| worker  | finish, fail, drop, give_back | nothing                           |                                        |
+| worker  | finish_many, fail, expire,    | nothing                           |                                        |
+|         | drop, give_back               |                                   |                                        |
 | anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
@@ -19,7 +21,8 @@ import logging
 import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -28,11 +31,10 @@ from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.metrics import ManagerMetrics
-from partial_rollout.runtime.slow_prompts import describe_wait, warn_of_long_running
 from partial_rollout.types import ManagerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from ray.actor import ActorHandle
 
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
         WorkerStatus,
     )
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 1.0
@@ -66,19 +67,12 @@ ACTOR_OPTIONS: dict[str, Any] = {
 """Without task events: thousands of calls a second would crowd out everything else in the dashboard's task list."""
 
 
-class MetricsSink(Protocol):
-    """Whatever shows the manager's status outside the process."""
-
-    def update(self, status: ManagerStatus) -> None:
-        """Take over the newest status."""
-        ...
-
-
 class RolloutPromptManager:
     """Who generates which prompt, and which groups are ready for training. Holds uids and counts, never tensors.
 
-    The lifecycle of a prompt is drawn at `PromptQueue`. `x_nowait` decides and changes, `async x` waits and wakes.
-    Plain class; `create_manager` makes it an actor.
+    The lifecycle of a prompt is drawn at `PromptQueue`, whose methods the manager's are named after: a method here
+    changes the queue, and wakes whoever may go on because of the change.
+    A plain class; `create_manager` makes it an actor.
     """
 
     def __init__(
@@ -86,14 +80,14 @@ class RolloutPromptManager:
         policy: TailPolicy,
         max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
-        metrics: Callable[[], MetricsSink] | None = None,
+        metrics: Callable[[], ManagerMetrics] | None = None,
         bound: StalenessBound = UNBOUNDED,
         *,
         batch_s: float = math.inf,
     ) -> None:
-        """`metrics` is called here, in the manager's own process, to make what shows its status.
+        """`metrics` is called here, in the manager's own process, to make what shows the manager's status.
 
-        A claim that has been ongoing for more than `batch_s` is warned of when a batch is taken.
+        When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
         """
         self._clock = clock
         self._batch_s = batch_s
@@ -120,12 +114,9 @@ class RolloutPromptManager:
         Raises:
             ActorLost: the manager was closed.
         """
-        return await self._apply(self.begin_round_nowait)
-
-    def begin_round_nowait(self) -> RoundPlan:
-        """See `begin_round`."""
-        self._require_open()
-        return self._queue.begin_round()
+        async with self._changing():
+            self._require_open()
+            return self._queue.begin_round()
 
     async def admit(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
         """Make prompts pending, all or none.
@@ -134,13 +125,10 @@ class RolloutPromptManager:
             ConfigError, DuplicateUid, CapacityExceeded: nothing was admitted.
             ActorLost: the manager was closed.
         """
-        return await self._apply(lambda: self.admit_nowait(prompts))
-
-    def admit_nowait(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
-        """See `admit`."""
-        self._require_open()
-        self._queue.admit(prompts)
-        return self._queue.statistics()
+        async with self._changing():
+            self._require_open()
+            self._queue.admit(prompts)
+            return self._queue.statistics()
 
     async def take_batch(self, num_groups: int, timeout_s: float) -> TakeResult:
         """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
@@ -151,35 +139,27 @@ class RolloutPromptManager:
             WaitTimeout: the groups were not done after `timeout_s`.
             ActorLost: the manager was closed.
         """
-        async with self._takeable:
+        async with self._changing():
             if not await _wait(self._takeable, lambda: self._ends_wait(num_groups), timeout_s):
                 why = describe_wait(self._queue, num_groups, timeout_s)
                 raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._gate!r}")
-            result = self.take_nowait(num_groups)
-            self._wake()
-            return result
-
-    def take_nowait(self, num_groups: int) -> TakeResult:
-        """Take without waiting; `TakeResult()` when the groups are in flight but not done."""
-        self._require_open()
-        warn_of_long_running(self._queue, self._batch_s)
-        return self._queue.take(num_groups)
+            self._require_open()
+            warn_of_long_running(self._queue, self._batch_s)
+            return self._queue.take(num_groups)
 
     async def discard_expired(self) -> list[str]:
-        """Restart the groups that the last batch's result called expired, or drop them; returns the uids of those.
+        """Restart or drop the groups that the last batch's result called expired; returns the uids of the dropped ones.
 
         The rows of their trajectories must have been cleared.
         """
-        return await self._apply(self._queue.discard_expired)
+        async with self._changing():
+            return self._queue.discard_expired()
 
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
-        """What the trainer does now and which weights generate, or did last: ages of tokens count from them."""
-        await self._apply(lambda: self.report_step_nowait(step, weight_version, gate))
-
-    def report_step_nowait(self, step: int, weight_version: int, gate: str) -> None:
-        """See `report_step`."""
-        self._step, self._weight_version, self._gate = step, weight_version, gate
-        self._queue.version = weight_version
+        """What the trainer does now, and the weight version that generates or did last: tokens age by it."""
+        async with self._changing():
+            self._step, self._weight_version, self._gate = step, weight_version, gate
+            self._queue.version = weight_version
 
     async def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs."""
@@ -187,24 +167,22 @@ class RolloutPromptManager:
 
     async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
         """Continue from a snapshot; raises InternalError if it does not add up or prompts were admitted already."""
-        return await self._apply(lambda: self.restore_nowait(snapshot))
-
-    def restore_nowait(self, snapshot: QueueSnapshot) -> QueueStatistics:
-        """See `restore`."""
-        self._require_open()
-        if self._queue.statistics().admitted:
-            raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
-        old = self._queue
-        self._queue = PromptQueue.restore(snapshot, old.policy, self._max_attempts, self._clock, old.bound)
-        self._queue.version = old.version
-        return self._queue.statistics()
+        async with self._changing():
+            self._require_open()
+            if self._queue.statistics().admitted:
+                raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
+            old = self._queue
+            self._queue = PromptQueue.restore(snapshot, old.policy, self._max_attempts, self._clock, old.bound)
+            self._queue.version = old.version
+            return self._queue.statistics()
 
     # ---- workers ----
 
     async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
-        """Long poll: claims that fit in `free_slots`; none at the timeout, when closed or when `worker_id` is released.
+        """Long poll: claims that fit in `free_slots`, and the worker's own claims that go on, whether they fit or not.
 
-        A worker that comes back after it was lost should use a new id: a call still on its way is not recognised.
+        None at the timeout, when the manager is closed, or when `worker_id` is released. A worker that comes back after
+        it was lost should use a new id: a call of it that is still on its way is not recognised.
         """
         num_releases = self._num_releases[worker_id]
 
@@ -214,66 +192,61 @@ class RolloutPromptManager:
 
         async with self._claimable:
             await _wait(self._claimable, lambda: ended() or self._queue.can_claim(worker_id, free_slots), timeout_s)
-            return [] if ended() else self.claim_nowait(worker_id, free_slots)
-
-    def claim_nowait(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """Claims that fit now, possibly none; what goes on is among them and may not fit."""
-        claims = self._queue.claim(worker_id, free_slots)
-        if claims:
-            self._schedule_export()
-        return claims
-
-    async def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
-        """A claimed group is done; raises StaleClaim, or InternalError for a group that is not whole."""
-        await self._apply(lambda: self._queue.finish(claim, trajectories))
+            claims = [] if ended() else self._queue.claim(worker_id, free_slots)
+            if claims:
+                self._schedule_export()
+            return claims
 
     async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
-        """Several groups in one call; returns the uids refused because their claim had ended."""
-        return await self._apply(lambda: self.finish_many_nowait(groups))
+        """Claimed groups are done; returns the uids refused because their claim had ended.
 
-    def finish_many_nowait(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
-        """See `finish_many`."""
+        Raises InternalError for a group that is not whole.
+        """
         stale: list[str] = []
-        for claim, trajectories in groups:
-            try:
-                self._queue.finish(claim, trajectories)
-            except StaleClaim:
-                logger.warning("refused a group of prompt %s: its claim has ended", claim.uid)
-                stale.append(claim.uid)
+        async with self._changing():
+            for claim, trajectories in groups:
+                try:
+                    self._queue.finish(claim, trajectories)
+                except StaleClaim:
+                    logger.warning("refused a group of prompt %s: its claim has ended", claim.uid)
+                    stale.append(claim.uid)
         return stale
 
     async def fail(self, claim: Claim, reason: str) -> bool:
-        """An attempt failed. True: given back for another one; False: dropped. Raises StaleClaim."""
-        return await self._apply(lambda: self.fail_nowait(claim, reason))
+        """An attempt failed. True: given back for another one; False: dropped. Raises StaleClaim.
 
-    def fail_nowait(self, claim: Claim, reason: str) -> bool:
-        """See `fail`; `reason` may be any text, it is logged and shown but not counted."""
-        given_back = self._queue.fail(claim)
-        self._last_failure = f"{claim.uid}: {reason}"
-        logger.warning("attempt %d of prompt %s failed (%s)", claim.attempt, claim.uid, reason)
-        return given_back
+        `reason` may be any text: it is logged and shown, but not counted.
+        """
+        async with self._changing():
+            given_back = self._queue.fail(claim)
+            self._last_failure = f"{claim.uid}: {reason}"
+            logger.warning("attempt %d of prompt %s failed (%s)", claim.attempt, claim.uid, reason)
+            return given_back
 
     async def expire(self, claim: Claim) -> bool:
-        """Its tokens are past the staleness bound. True: it begins again; False: dropped. Raises StaleClaim."""
-        return await self._apply(lambda: self._queue.expire(claim))
+        """The prompt's tokens are past the staleness bound. True: it starts again; False: it is dropped.
+
+        Raises StaleClaim.
+        """
+        async with self._changing():
+            return self._queue.expire(claim)
 
     async def drop(self, claim: Claim, reason: str) -> None:
         """Let a claimed prompt go for good, counted under the short fixed word `reason`; raises StaleClaim."""
-        await self._apply(lambda: self._queue.drop(claim, reason))
+        async with self._changing():
+            self._queue.drop(claim, reason)
 
     async def give_back(self, claim: Claim) -> None:
         """Make a claimed prompt pending again without charging an attempt; raises StaleClaim."""
-        await self._apply(lambda: self._queue.give_back(claim))
+        async with self._changing():
+            self._queue.give_back(claim)
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
-        return await self._apply(lambda: self.release_worker_nowait(worker_id), wake_claims=True)
-
-    def release_worker_nowait(self, worker_id: str) -> list[str]:
-        """See `release_worker`."""
-        self._num_releases[worker_id] += 1
-        self._workers.pop(worker_id, None)
-        return self._queue.release_worker(worker_id)
+        async with self._changing(wake_claims=True):
+            self._num_releases[worker_id] += 1
+            self._workers.pop(worker_id, None)
+            return self._queue.release_worker(worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics."""
@@ -288,10 +261,36 @@ class RolloutPromptManager:
 
     async def status(self) -> ManagerStatus:
         """Counts, workers, step and gate at this moment."""
-        return self.status_nowait()
+        return self._status()
 
-    def status_nowait(self) -> ManagerStatus:
-        """See `status`."""
+    async def close(self, reason: str) -> None:
+        """End all waits: `claim` returns nothing, `take_batch` and `admit` raise ActorLost. Reports stay accepted.
+
+        The first reason is kept.
+        """
+        async with self._changing(wake_claims=True):
+            self._closed = self._closed or reason or "closed"
+
+    # ---- inside ----
+
+    @asynccontextmanager
+    async def _changing(self, *, wake_claims: bool = False) -> AsyncIterator[None]:
+        """Hold the lock; after a change that raised nothing, let whoever waits look again whether it may go on."""
+        async with self._takeable:
+            yield
+            if wake_claims or self._queue.is_claimable:
+                self._claimable.notify_all()
+            self._takeable.notify_all()
+            self._schedule_export()
+
+    def _ends_wait(self, num_groups: int) -> bool:
+        return bool(self._closed) or self._queue.can_take(num_groups)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ActorLost(f"the prompt manager was closed: {self._closed}")
+
+    def _status(self) -> ManagerStatus:
         return ManagerStatus(
             queue=self._queue.statistics(),
             capacity=self._queue.policy.capacity,
@@ -303,36 +302,6 @@ class RolloutPromptManager:
             closed=self._closed,
         )
 
-    async def close(self, reason: str) -> None:
-        """End all waits: `claim` returns nothing, `take_batch` and `admit` raise ActorLost. Reports stay accepted."""
-        await self._apply(lambda: self.close_nowait(reason), wake_claims=True)
-
-    def close_nowait(self, reason: str) -> None:
-        """See `close`; the first reason is kept."""
-        self._closed = self._closed or reason or "closed"
-
-    # ---- inside ----
-
-    async def _apply(self, change: Callable[[], T], *, wake_claims: bool = False) -> T:
-        async with self._takeable:
-            result = change()
-            self._wake(wake_claims=wake_claims)
-            return result
-
-    def _wake(self, *, wake_claims: bool = False) -> None:
-        """Whoever could go on now re-checks its predicate; the lock is held."""
-        if wake_claims or self._queue.is_claimable:
-            self._claimable.notify_all()
-        self._takeable.notify_all()
-        self._schedule_export()
-
-    def _ends_wait(self, num_groups: int) -> bool:
-        return bool(self._closed) or self._queue.can_take(num_groups)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ActorLost(f"the prompt manager was closed: {self._closed}")
-
     def _schedule_export(self) -> None:
         if self._metrics is not None and self._export_timer is None:
             self._export_timer = asyncio.get_running_loop().call_later(METRICS_INTERVAL_S, self._export)
@@ -340,7 +309,7 @@ class RolloutPromptManager:
     def _export(self) -> None:
         """Show the status; keep doing so while prompts are in flight, because ages grow without events."""
         self._export_timer = None
-        status = self.status_nowait()
+        status = self._status()
         if self._metrics is not None:
             self._metrics.update(status)
         if status.queue.in_flight and not self._closed:
@@ -367,7 +336,7 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
-    logger.info("%s: a prompt is trained or dropped within %s steps", policy, policy.max_steps or "any number of")
+    logger.info("tail policy %s: %s", policy, describe_bound(policy))
     batch_s = config.timeouts.batch_s
     try:
         return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, batch_s=batch_s)
@@ -387,3 +356,41 @@ def find_manager(name: str, namespace: str) -> ActorHandle:
             f"no prompt manager named {name!r} in namespace {namespace!r}: the run has not started, has ended, "
             "or was started with another partial_rollout.manager.name"
         ) from error
+
+
+def warn_of_long_running(queue: PromptQueue, limit_s: float) -> None:
+    """Log each claim that has been ongoing for more than `limit_s`, once."""
+    for claim, age_s in queue.take_long_running(limit_s):
+        logger.warning(
+            "prompt %r is ongoing at worker %r for %.1f s (attempt %d; time held back is not counted), more than "
+            "partial_rollout.timeouts.batch_s=%g: its unfinished trajectories keep their slots",
+            claim.uid,
+            claim.worker_id,
+            age_s,
+            claim.attempt,
+            limit_s,
+        )
+
+
+def describe_wait(queue: PromptQueue, num_groups: int, timeout_s: float) -> str:
+    """Why a wait for `num_groups` groups that ended after `timeout_s` was in vain, as far as the queue knows."""
+    now = queue.statistics()
+    oldest = (
+        f"oldest ongoing prompt {now.oldest_ongoing_uid!r} at worker {now.oldest_ongoing_worker!r} "
+        f"for {now.oldest_ongoing_s:.1f} s"
+        if now.ongoing
+        else f"no prompt is ongoing, the next one needs {queue.next_group_size} free slots"
+    )
+    num_due = queue.num_due(num_groups)
+    due = f"; {num_due} of them must finish first, by tail.max_staleness" if num_due else ""
+    return (
+        f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
+        f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}{due}"
+    )
+
+
+def describe_bound(policy: TailPolicy) -> str:
+    """How long a prompt may take from its admission to its end, in training steps."""
+    if policy.max_steps is None:
+        return "there is no limit to the steps after which an admitted prompt is trained or dropped"
+    return f"an admitted prompt is trained or dropped within {policy.max_steps} steps"

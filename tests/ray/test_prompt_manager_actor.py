@@ -59,7 +59,7 @@ def work(name: str, worker_id: str) -> int:
             fate = rng.random()
             if fate < 0.7:
                 group = [TrajectorySummary(f"{claim.uid}_{i}_0", 1, 1, 0, 0) for i in range(GROUP)]
-                call(manager.finish.remote(claim, group))
+                call(manager.finish_many.remote([(claim, group)]))
                 finished += 1
             elif fate < 0.85:
                 call(manager.fail.remote(claim, "ValueError: on purpose"))

@@ -9,6 +9,9 @@ import pytest
 
 CENTRAL = [
     "partial_rollout.core.gate.Gate",
+    "partial_rollout.core.queue.ledger.Ledger",
+    "partial_rollout.core.queue.lifecycle.next_state",
+    "partial_rollout.core.queue.queue.PromptQueue",
     "partial_rollout.core.resume.ResumableGeneration",
     "partial_rollout.core.resume.extend",
     "partial_rollout.core.resume.kv_lags",

@@ -1,28 +1,33 @@
-"""The states of a prompt and the one table of events that change them."""
+"""The states of a prompt, and the one table of the events that change them. Only queue.py moves a prompt."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from partial_rollout.errors import ConfigError, DuplicateUid, IllegalTransition, InternalError
+from partial_rollout.errors import IllegalTransition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
+    from partial_rollout.types import Claim, FinishedGroup, PromptMeta
 
 
 class State(Enum):
-    """Where a prompt is; exactly one at any time."""
+    """Where a prompt is. A prompt is in exactly one state at any time."""
 
     NEW = "new"
     PENDING = "pending"
+    """It waits for a worker."""
     ONGOING = "ongoing"
+    """A worker generates its trajectories."""
     DEFERRED = "deferred"
+    """A round has ended without it; it is held back until a later round."""
     DONE = "done"
+    """Its trajectories are complete and wait to be trained."""
+    EXPIRED = "expired"
+    """Its trajectories are complete and too old to be trained."""
+    CLEARING = "clearing"
+    """Too old as well, and the trainer clears its rows."""
     TAKEN = "taken"
     DROPPED = "dropped"
 
@@ -38,6 +43,8 @@ class Event(Enum):
     DEFER = "defer"
     RESUME = "resume"
     RESTART = "restart"
+    EXPIRE = "expire"
+    CLEAR = "clear"
     TAKE = "take"
 
 
@@ -47,24 +54,35 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ONGOING, Event.FINISH): State.DONE,
     (State.ONGOING, Event.GIVE_BACK): State.PENDING,
     (State.ONGOING, Event.DROP): State.DROPPED,
-    # A deferred prompt keeps its claim and its tokens; without a claim (worker lost, run restarted) it starts again.
-    (State.PENDING, Event.DEFER): State.DEFERRED,
+    # A deferred prompt keeps its claim and its tokens. One without a claim (its worker was lost, or the run was
+    # restarted) has no tokens: it starts again.
     (State.ONGOING, Event.DEFER): State.DEFERRED,
     (State.DEFERRED, Event.RESUME): State.ONGOING,
     (State.DEFERRED, Event.RESTART): State.PENDING,
-    # Reports that were under way while it was deferred.
+    # A worker may have sent its report before it heard that the prompt is deferred.
     (State.DEFERRED, Event.FINISH): State.DONE,
     (State.DEFERRED, Event.GIVE_BACK): State.DEFERRED,
     (State.DEFERRED, Event.DROP): State.DROPPED,
     (State.DONE, Event.TAKE): State.TAKEN,
-    # Its tokens are older than training allows.
-    (State.DONE, Event.RESTART): State.PENDING,
-    (State.DONE, Event.DROP): State.DROPPED,
+    (State.DONE, Event.EXPIRE): State.EXPIRED,
+    (State.EXPIRED, Event.CLEAR): State.CLEARING,
+    (State.CLEARING, Event.RESTART): State.PENDING,
+    (State.CLEARING, Event.DROP): State.DROPPED,
+    # A checkpoint is loaded.
+    (State.PENDING, Event.DEFER): State.DEFERRED,
+    (State.NEW, Event.FINISH): State.DONE,
 }
 
 
 def next_state(uid: str, state: State, event: Event) -> State:
-    """State of prompt `uid` after `event`; raises IllegalTransition where the table has no row."""
+    """The state of prompt `uid` after `event`; raises IllegalTransition where the table has no row.
+
+    >>> next_state("a", State.PENDING, Event.CLAIM)
+    <State.ONGOING: 'ongoing'>
+    >>> next_state("a", State.PENDING, Event.TAKE)
+    Traceback (most recent call last):
+    partial_rollout.errors.IllegalTransition: prompt 'a': event 'take' is not allowed in state 'pending'
+    """
     target = TRANSITIONS.get((state, event))
     if target is None:
         raise IllegalTransition(f"prompt {uid!r}: event {event.value!r} is not allowed in state {state.value!r}")
@@ -73,73 +91,31 @@ def next_state(uid: str, state: State, event: Event) -> State:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A prompt that is neither trained nor dropped."""
+    """What the queue knows of a prompt in flight."""
 
     meta: PromptMeta
-    order: int  # Admission number. Claims follow it, so a prompt given back is ahead of all fresher ones.
+    order: int
+    """Admission number. Prompts are claimed in this order, so one that was given back is ahead of all fresher ones."""
     state: State = State.NEW
     failures: int = 0
+    """Attempts that failed."""
     restarts: int = 0
+    """Attempts whose tokens became too old."""
     losses: int = 0
+    """Attempts that ended because their worker was lost."""
     deferrals: int = 0
-    begun: int | None = None  # Weight version that generated when it began; None while it has no tokens.
-    ongoing_since: float = 0.0
-    ongoing_before_s: float = 0.0  # Under the same claim, before it was last deferred.
-    is_long_running: bool = False  # `take_long_running` has returned its claim.
+    begun: int | None = None
+    """The weight version that generated when the prompt began; None while it has no tokens."""
+    ongoing_since_s: float = 0.0
+    ongoing_before_s: float = 0.0
+    """Seconds under the current claim before the prompt was last deferred."""
+    was_called_long: bool = False
+    """Whether the current claim was reported as a long-running one."""
     claim: Claim | None = None
-
-    def charge(self, *, is_restart: bool) -> int:
-        """Count an attempt that failed, or one whose tokens were too old; returns how many of its kind there were."""
-        if is_restart:
-            self.restarts += 1
-            return self.restarts
-        self.failures += 1
-        return self.failures
+    """Of an ongoing prompt, or of a deferred one whose worker keeps its tokens."""
+    group: FinishedGroup | None = None
+    """Its trajectories, from the state DONE on."""
 
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""
         self.state = next_state(self.meta.uid, self.state, event)
-
-
-class UidRegister:
-    """Uids in flight, and the last `num_remembered` that were: `in` is true for both.
-
-    Bounded, and empty after a restart: uids are fresh uuid4s, so one coming back is a bug that shows soon or never;
-    late reports are refused by claim id, which is never forgotten.
-    """
-
-    def __init__(self, num_remembered: int) -> None:
-        self.live: set[str] = set()
-        self._num_remembered = num_remembered
-        # An OrderedDict forgets its oldest item in O(1); a dict would scan the holes that earlier ones left.
-        self._retired: OrderedDict[str, None] = OrderedDict()
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self.live or uid in self._retired
-
-    def require_new(self, prompts: Sequence[PromptMeta]) -> None:
-        """Raise ConfigError or DuplicateUid unless all `prompts` may be admitted together."""
-        uids: set[str] = set()
-        for meta in prompts:
-            if meta.num_trajectories < 1:
-                raise ConfigError(f"prompt {meta.uid!r}: num_trajectories={meta.num_trajectories} must be at least 1")
-            if meta.uid in self or meta.uid in uids:
-                raise DuplicateUid(f"prompt {meta.uid!r} was admitted before")
-            uids.add(meta.uid)
-
-    def retire(self, uid: str) -> None:
-        """A prompt in flight was taken or dropped."""
-        self.live.remove(uid)
-        self._retired[uid] = None
-        if len(self._retired) > self._num_remembered:
-            self._retired.popitem(last=False)
-
-
-def check_group(claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
-    """Raise InternalError unless `trajectories` are a whole group of the claimed prompt."""
-    num_keys = len({trajectory.key for trajectory in trajectories})
-    if num_keys != len(trajectories) or num_keys < claim.num_trajectories:
-        raise InternalError(
-            f"prompt {claim.uid!r}: {num_keys} different keys in {len(trajectories)} trajectories, "
-            f"expected at least {claim.num_trajectories}"
-        )

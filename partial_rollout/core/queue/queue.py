@@ -1,45 +1,59 @@
-"""The prompt queue: every prompt's state, who holds it, and nothing else (no clock of its own, no waiting)."""
+"""The prompt queue: the state of every prompt and who may work on it. It has no clock of its own and never waits."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.queue import snapshots
-from partial_rollout.core.queue.census import AGENT_LOOP_FAILED, TOO_STALE, Census
+from partial_rollout.core.queue import ledger
 from partial_rollout.core.queue.claims import ClaimBook
-from partial_rollout.core.queue.done import DoneGroups
-from partial_rollout.core.queue.lifecycle import Entry, Event, State, check_group
+from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, TOO_STALE, Ledger
+from partial_rollout.core.queue.lifecycle import Event, State
 from partial_rollout.core.queue.rounds import Rounds
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
-from partial_rollout.errors import CapacityExceeded, ConfigError
-from partial_rollout.types import FinishedGroup, TakeResult
+from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
+from partial_rollout.types import FinishedGroup, PromptMeta, TakeResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from partial_rollout.core.queue.lifecycle import Entry
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
-    from partial_rollout.types import Claim, PromptMeta, QueueSnapshot, QueueStatistics, TrajectorySummary
+    from partial_rollout.types import Claim, QueueSnapshot, QueueStatistics, TrajectorySummary
 
 
 class PromptQueue:
-    """States of all prompts in flight, and who may work on them.
+    """The states of all prompts in flight, and who may work on them. Each event is one method.
 
     ```
               admit            claim              finish           take
         NEW ---------> PENDING ------> ONGOING ----------> DONE ---------> TAKEN
-                 in flight +1 ^         | ^ |  ^                     in flight -1
-                    give_back | +-------+ | |  +-- DEFERRED   take defers what is unfinished, with its tokens;
-                         fail +-+         | +----------^      begin_round lets it go on
-                                          +--> DROPPED(reason)   drop, or fail with no attempt left; in flight -1
+                 in flight +1 ^         | ^ |  ^             |       in flight -1
+                    give_back | +-------+ | |  +-- DEFERRED  |   take defers what is unfinished, with its tokens;
+                         fail +-+         | +----------^     |   begin_round lets it go on
+                              |           +--> DROPPED       |   drop, or fail with no attempt left; in flight -1
+                              |                  ^           |
+            discard_expired   +------------------+-- CLEARING <-- EXPIRED <-- (too old)
     ```
-    Past a bound that discards tokens, `expire` (unfinished) and `discard_expired` (done) drop a prompt or restart it.
+    DONE prompts expire only under a staleness bound that discards tokens.
 
-    Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit` up to the policy's
-    `capacity` or what `take` found missing, freed by `take` and by dropping. Slots (trajectories in generation) are
-    charged to the worker by `claim`, up to its `free_slots`; the *worker* frees each when its trajectory ends.
+    Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit`, up to the policy's
+    `capacity` or to what `take` found missing; `take` and dropping free them. Slots (trajectories in generation) are
+    charged to the worker by `claim`, up to its `free_slots`; the *worker* frees each slot when its trajectory ends.
 
-    Every event costs O(log pending) per prompt it touches; `begin_round` and `take` look at the deferred prompts too,
+    Every event costs O(log pending) per prompt it touches. `begin_round` and `take` look at the deferred prompts too,
     `take_long_running` at the ongoing ones, `snapshot` and `restore` at all. Not thread-safe: one owner calls it.
+
+    >>> from partial_rollout.core.queue.tail import Partial
+    >>> from partial_rollout.types import TrajectorySummary
+    >>> queue = PromptQueue(Partial(capacity=2), max_attempts=2, clock=lambda: 0.0)
+    >>> queue.admit([PromptMeta(uid, num_trajectories=1, global_step=1) for uid in ("a", "b")])
+    >>> (claim,) = queue.claim("worker-0", free_slots=1)
+    >>> queue.finish(claim, [TrajectorySummary("a_0_0", prompt_len=3, response_len=5, min_version=0, max_version=0)])
+    >>> [group.uid for group in queue.take(num_groups=1).groups]
+    ['a']
+    >>> now = queue.statistics()
+    >>> now.pending, now.taken, now.conserved
+    (1, 1, True)
     """
 
     def __init__(
@@ -48,107 +62,131 @@ class PromptQueue:
         """Raise ConfigError for a number of attempts below 1; `clock` returns seconds."""
         if max_attempts < 1:
             raise ConfigError(f"max_attempts={max_attempts} must be at least 1")
+        self.policy, self.bound = policy, bound
         self._max_attempts = max_attempts
+        self._ledger = Ledger(num_remembered=policy.capacity)
         self._claims = ClaimBook(clock)
         self._rounds = Rounds(policy)
-        self.policy, self.bound = policy, bound
-        self._done = DoneGroups(bound)
-        self._census = Census(num_remembered=policy.capacity)
         self._num_owed = 0
+        """Prompts that `take` found missing: they may be admitted beyond the capacity."""
+        self._oldest_allowed = 0
+        """A finished group with older tokens than this version expires."""
 
-    @property
-    def num_in_flight(self) -> int:
-        """Prompts pending, ongoing, deferred or done, without those that have expired."""
-        return self._census.in_flight - self._done.num_expired
-
-    @property
-    def next_group_size(self) -> int:
-        """Slots that the next pending prompt needs; 0 when none may be claimed."""
-        return self._rounds.next_group_size
-
-    @property
-    def is_claimable(self) -> bool:
-        """Whether a worker with enough slots could claim."""
-        return bool(self.next_group_size or self._claims.num_resumed)
-
-    @property
-    def version(self) -> int:
-        """Weight version that generates now; tokens of prompts that begin are at least as new."""
-        return self._claims.ages.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._claims.ages.version = version
-        self._done.expire(version)
-
-    def num_due(self, num_groups: int) -> int:
-        """Unfinished prompts that a batch of `num_groups` waits for, lest they pass the staleness bound later."""
-        waits = self.bound.finishes and not self.policy.in_rounds
-        return self._claims.ages.num_due(self.bound, num_groups) if waits else 0
+    # ---- the trainer's events ----
 
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
         num, now, capacity = len(prompts), self.num_in_flight, self.policy.capacity
         if now + num > capacity and num > self._num_owed:
             raise CapacityExceeded(f"admitting {num} prompts with {now} in flight exceeds capacity {capacity}")
-        self._census.require_new(prompts)
+        self._ledger.require_new(prompts)
         self._num_owed = max(0, self._num_owed - num)
         for meta in prompts:
-            entry = Entry(meta, self._census.enter(meta.uid))
+            entry = self._ledger.enter(meta)
             entry.move(Event.ADMIT)
             self._rounds.push(entry)
 
     def begin_round(self) -> RoundPlan:
-        """Let the policy decide the next round and carry it out; the caller admits `num_fresh` prompts."""
-        plan, held = self._rounds.begin(len(self._claims.ongoing), len(self._done))
-        for claim in held:
-            self._claims.resume(claim)
+        """Let the policy decide the next round and carry it out; the caller admits the plan's `num_fresh` prompts."""
+        plan, resumed = self._rounds.begin(len(self._claims.ongoing), len(self._ledger.done))
+        for entry in resumed:
+            if entry.claim is None:
+                entry.move(Event.RESTART)
+                self._rounds.rejoin(entry)
+            else:
+                entry.move(Event.RESUME)
+                self._claims.resume(entry.claim)
         return plan
 
-    def can_claim(self, worker_id: str, free_slots: int) -> bool:
-        """Whether `claim` would return at least one claim."""
-        return self._claims.has_resumed(worker_id) or 0 < self.next_group_size <= free_slots
+    def take(self, num_groups: int) -> TakeResult:
+        """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before."""
+        if num_groups < 1:
+            raise ConfigError(f"num_groups={num_groups} must be at least 1")
+        if not self._can_take_now(num_groups):
+            self._num_owed = self._num_missing(num_groups)
+            return TakeResult(num_missing=self._num_owed)
+        taken = [self._ledger.take(uid) for uid in self._rounds.choose(num_groups, self._uids_done())]
+        for entry in taken:
+            entry.move(Event.TAKE)
+        self._expire_done(self.version + 1)
+        expired = self._ledger.start_clearing()
+        for entry in expired:
+            entry.move(Event.CLEAR)
+        return TakeResult(groups=_groups(taken), deferred=self._defer_unfinished(), expired=_groups(expired))
+
+    def discard_expired(self) -> list[str]:
+        """Let go of the groups that `take` returned as expired, whose rows the caller has cleared.
+
+        Their prompts start again, or are dropped: returns the uids of the dropped ones.
+        """
+        dropped: list[str] = []
+        for entry in self._ledger.end_clearing():
+            entry.group = None
+            if self.bound.past == "restart" and self._has_attempts_left(entry, TOO_STALE):
+                entry.move(Event.RESTART)
+                self._rounds.push(entry)
+            else:
+                entry.move(Event.DROP)
+                self._ledger.drop(entry.meta.uid, TOO_STALE)
+                dropped.append(entry.meta.uid)
+        return dropped
+
+    # ---- a worker's events ----
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """Its resumed claims, whether their slots are free or not, then pending prompts in order while they fit."""
-        claims = self._claims.take_resumed(worker_id)
+        """The worker's resumed claims, whether they fit or not; then pending prompts in order while they fit."""
+        claims = self._claims.fetch_resumed(worker_id)
         free_slots -= sum(claim.num_trajectories for claim in claims)
         while 0 < self.next_group_size <= free_slots:
-            claims.append(self._claims.start(self._rounds.pop_next(), worker_id))
-            free_slots -= claims[-1].num_trajectories
+            entry = self._rounds.pop_next()
+            entry.move(Event.CLAIM)
+            claims.append(self._claims.start(entry, worker_id))
+            free_slots -= entry.meta.num_trajectories
         return claims
 
     def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
         """Make the claimed prompt done; raises StaleClaim, or InternalError for a group that is not whole."""
         self._claims.entry(claim)
-        check_group(claim, trajectories)
-        entry = self._claims.end(claim, Event.FINISH)
+        _require_whole(claim, trajectories)
+        entry = self._end_claim(claim, Event.FINISH)
         uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
-        trainable = self._done.add(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
-        (self._rounds.finished if trainable else self._rounds.dropped)(uid)
+        self._ledger.finish(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
+        if self._expire_if_too_old(entry):
+            self._rounds.dropped(uid)
+        else:
+            self._rounds.finished(uid)
 
     def fail(self, claim: Claim) -> bool:
-        """Charge a failed attempt. True: given back for another one; False: dropped, attempts are used up."""
+        """Charge a failed attempt. True: another attempt follows; False: that was the last one, the prompt is dropped.
+
+        Raises StaleClaim.
+        """
         return self._retry(claim, AGENT_LOOP_FAILED)
 
     def expire(self, claim: Claim) -> bool:
-        """Its tokens are past the bound. True: it begins again, which is another attempt; False: it is dropped."""
+        """The prompt's tokens are past the staleness bound. True: it starts again; False: it is dropped.
+
+        Raises StaleClaim.
+        """
         if self.bound.past == "restart":
             return self._retry(claim, TOO_STALE)
         self.drop(claim, TOO_STALE)
         return False
 
     def drop(self, claim: Claim, reason: str) -> None:
-        """Let the claimed prompt go for good; `reason` is a short fixed word, since it becomes a metric label."""
-        uid = self._claims.end(claim, Event.DROP).meta.uid
+        """Let the claimed prompt go for good, counted under the fixed word `reason`; raises StaleClaim."""
+        uid = self._end_claim(claim, Event.DROP).meta.uid
         self._rounds.dropped(uid)
-        self._census.drop(uid, reason)
+        self._ledger.drop(uid, reason)
 
     def give_back(self, claim: Claim) -> None:
-        """Make it pending again, ahead of fresher ones, at no charge; a deferred one starts again in its turn."""
-        entry = self._claims.end(claim, Event.GIVE_BACK)
+        """Make the claimed prompt pending again, ahead of fresher ones, without charging an attempt.
+
+        A deferred prompt stays deferred: it starts again in its turn. Raises StaleClaim.
+        """
+        entry = self._end_claim(claim, Event.GIVE_BACK)
         if entry.state is State.PENDING:
-            self._rounds.restart(entry)
+            self._rounds.rejoin(entry)
 
     def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a lost worker; returns their uids in claim order."""
@@ -158,52 +196,59 @@ class PromptQueue:
             self.give_back(claim)
         return [claim.uid for claim in claims]
 
-    def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
-        """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
-        return self._claims.take_long_running(limit_s)
+    # ---- what may happen next ----
+
+    @property
+    def num_in_flight(self) -> int:
+        """Prompts pending, ongoing, deferred or done; those whose finished trajectories are too old do not count."""
+        return self._ledger.num_in_flight - self._ledger.num_too_old
+
+    @property
+    def next_group_size(self) -> int:
+        """Slots that the next pending prompt needs; 0 when no prompt may be claimed."""
+        return self._rounds.next_group_size
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether a worker with enough slots could claim."""
+        return bool(self.next_group_size) or self._claims.has_unfetched
+
+    @property
+    def version(self) -> int:
+        """Weight version that generates now; tokens of prompts that begin are at least as new."""
+        return self._claims.ages.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._claims.ages.version = version
+        self._expire_done(version)
+
+    def num_due(self, num_groups: int) -> int:
+        """Unfinished prompts for which a batch of `num_groups` waits, lest they pass the staleness bound later."""
+        waits = self.bound.finishes and not self.policy.in_rounds
+        return self._claims.ages.num_due(self.bound, num_groups) if waits else 0
+
+    def can_claim(self, worker_id: str, free_slots: int) -> bool:
+        """Whether `claim` would return at least one claim."""
+        return self._claims.has_resumed(worker_id) or 0 < self.next_group_size <= free_slots
 
     def can_take(self, num_groups: int) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""
         return self._can_take_now(num_groups) or self._num_missing(num_groups) > 0
 
-    def take(self, num_groups: int) -> TakeResult:
-        """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before."""
-        if num_groups < 1:
-            raise ConfigError(f"num_groups={num_groups} must be at least 1")
-        if not self._can_take_now(num_groups):
-            self._num_owed = self._num_missing(num_groups)
-            return TakeResult(num_missing=self._num_owed)
-        groups = tuple(map(self._done.take, self._rounds.choose(num_groups, self._done.in_order())))
-        self._census.take(group.uid for group in groups)
-        self._done.expire(self.version + 1)
-        deferred: tuple[Claim, ...] = ()
-        if self.policy.in_rounds:
-            left_behind = self._claims.defer_all()
-            self._rounds.end(left_behind)
-            deferred = tuple(entry.claim for entry in left_behind if entry.claim is not None)
-        return TakeResult(groups, deferred=deferred, expired=self._done.hand_over())
+    def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
+        """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
+        return self._claims.take_long_running(limit_s)
 
-    def discard_expired(self) -> list[str]:
-        """Restart groups that `take` called expired, whose rows are gone; returns the uids of those dropped instead."""
-        dropped: list[str] = []
-        for entry in self._done.discard():
-            if self.bound.past == "restart" and entry.charge(is_restart=True) < self._max_attempts:
-                self._census.retry(TOO_STALE)
-                entry.move(Event.RESTART)
-                self._rounds.push(entry)
-            else:
-                entry.move(Event.DROP)
-                self._census.drop(entry.meta.uid, TOO_STALE)
-                dropped.append(entry.meta.uid)
-        return dropped
+    # ---- as one value ----
 
     def statistics(self) -> QueueStatistics:
         """Counts at this moment."""
-        return snapshots.count(self._rounds, self._claims, self._done, self._census)
+        return ledger.count(self._ledger, self._claims, self._rounds)
 
     def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs; O(prompts in flight)."""
-        return snapshots.save(self._rounds, self._claims, self._done, self._census)
+        return ledger.save(self._ledger, self._claims, self._rounds)
 
     @classmethod
     def restore(
@@ -220,22 +265,112 @@ class PromptQueue:
         Raises InternalError for a snapshot that lost a prompt or holds one twice.
         """
         queue = cls(policy, max_attempts, clock, bound)
-        snapshots.load(snapshot, queue._rounds, queue._claims, queue._done, queue._census)
-        queue._census.require_conserved(queue.statistics())
+        queue._load(snapshot)
+        queue._ledger.require_conserved(queue.statistics())
         return queue
 
+    def _load(self, snapshot: QueueSnapshot) -> None:
+        unfinished = [self._load_unfinished(meta, snapshot) for meta in snapshot.unfinished]
+        num_deferred = len(snapshot.deferred)
+        for entry in unfinished[:num_deferred]:
+            entry.move(Event.DEFER)
+        self._rounds.defer(unfinished[:num_deferred])
+        for entry in unfinished[num_deferred:]:
+            self._rounds.push(entry)
+        for group in snapshot.done:
+            entry = self._ledger.enter(PromptMeta(group.uid, group.num_sessions, group.global_step, group.source_index))
+            entry.move(Event.FINISH)
+            self._ledger.finish(entry, group)
+        self._claims.next_id = snapshot.next_claim_id
+        self._ledger.load(snapshot)
+
+    def _load_unfinished(self, meta: PromptMeta, snapshot: QueueSnapshot) -> Entry:
+        entry = self._ledger.enter(meta)
+        entry.move(Event.ADMIT)
+        entry.failures = snapshot.failures.get(meta.uid, 0)
+        entry.restarts = snapshot.restarts.get(meta.uid, 0)
+        entry.deferrals = snapshot.deferrals.get(meta.uid, 0)
+        if meta.uid in snapshot.begun:
+            entry.begun = self._claims.ages.begin(snapshot.begun[meta.uid])
+        return entry
+
+    # ---- parts of events ----
+
+    def _end_claim(self, claim: Claim, event: Event) -> Entry:
+        entry = self._claims.entry(claim)
+        entry.move(event)
+        self._claims.end(claim)
+        return entry
+
+    def _retry(self, claim: Claim, reason: str) -> bool:
+        if not self._has_attempts_left(self._claims.entry(claim), reason):
+            self.drop(claim, reason)
+            return False
+        self.give_back(claim)
+        return True
+
+    def _has_attempts_left(self, entry: Entry, reason: str) -> bool:
+        """Charge the prompt an attempt that ended for `reason`; attempts of each reason are charged apart."""
+        if reason == TOO_STALE:
+            num = entry.restarts = entry.restarts + 1
+        else:
+            num = entry.failures = entry.failures + 1
+        if num >= self._max_attempts:
+            return False
+        self._ledger.retried[reason] += 1
+        return True
+
+    def _defer_unfinished(self) -> tuple[Claim, ...]:
+        """The batch is taken: where the policy has rounds this one ends. Returns the claims that are held back."""
+        if not self.policy.in_rounds:
+            return ()
+        left_behind = self._claims.defer_all()
+        for entry in left_behind:
+            entry.move(Event.DEFER)
+        self._rounds.end(left_behind)
+        return tuple(entry.claim for entry in left_behind if entry.claim is not None)
+
+    def _expire_done(self, trained_version: int) -> None:
+        """Put apart the groups that are too old for an update of `trained_version`, and so for any later one."""
+        if not self.bound.discards:
+            return
+        self._oldest_allowed = max(self._oldest_allowed, self.bound.oldest(trained_version))
+        for entry in list(self._ledger.done.values()):
+            self._expire_if_too_old(entry)
+
+    def _expire_if_too_old(self, entry: Entry) -> bool:
+        if not self.bound.discards or entry.group is None or entry.group.min_version >= self._oldest_allowed:
+            return False
+        entry.move(Event.EXPIRE)
+        self._ledger.expire(entry)
+        return True
+
+    def _uids_done(self) -> Iterator[str]:
+        """Oldest finished first; under a staleness bound those with the oldest tokens first."""
+        done = self._ledger.done
+        if self.bound.max_staleness is None:
+            return iter(done)
+        ages = {uid: entry.group.min_version for uid, entry in done.items() if entry.group is not None}
+        return iter(sorted(done, key=ages.__getitem__))
+
     def _can_take_now(self, num_groups: int) -> bool:
-        return self._rounds.can_choose(num_groups, len(self._done)) and not self.num_due(num_groups)
+        return self._rounds.can_choose(num_groups, len(self._ledger.done)) and not self.num_due(num_groups)
 
     def _num_missing(self, num_groups: int) -> int:
         """Prompts without which the round cannot fill its batch."""
-        return max(0, num_groups - len(self._done) - len(self._claims.ongoing) - self._rounds.num_startable)
+        num_coming = len(self._claims.ongoing) + self._rounds.num_startable
+        return max(0, num_groups - len(self._ledger.done) - num_coming)
 
-    def _retry(self, claim: Claim, reason: str) -> bool:
-        entry = self._claims.entry(claim)
-        if entry.charge(is_restart=reason == TOO_STALE) >= self._max_attempts:
-            self.drop(claim, reason)
-            return False
-        self._census.retry(reason)
-        self.give_back(claim)
-        return True
+
+def _groups(entries: Sequence[Entry]) -> tuple[FinishedGroup, ...]:
+    return tuple(entry.group for entry in entries if entry.group is not None)
+
+
+def _require_whole(claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
+    """Raise InternalError unless `trajectories` are a whole group of the claimed prompt."""
+    num_keys = len({trajectory.key for trajectory in trajectories})
+    if num_keys != len(trajectories) or num_keys < claim.num_trajectories:
+        raise InternalError(
+            f"prompt {claim.uid!r}: {num_keys} different keys in {len(trajectories)} trajectories, "
+            f"expected at least {claim.num_trajectories}"
+        )

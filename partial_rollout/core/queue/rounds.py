@@ -1,4 +1,4 @@
-"""Prompts that wait, and the round that says which of them may go and what its batch must contain."""
+"""Prompts that wait, and the current round: which of them may start, and which the batch must contain."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.queue.lifecycle import Entry, Event
 from partial_rollout.core.queue.tail import RoundView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
+    from partial_rollout.core.queue.lifecycle import Entry
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
-    from partial_rollout.types import Claim
 
 
 class Rounds:
     """Pending and deferred prompts under a tail policy.
 
-    begin -> pop_next (may start), resumed (go on) ... finished, dropped, restart -> choose -> end (defer the rest)
+    begin -> pop_next for each prompt that starts -> finished, dropped, rejoin ... -> choose -> end
 
-    Without rounds (`policy.in_rounds` is false) prompts start at any time and nothing is deferred.
+    Where the policy has no rounds (`in_rounds` is false), prompts start at any time and none is deferred.
     """
 
     def __init__(self, policy: TailPolicy) -> None:
@@ -30,9 +29,12 @@ class Rounds:
         self.deferred: dict[str, Entry] = {}
         """By uid, most often deferred first, then in the order of admission."""
         self._pending: list[tuple[bool, int, Entry]] = []
+        """A heap; the prompts that the batch must contain come first, then the order of admission counts."""
         self._num_startable: float = 0 if policy.in_rounds else math.inf
         self._required: dict[str, None] = {}
+        """Uids that the batch must contain, in the order in which they are taken."""
         self._missing: set[str] = set()
+        """The required uids that are not done."""
 
     @property
     def num_pending(self) -> int:
@@ -46,11 +48,11 @@ class Rounds:
 
     @property
     def next_group_size(self) -> int:
-        """Slots that the next prompt needs; 0 when none may start."""
+        """Slots that the next prompt needs; 0 when no prompt may start."""
         return self._pending[0][2].meta.num_trajectories if self.num_startable else 0
 
-    def begin(self, num_ongoing: int, num_done: int) -> tuple[RoundPlan, list[Claim]]:
-        """Let the policy plan a round; returns the claims whose prompts go on. Those without a claim start again."""
+    def begin(self, num_ongoing: int, num_done: int) -> tuple[RoundPlan, list[Entry]]:
+        """Let the policy plan a round; returns the plan and the deferred prompts that take part in the round."""
         deferrals = [entry.deferrals for entry in self.deferred.values()]
         plan = self.policy.plan(RoundView(len(self._pending), num_ongoing, num_done, deferrals))
         resumed = list(islice(self.deferred.values(), plan.num_resumed))
@@ -59,13 +61,10 @@ class Rounds:
         self._missing = set(self._required)
         for entry in resumed:
             del self.deferred[entry.meta.uid]
-            if entry.claim is None:
-                entry.move(Event.RESTART)
-                self.restart(entry)
-        return plan, [entry.claim for entry in resumed if entry.claim is not None]
+        return plan, resumed
 
     def push(self, entry: Entry) -> None:
-        """Let a pending prompt wait; one that the batch must contain is ahead of all others."""
+        """Let a pending prompt wait."""
         heappush(self._pending, (entry.meta.uid not in self._required, entry.order, entry))
 
     def pop_next(self) -> Entry:
@@ -73,8 +72,8 @@ class Rounds:
         self._num_startable -= 1
         return heappop(self._pending)[2]
 
-    def restart(self, entry: Entry) -> None:
-        """Let a prompt that takes part in the round wait: it may start (again)."""
+    def rejoin(self, entry: Entry) -> None:
+        """Let a pending prompt wait that takes part in the round: it may start, or start again."""
         self._num_startable += 1
         self.push(entry)
 
@@ -84,41 +83,34 @@ class Rounds:
         self._missing.discard(uid)
 
     def dropped(self, uid: str) -> None:
-        """The prompt is not trained; if it took part in the round, another may start for it."""
+        """The prompt is not trained; if it took part in the round, another prompt may start in its place."""
         if self.deferred.pop(uid, None) is None:
             self._num_startable += 1
         self._required.pop(uid, None)
         self._missing.discard(uid)
 
     def can_choose(self, num_groups: int, num_done: int) -> bool:
-        """Whether a batch is done."""
+        """Whether a batch of `num_groups` is done."""
         return num_done >= num_groups and not self._missing
 
     def choose(self, num_groups: int, done: Iterable[str]) -> list[str]:
-        """Uids of the batch that is taken: required ones, then the oldest of `done`."""
+        """Uids of the batch: the required ones, then the first of `done`."""
         others = (uid for uid in done if uid not in self._required)
         return [*self._required, *islice(others, num_groups - len(self._required))]
 
     def end(self, unfinished: Iterable[Entry]) -> None:
-        """Defer what the round leaves behind; whatever was deferred before is so once more."""
+        """The round is over: `unfinished` prompts are deferred, and those that had been deferred are so once more."""
         self._num_startable, self._required = 0, {}
         left_behind = [*self.deferred.values(), *unfinished]
         for entry in left_behind:
             entry.deferrals += 1
-        self._set_deferred(left_behind)
+        self.defer(left_behind)
 
-    def restore(self, entries: Sequence[Entry], *, num_deferred: int) -> None:
-        """Take over pending entries, of which the first were deferred."""
-        for entry in entries[:num_deferred]:
-            entry.move(Event.DEFER)
-        self._set_deferred(entries[:num_deferred])
-        for entry in entries[num_deferred:]:
-            self.push(entry)
+    def defer(self, entries: Iterable[Entry]) -> None:
+        """Let `entries`, and no others, be deferred."""
+        ordered = sorted(entries, key=lambda entry: (-entry.deferrals, entry.order))
+        self.deferred = {entry.meta.uid: entry for entry in ordered}
 
     def pending(self) -> list[Entry]:
         """Pending prompts in the order in which they would start."""
         return [entry for _, _, entry in sorted(self._pending)]
-
-    def _set_deferred(self, entries: Iterable[Entry]) -> None:
-        ordered = sorted(entries, key=lambda entry: (-entry.deferrals, entry.order))
-        self.deferred = {entry.meta.uid: entry for entry in ordered}

@@ -45,8 +45,7 @@ async def make_manager(*uids: str, sink: RecordingSink | None = None) -> Rollout
 
 
 async def finish(manager: RolloutPromptManager, claims: list[Claim]) -> None:
-    for claim in claims:
-        await manager.finish(claim, trajectories(claim.uid))
+    assert await manager.finish_many([(claim, trajectories(claim.uid)) for claim in claims]) == []
 
 
 # ---- claim ----
@@ -114,7 +113,7 @@ def test_long_poll_of_a_released_worker_claims_nothing() -> None:
         assert (await manager.status()).workers == {}
         early = asyncio.create_task(manager.claim("lost", GROUP, HOUR_S))
         await settle()
-        manager.release_worker_nowait("lost")
+        await manager.release_worker("lost")
         await manager.admit(prompts("a"))
         assert await woken(early) == []
         assert (await manager.statistics()).pending == 1
@@ -241,7 +240,7 @@ def test_report_of_a_released_worker_is_refused() -> None:
         (claim,) = await manager.claim("w0", GROUP, 0)
         await manager.release_worker("w0")
         with pytest.raises(StaleClaim, match="'w0'.*'a'"):
-            await manager.finish(claim, trajectories("a"))
+            await manager.give_back(claim)
 
     run_virtual(main())
 
@@ -258,7 +257,7 @@ def test_claims_wait_for_the_round_and_deferred_ones_for_a_later_one() -> None:
         assert not waiting.done()
         assert (await manager.begin_round()).num_fresh == 0
         a, b = await woken(waiting)
-        await manager.finish(b, trajectories("b"))
+        await finish(manager, [b])
         result = await manager.take_batch(1, 0)
         assert ([group.uid for group in result.groups], result.deferred) == (["b"], (a,))
         waiting = asyncio.create_task(manager.claim("w0", GROUP, HOUR_S))
@@ -266,7 +265,7 @@ def test_claims_wait_for_the_round_and_deferred_ones_for_a_later_one() -> None:
         assert not waiting.done()
         assert (await manager.begin_round()).kind == "long"
         assert await woken(waiting) == [a]
-        await manager.finish(a, trajectories("a"))
+        await finish(manager, [a])
         assert [group.num_deferrals for group in (await manager.take_batch(1, 0)).groups] == [1]
 
     run_virtual(main())
@@ -299,7 +298,7 @@ def test_close_ends_all_waits_and_still_accepts_reports() -> None:
         with pytest.raises(ActorLost, match="run ended"):
             await manager.admit(prompts("c"))
         assert await manager.claim("w1", 1000, HOUR_S) == []
-        await manager.finish(claim, trajectories("a"))
+        await finish(manager, [claim])
         assert (await manager.statistics()).done == 1
         assert (await manager.status()).closed == "run ended"
 

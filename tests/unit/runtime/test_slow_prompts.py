@@ -35,7 +35,7 @@ class Steps:
             self.num_admitted += num_fresh
             for claim in await self.manager.claim("w3", 100, 0):
                 if claim.uid != "p0":
-                    await self.manager.finish(claim, trajectories(claim.uid))
+                    await self.manager.finish_many([(claim, trajectories(claim.uid))])
             self.clock.now_s += STEP_S
             assert len((await self.manager.take_batch(BATCH, 0)).groups) == BATCH
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from partial_rollout.core.queue import lifecycle
 from partial_rollout.core.queue.lifecycle import TRANSITIONS, Event, State, next_state
 from partial_rollout.core.queue.queue import AGENT_LOOP_FAILED, PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
@@ -298,3 +300,11 @@ def test_snapshot_survives_a_checkpoint_as_json() -> None:
     queue.fail(b)
     snapshot = queue.snapshot()
     assert msgspec.json.decode(msgspec.json.encode(snapshot), type=QueueSnapshot) == snapshot
+
+
+# ---- one file ----
+
+
+def test_only_one_file_moves_prompts_between_states() -> None:
+    package = Path(lifecycle.__file__).parents[2]
+    assert [path.name for path in package.rglob("*.py") if ".move(Event." in path.read_text()] == ["queue.py"]
