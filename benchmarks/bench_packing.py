@@ -50,7 +50,8 @@ from partial_rollout.packing import (
     plan_statistics,
     step_cost,
 )
-from partial_rollout.packing.padded import PaddedPlanner, sample_padding_share
+from partial_rollout.packing.plan import sample_padding_share
+from partial_rollout.packing.planners import PaddedPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -57,13 +57,14 @@ from benchmarks.packing_steps import (
 from benchmarks.result import circumstances, devices, store, versions
 from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.packing import attention as varlen_attention
-from partial_rollout.packing.padded import PaddedPlanner, sample_padding_share
+from partial_rollout.packing.plan import sample_padding_share
+from partial_rollout.packing.planners import PaddedPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.packing_steps import Step
-    from partial_rollout.packing.packer import Sample
+    from partial_rollout.packing.attention import Sample
 
     Method = Callable[[list[int], int], Plan]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu.inputs import SHAPES
 from partial_rollout.packing import CostModel
-from partial_rollout.packing.packer import Sample, pack
+from partial_rollout.packing.attention import Sample, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from partial_rollout.packing.cost import CostModel
-from partial_rollout.packing.plan import Plan, PlanStatistics, imbalance, plan_statistics, step_cost
-from partial_rollout.packing.planners import FixedCountPlanner, GlobalPlanner, Planner, TokenBudgetPlanner
+from partial_rollout.packing.plan import CostModel, Plan, PlanStatistics, imbalance, plan_statistics, step_cost
+from partial_rollout.packing.planners import (
+    FixedCountPlanner,
+    GlobalPlanner,
+    PaddedPlanner,
+    Planner,
+    TokenBudgetPlanner,
+)
 
 __all__ = [
     "CostModel",
     "FixedCountPlanner",
     "GlobalPlanner",
+    "PaddedPlanner",
     "Plan",
     "PlanStatistics",
     "Planner",

@@ -3,27 +3,32 @@
 Importing this module adds it to transformers' registry as `varlen_sdpa`; `main_ppo` makes verl import it where the
 configuration names it, through `model.external_lib`. A packed row then costs the sum of its sequences'
 squares, while plain `sdpa` keeps sequences apart with a mask and computes the square of the whole row.
+
+A packed row is the padding-free form: the samples of the row one after the other, position ids that restart with each,
+and the cumulative lengths that variable-length attention takes. Training packs by verl's own code; `pack` and `unpack`
+make such rows for the tests and benchmarks that compare packed with padded rows (docs/design/0004).
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from partial_rollout.errors import ConfigError
+from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.settings.mode import PACKED_ATTENTION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
 NAME = PACKED_ATTENTION
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
-"""What transformers' models pass to their attention that would change the scores; None means without."""
+"""Arguments that would change the scores, by the names that transformers' models pass; None means not in use."""
 
 
 def attend(
@@ -94,6 +99,67 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 def _no_mask(*_: Any, **__: Any) -> None:
     """`attend` reads the position ids instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence: `tokens` (L,) int64, and per-token tensors (R,) of its last R tokens, the response."""
+
+    tokens: Tensor
+    response: Mapping[str, Tensor]
+    """Response mask, advantages, log-probs: the value of a token stands at that token, not at the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """The samples of one row without padding between them."""
+
+    input_ids: Tensor
+    """(1, T) int64."""
+    position_ids: Tensor
+    """(1, T) int64, from 0 for each sample."""
+    cu_seqlens: Tensor
+    """(n + 1,) int32: sample i is `[cu_seqlens[i], cu_seqlens[i + 1])`."""
+    fields: Mapping[str, Tensor]
+    """(1, T) each; 0 at prompts, so a mask among them masks these."""
+
+
+def pack(samples: Sequence[Sample]) -> PackedRow:
+    """Concatenate the samples of one row.
+
+    Raises:
+        PackingError: no samples, a sample without tokens, a response longer than its sample, or different fields.
+    """
+    _check_samples(samples)
+    lengths = [len(sample.tokens) for sample in samples]
+    return PackedRow(
+        input_ids=torch.cat([sample.tokens for sample in samples])[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        fields={name: torch.cat([_aligned(s, name) for s in samples])[None] for name in samples[0].response},
+    )
+
+
+def unpack(row: PackedRow, values: Tensor) -> list[Tensor]:
+    """Values per token (1, T) or (1, T, ...) as one tensor (L, ...) for each sample: undoes `pack`."""
+    return list(values[0].split(row.cu_seqlens.diff().tolist()))
+
+
+def _check_samples(samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise PackingError("packing: a row needs at least one sample")
+    for number, sample in enumerate(samples):
+        lengths = {name: len(value) for name, value in sample.response.items()}
+        longest = max(lengths.values(), default=0)
+        if len(sample.tokens) == 0 or len(set(lengths.values())) > 1 or longest > len(sample.tokens):
+            raise PackingError(f"packing: sample {number} has {len(sample.tokens)} tokens and fields of {lengths}")
+        if lengths.keys() != samples[0].response.keys():
+            raise PackingError(f"packing: sample {number} has fields {list(lengths)}, not {list(samples[0].response)}")
+
+
+def _aligned(sample: Sample, name: str) -> Tensor:
+    value = sample.response[name]
+    return torch.nn.functional.pad(value, (len(sample.tokens) - len(value), 0))
 
 
 AttentionInterface.register(NAME, attend)

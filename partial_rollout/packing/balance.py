@@ -1,8 +1,9 @@
 """Put samples into rows of even cost: greedy, longest first; then exchanges between the dearest and the cheapest row.
 
-Samples are numbered by falling length here (`costs`, `lengths` fall), so every row lists its samples longest first.
-The greedy is Graham's longest processing time (1969), with rows that are full left out. An exchange is one sample
-against one, so counts stay and no row empties; handing samples over as well was tried and gained nothing.
+Samples are numbered by falling length here (`costs` and `lengths` fall), so every row lists its longest sample first.
+The greedy part is Graham's "longest processing time first" (1969), which leaves out rows that are full. An exchange
+swaps one sample for one, so the counts stay and no row becomes empty. Moving a sample without taking one back was tried
+and gained nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TOLERANCE = 1e-3
-# Rows this even (max - min over mean) are left alone: a step gains less from more than its timer's noise.
+"""Rows this even (max - min over mean) are left alone: a step would gain less than the noise of its timer."""
 MAX_EXCHANGES_PER_ROW = 8
-# Rarely more than 3 are made; the bound keeps the time of a plan bounded.
+"""Rarely more than 3 are made; the bound limits the time that a plan takes."""
 MAX_PARTNERS = 8
-# Rows tried at each end before the dearest and the cheapest row are taken for as good as they get.
+"""Rows tried at each end before the dearest and the cheapest row count as even."""
 
 
 def fill_by_count(costs: Sequence[float], num_rows: int) -> list[list[int]]:

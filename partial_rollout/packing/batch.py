@@ -2,7 +2,7 @@
 
 verl hands every rank an equal, consecutive part of the batch's keys and cuts that part into equal mini-batches. So the
 plan becomes an order of the keys, and one number a sample, its micro-batch, that the rank's engine reads
-(`packed_engine`). Nothing else of verl's step changes.
+(`packing/engine.py`). Nothing else of verl's step changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from partial_rollout.packing import (
     TokenBudgetPlanner,
     plan_statistics,
 )
-from partial_rollout.packing.padded import PaddedPlanner, sample_padding_share
+from partial_rollout.packing.plan import sample_padding_share
+from partial_rollout.packing.planners import PaddedPlanner
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.mode import has_own_reference, num_ranks, sequence_parallel_size
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MICRO_BATCH_FIELD = "packing_micro_batch"
-"""(1,) int64 of each sample: the number of its micro-batch, counted over the whole batch."""
+"""Field of each sample, (1,) int64: the number of its micro-batch, counted over the whole batch."""
 PREFIX = "packing"
 MODEL_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 """What the cost model reads from transformers' configuration."""

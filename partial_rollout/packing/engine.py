@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from verl.workers.config import TrainingWorkerConfig
 
 VENDOR = "partial_rollout"
-"""verl looks an engine up by device and vendor before device alone, so this name puts ours before verl's."""
+"""verl looks for an engine of the device and this vendor first, and only then for one of the device alone."""
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
 BACKENDS = ["fsdp", "fsdp2"]
@@ -92,7 +92,7 @@ class PackedFSDPEngine(FSDPEngineWithLMHead):
 
 
 def _of_mini_batch(loss_function: Callable[..., Any], num_tokens: int) -> Callable[..., Any]:
-    """The loss of a row as its share of the mini-batch: verl has put in the row's tokens, being given one row."""
+    """The loss of a row as its share of the mini-batch; verl, given one row, has counted only that row's tokens."""
 
     def loss(*, data: TensorDict, **arguments: Any) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens)

@@ -16,7 +16,7 @@ PURE = (
     "partial_rollout.settings.block",
     "partial_rollout.weights.protocol",
     *(f"partial_rollout.diffusion.{name}" for name in ("hold", "sampling", "sde_window")),
-    *(f"partial_rollout.packing.{name}" for name in ("balance", "budget", "cost", "padded", "plan", "planners")),
+    *(f"partial_rollout.packing.{name}" for name in ("balance", "plan", "planners")),
 )
 """Modules, or rooms with all their modules, that decide and do nothing else: they import only each other."""
 PURE_MUST_NOT_IMPORT = ("asyncio", "ray", "torch", "vllm", "verl", "transfer_queue", "tensordict", "numpy")

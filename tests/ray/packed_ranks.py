@@ -24,7 +24,7 @@ from partial_rollout.packing import CostModel, FixedCountPlanner, GlobalPlanner,
 from partial_rollout.packing import attention as varlen_attention
 from partial_rollout.packing.batch import MICRO_BATCH_FIELD, layout
 from partial_rollout.packing.engine import ROWS_METRIC, PackedActorRolloutRefWorker
-from partial_rollout.packing.padded import PaddedPlanner
+from partial_rollout.packing.planners import PaddedPlanner
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -16,6 +16,8 @@ CENTRAL = [
     "partial_rollout.core.resume.extend",
     "partial_rollout.core.resume.kv_lags",
     "partial_rollout.observability.events.EventWriter",
+    "partial_rollout.packing.plan.CostModel",
+    "partial_rollout.packing.planners.GlobalPlanner",
 ]
 """Who has an example; each row is the full name of a class or a function."""
 

@@ -16,7 +16,7 @@ from partial_rollout.errors import InternalError
 from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.packing import batch as packing
 from partial_rollout.packing.batch import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
-from partial_rollout.packing.padded import PaddedPlanner
+from partial_rollout.packing.planners import PaddedPlanner
 from partial_rollout.settings.block import PackingConfig, PartialRolloutConfig
 from partial_rollout.train.trainer import PartialRolloutTrainer
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.packing import Plan
-from partial_rollout.packing.padded import PaddedPlanner, padded_tokens, sample_padding_share
+from partial_rollout.packing.plan import padded_tokens, sample_padding_share
+from partial_rollout.packing.planners import PaddedPlanner
 
 BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 12)).flatmap(
     lambda size: st.tuples(

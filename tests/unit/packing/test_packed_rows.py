@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.packing import attention as varlen_attention
-from partial_rollout.packing.packer import PackedRow, Sample, pack, unpack
+from partial_rollout.packing.attention import PackedRow, Sample, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
