@@ -4,7 +4,7 @@ Whole training jobs, interleaved (A B C A B C ...); response lengths are replaye
 The first steps of a job are left out: engine warm-up, and for the asynchronous modes the filling of the queue.
 
     python -m benchmarks.bench_rollout [--task DIR] [--json benchmarks/results/bench_rollout.json]
-    python -m benchmarks.bench_rollout --traces heavy_tail uniform --modes policy_sync partial_rollout partial_keep
+    python -m benchmarks.bench_rollout --traces heavy_tail uniform --modes policy_sync partial_rollout partial_keep_kv
 
 With `--most-jobs` a long comparison is made in pieces: a result file that exists is completed, if its options are the
 same, and jobs that it has are not run again. Without, it is replaced. With `--at-once` jobs run side by side on two
@@ -125,7 +125,7 @@ MODES: dict[str, list[str]] = {
     "policy_sync": _ours("sync"),
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
-    **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep", "keep_kv", "reuse_kv")},
+    **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep_kv", "reuse_kv")},
     "partial_reuse_kv_prefetch_3": [*_ours("partial", "reuse_kv"), "partial_rollout.prefetch_factor=3"],
     "partial_offload_kv": [*_ours("partial", "offload_kv"), *OFFLOADED],
     "partial_adaptive": [*_ours("partial"), *ADAPTIVE],

@@ -28,7 +28,7 @@ CELL_TIMEOUT_S = 120.0
 FIRST_TOKEN_ID = 4
 """Below it are special tokens."""
 NUM_TOKEN_IDS = 90
-INTERRUPTED = ("abort", "reuse_kv", "keep", "keep_kv")
+INTERRUPTED = ("abort", "reuse_kv", "keep_kv")
 CELLS = ((256, 256), (64, 256), (16, 256), (512, 256), (128, 256), (256, 1536), (64, 1536), (16, 3584), (128, 3584))
 """(concurrency, context), the most telling first."""
 INTERRUPTED_CONTEXT = 512

@@ -85,7 +85,6 @@ POLICIES: dict[str, Policy] = {
     "partial_abort": Policy(_tail("partial")),
     "partial_reuse_kv": Policy(_tail("partial", "reuse_kv")),
     "partial_keep_kv": Policy(_tail("partial", "keep_kv")),
-    "partial_keep": Policy(_tail("partial", "keep")),
     "partial_abort_adaptive": Policy(_tail("partial") | ADAPTIVE, is_wide=True),
     "partial_reuse_kv_adaptive": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True),
     "partial_reuse_kv_deep": Policy(_tail("partial", "reuse_kv") | ADAPTIVE, is_wide=True, prefetch=DEEP_PREFETCH),

@@ -36,7 +36,6 @@ MODES = {
     mode.name: mode
     for mode in (
         InterruptMode("abort", stays=False, retains_kv=False),
-        InterruptMode("keep", stays=True, retains_kv=False),
         InterruptMode("keep_kv", stays=True, retains_kv=True),
         InterruptMode("reuse_kv", stays=False, retains_kv=True),
         InterruptMode("offload_kv", stays=False, retains_kv=True, releases_memory=True),
@@ -89,8 +88,6 @@ def context_of(
     """
     if context_len == 0:
         return Context(version, FRESH)
-    if went_on and not mode.retains_kv:
-        return Context(version, mode.name)
     reused = context_len if went_on else num_cached_tokens
     if retained is None or not mode.retains_kv or reused == 0:
         # Hits without anything retained are a sibling's prompt, computed since the interruption.

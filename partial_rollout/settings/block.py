@@ -18,10 +18,24 @@ RETIRED_KEYS = {
     "costs": "leave the block out: only tail.boundary=cost read it, which is retired as well",
 }
 """Keys of release 0.1 below the block, and what to do instead; 0.3 knows them no more."""
+RETIRED_VALUES = {
+    (
+        "tail.interrupt_mode",
+        "keep",
+    ): f"set {BLOCK}.tail.interrupt_mode=abort, which computes as much again and "
+    "holds no request in the engine, or keep_kv, which computes nothing again",
+}
+"""The same for values of keys that stay."""
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
     require(condition, f"{BLOCK}.{key}", value, allowed)
+
+
+def _refuse_retired(key: str, value: str) -> None:
+    way_out = RETIRED_VALUES.get((key, value))
+    if way_out:
+        raise ConfigError(f"{BLOCK}.{key}={value} was retired in release 0.2: {way_out} (see CHANGELOG.md)")
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -89,7 +103,7 @@ OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
 """Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
-INTERRUPT_MODES = ("abort", "keep", "keep_kv", "reuse_kv", "offload_kv")
+INTERRUPT_MODES = ("abort", "keep_kv", "reuse_kv", "offload_kv")
 DEFERRAL_LIMIT = 8
 """Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
 
@@ -127,11 +141,12 @@ class TailConfig:
 
     def _check_interrupt_mode(self) -> None:
         mode, key = self.interrupt_mode, "tail.interrupt_mode"
+        _refuse_retired(key, mode)
         _require(mode in INTERRUPT_MODES, key, mode, f"one of {', '.join(INTERRUPT_MODES)}")
         unused = f"abort with {BLOCK}.tail.policy=sync, which interrupts nothing"
         _require(mode == "abort" or self.policy != "sync", key, mode, unused)
         leaves = f"abort, reuse_kv or offload_kv with {BLOCK}.tail.policy=reorder: what it defers leaves the engine"
-        _require(not mode.startswith("keep") or self.policy != "reorder", key, mode, leaves)
+        _require(mode != "keep_kv" or self.policy != "reorder", key, mode, leaves)
         size = self.offload_gib
         _require(size is None or size >= 1, "tail.offload_gib", size, "null or at least 1")
         _require((size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, _OFFLOAD_SIZE)

@@ -59,7 +59,7 @@ def test_kept_requests_are_saved_and_go_on_with_and_without_their_kv(task: Path,
         assert sum(span.num_tokens for span in call.context_spans) == len(call.token_ids)
         assert {span.origin for span in call.context_spans} <= {"fresh", "keep_kv"}
 
-    second = run_job(task, tmp_path, *options, f"{MODE}=keep", "trainer.total_training_steps=10")
+    second = run_job(task, tmp_path, *options, f"{MODE}=abort", "trainer.total_training_steps=10")
     _check(second, range(6, 11))
     assert _sum(second, "reprefilled_tokens") > 0
     # Only what was generated before the restart had older KV than weights.

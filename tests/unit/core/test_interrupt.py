@@ -33,8 +33,6 @@ def test_a_first_segment_is_fresh_though_it_finds_a_siblings_prompt(mode):
     ("mode", "went_on", "num_cached_tokens", "expected"),
     [
         ("abort", False, 0, Context(5, "abort")),
-        ("keep", True, 0, Context(5, "keep")),
-        ("keep", False, 0, Context(5, "abort")),
         ("keep_kv", True, 0, Context(3, "keep_kv", 50)),
         ("keep_kv", False, 0, Context(5, "abort")),
         ("keep_kv", False, 32, Context(3, "keep_kv", 32)),
@@ -47,8 +45,7 @@ def test_a_context_is_as_old_as_what_was_found_of_it(mode, went_on, num_cached_t
     assert context(mode, went_on=went_on, num_cached_tokens=num_cached_tokens) == expected
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep"])
-def test_what_was_found_without_being_retained_is_of_the_present_weights(mode):
+def test_what_was_found_without_being_retained_is_of_the_present_weights():
     """A sibling's prompt: the cache was cleared when the request was interrupted."""
-    assert context(mode, num_cached_tokens=32) == Context(5, "abort", 32)
+    assert context("abort", num_cached_tokens=32) == Context(5, "abort", 32)
     assert context("reuse_kv", retained=None, num_cached_tokens=32) == Context(5, "abort", 32)

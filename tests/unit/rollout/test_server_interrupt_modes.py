@@ -41,7 +41,7 @@ async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
 
 
 async def test_what_the_front_end_takes_in_late_still_belongs_to_the_segment_before():
-    server = await launched(with_mode("keep"))
+    server = await launched(with_mode("keep_kv"))
     task = start(server)
     await let_run()
     messages = server.fake.engine_core.outputs_queue
@@ -81,7 +81,7 @@ async def test_a_request_without_tokens_or_with_images_does_not_stay():
 
 
 async def test_a_request_that_ends_during_the_drain_is_complete():
-    server = await launched(with_mode("keep"))
+    server = await launched(with_mode("keep_kv"))
     task = start(server)
     await let_run()
     server.fake.finish("a", [5])
@@ -114,7 +114,7 @@ async def test_kept_requests_that_nobody_is_here_for_leave_before_the_engine_goe
 
 
 async def test_rejected_requests_leave_the_engine_too():
-    server = await launched(with_mode("keep"))
+    server = await launched(with_mode("keep_kv"))
     first = await cut(server, 5)
     waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
     await let_run()
@@ -149,14 +149,14 @@ async def test_a_relaunched_engine_has_nothing_of_what_was_kept():
 
 
 async def test_draining_twice_keeps_what_is_kept():
-    server = await launched(with_mode("keep"))
+    server = await launched(with_mode("keep_kv"))
     await cut(server, 5)
     assert (await server.abort_all_requests())["aborted_count"] == 0
     assert (await server.rollout_statistics()).kept == 1
 
 
 async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
-    server = await launched(with_mode("keep"))
+    server = await launched(with_mode("keep_kv"))
     server.settings = PartialRolloutConfig(timeouts=TimeoutConfig(drain_s=0.01))
     server.fake.engine_core.outputs_queue.put_nowait("a message that stays")
     with pytest.raises(DrainTimeout):
@@ -168,7 +168,7 @@ async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
 
 async def test_only_a_mode_that_retains_nothing_forgets_the_prefix_cache():
     calls = {}
-    for name in ("keep", "keep_kv", "reuse_kv", "offload_kv"):
+    for name in ("abort", "keep_kv", "reuse_kv", "offload_kv"):
         tail = TailConfig(interrupt_mode=name, offload_gib=1 if name == "offload_kv" else None)
         server = await launched(PartialRolloutConfig(tail=tail))
         await server.abort_all_requests()
@@ -176,7 +176,7 @@ async def test_only_a_mode_that_retains_nothing_forgets_the_prefix_cache():
         calls[name] = [call for call in server.fake.calls if "mm" not in call and "encoder" not in call]
     update = "rpc receive_weights"
     assert calls == {
-        "keep": ["pause keep True", update, "reset prefix cache"],
+        "abort": ["pause abort True", update, "reset prefix cache"],
         "keep_kv": ["pause keep False", update],
         "reuse_kv": ["pause abort False", update],
         "offload_kv": ["pause abort False", update, "reset prefix cache, not the connector's"],
@@ -230,10 +230,9 @@ async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
 
 
 async def test_nothing_is_salted_where_nothing_is_retained():
-    for name in ("abort", "keep"):
-        server = await launched(with_mode(name))
-        await cut(server, 5)
-        assert "cache_salt" not in server.fake.prompts["a"]
+    server = await launched(with_mode("abort"))
+    await cut(server, 5)
+    assert "cache_salt" not in server.fake.prompts["a"]
 
 
 async def test_memory_that_is_released_is_not_forgotten_by_the_connector():
@@ -256,7 +255,7 @@ def test_the_modes_settings_reach_the_engine():
     Interruption(PartialRolloutConfig()).engine_arguments(given)
     assert given == {"stream_interval": 32}
     given = {}
-    Interruption(with_mode("keep")).engine_arguments(given)
+    Interruption(with_mode("keep_kv")).engine_arguments(given)
     assert given == {"stream_interval": 1}
     offload = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}

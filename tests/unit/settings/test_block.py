@@ -39,6 +39,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
+        ({"tail": {"interrupt_mode": "keep"}}, "tail.interrupt_mode=keep was retired .*=abort, .* or keep_kv"),
         ({"tail": {"boundary": "cost"}}, r"partial_rollout\.tail\.boundary was retired in release 0\.2: leave it out"),
         (
             {"costs": {"decode_step_ms": 1.0}},
@@ -46,7 +47,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
         ),
     ],
 )
-def test_a_retired_key_is_told_with_what_to_use_instead(block: dict, message: str):
+def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         PartialRolloutConfig.from_mapping(block)
 
@@ -76,11 +77,11 @@ def test_a_retired_key_is_told_with_what_to_use_instead(block: dict, message: st
         ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
         (
             {"tail": {"interrupt_mode": "retain"}},
-            "interrupt_mode='retain' .*abort, keep, keep_kv, reuse_kv, ",
+            "interrupt_mode='retain' .*abort, keep_kv, reuse_kv, ",
         ),
         (
-            {"tail": {"policy": "sync", "interrupt_mode": "keep"}},
-            "interrupt_mode='keep' .*abort with .*=sync",
+            {"tail": {"policy": "sync", "interrupt_mode": "keep_kv"}},
+            "interrupt_mode='keep_kv' .*abort with .*=sync",
         ),
         ({"tail": {"policy": "reorder", "interrupt_mode": "keep_kv"}}, "interrupt_mode='keep_kv' .*abort, reuse_kv or"),
         ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),

@@ -111,7 +111,7 @@ INTERRUPT_MODE = "partial_rollout.tail.interrupt_mode"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-@pytest.mark.parametrize("mode", ["keep", "keep_kv", "reuse_kv"])
+@pytest.mark.parametrize("mode", ["keep_kv", "reuse_kv"])
 def test_an_engine_that_releases_its_memory_can_keep_nothing(composed: Composed, mode: str):
     check(composed({INTERRUPT_MODE: mode}))
     with pytest.raises(ConfigError, match=f"free_cache_engine=True with .*={mode} is .* False .*interrupt_mode=abort"):
@@ -125,11 +125,11 @@ def test_an_engine_that_releases_its_memory_can_keep_nothing(composed: Composed,
         ("reuse_kv", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching", False, True),
         ("reuse_kv", f"{ROLLOUT}.disaggregation.enabled", True, False),
         ("reuse_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
-        ("keep", f"{ROLLOUT}.enable_rollout_routing_replay", True, False),
+        ("keep_kv", f"{ROLLOUT}.enable_rollout_routing_replay", True, False),
         ("keep_kv", f"{ROLLOUT}.mtp.enable_rollout", True, False),
         ("keep_kv", f"{ROLLOUT}.data_parallel_size", 2, 1),
-        ("keep", f"{ROLLOUT}.engine_kwargs.vllm.stream_interval", 8, 1),
-        ("keep", "actor_rollout_ref.model.lora_rank", 8, 0),
+        ("keep_kv", f"{ROLLOUT}.engine_kwargs.vllm.stream_interval", 8, 1),
+        ("keep_kv", "actor_rollout_ref.model.lora_rank", 8, 0),
     ],
 )
 def test_what_a_mode_needs_of_the_engine_is_told(composed: Composed, mode: str, key: str, value: Any, allowed: Any):
