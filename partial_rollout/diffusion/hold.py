@@ -1,4 +1,4 @@
-"""Whether an engine takes denoise steps: the hold of a weight-only update, and that of a drain. Pure.
+"""Whether an engine takes denoise steps, or is held between two of them: for an update of weights, for a drain. Pure.
 
              hold                  boundary
     RUNNING ------> HOLDING ----------------> HELD
@@ -8,8 +8,8 @@
        +----------- RELEASING <----------------+
           running
 
-Two may want an engine held at the same time (an update while it is drained): it runs again when the last lets go, and
-the engine has answered. Until then it is told again by whoever releases it.
+Two holders may want an engine held at the same time: an update of weights during a drain. The engine runs again when
+the last holder has let go and the engine has answered. If its answer fails to come, the next release tells it again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,35 @@ from partial_rollout.errors import IllegalTransition
 
 
 class HoldState(str, Enum):
-    """What the engine does."""
+    """What the engine does, as far as its server knows."""
 
     RUNNING = "running"
     HOLDING = "holding"
-    """A step may still be under way."""
+    """The engine was told to stop; a step may still be under way."""
     HELD = "held"
     RELEASING = "releasing"
-    """It was told to run, or is about to be, and has not answered: it may still stand."""
+    """The engine is told to run and has not answered: it may still stand."""
 
 
 class Hold:
-    """The hold of one engine, and who asked for it."""
+    """Who wants one engine held, and what the engine is to be told.
+
+    An update of weights begins while a drain holds the engine:
+
+    >>> hold = Hold()
+    >>> hold.hold("drain")  # True: tell the engine to stop
+    True
+    >>> hold.boundary()  # the engine has answered: no step is under way
+    >>> hold.hold("update")  # it stands already
+    False
+    >>> hold.release("drain")  # the update still wants it held
+    False
+    >>> hold.release("update")  # True: tell the engine to run
+    True
+    >>> hold.running()
+    >>> hold.state.value
+    'running'
+    """
 
     def __init__(self) -> None:
         """Start running."""
@@ -40,11 +57,11 @@ class Hold:
 
     @property
     def holders(self) -> list[str]:
-        """Who wants it held."""
+        """Who wants the engine held."""
         return sorted(self._holders)
 
     def hold(self, holder: str) -> bool:
-        """Note that `holder` wants it held; return whether the engine must be told."""
+        """Note that `holder` wants the engine held; return whether the engine must be told to stop."""
         self._holders.add(holder)
         if self.state is HoldState.HELD:
             return False
@@ -52,7 +69,7 @@ class Hold:
         return True
 
     def boundary(self) -> None:
-        """The engine stands between two steps.
+        """Note the engine's answer: it stands between two steps.
 
         Raises:
             IllegalTransition: nobody has asked for a hold.
@@ -62,7 +79,7 @@ class Hold:
         self.state = HoldState.HELD
 
     def release(self, holder: str) -> bool:
-        """Note that `holder` lets go, or never held it; return whether the engine must be told to run."""
+        """Note that `holder` lets go, if it held at all; return whether the engine must be told to run."""
         self._holders.discard(holder)
         if self._holders or self.state is HoldState.RUNNING:
             return False
@@ -70,10 +87,10 @@ class Hold:
         return True
 
     def running(self) -> None:
-        """The engine has answered that it runs.
+        """Note the engine's answer: it runs.
 
         Raises:
-            IllegalTransition: it was not released.
+            IllegalTransition: nobody has released the engine.
         """
         if self.state is not HoldState.RELEASING:
             raise IllegalTransition(f"hold {self.state.value}: event 'running' is not allowed")

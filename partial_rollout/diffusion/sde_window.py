@@ -1,8 +1,8 @@
-"""Which denoise steps of a trajectory are stochastic, and so trained. Pure.
+"""Which denoise steps of an image are stochastic, and therefore trained: those in its SDE window. Pure.
 
-Inside its window a trajectory takes SDE steps with a log-prob, outside of it ODE steps without noise (Flow-GRPO-Fast,
-arXiv 2505.05470; MixGRPO, arXiv 2507.21802). A window is fixed before a request is encoded and never changes, however
-often the request is interrupted.
+Inside its window a sample takes SDE steps, which have a log-prob; outside of it ODE steps without noise
+(Flow-GRPO-Fast, arXiv 2505.05470; MixGRPO, arXiv 2507.21802). The window is drawn before the
+request is sent and never changes, however often the request is interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SdeWindow:
     def __post_init__(self) -> None:
         """Raise ConfigError for a window that ends before it starts."""
         if not 0 <= self.start <= self.stop:
-            raise ConfigError(f"SDE window [{self.start}, {self.stop}) is not allowed: 0 <= start <= stop is needed")
+            raise ConfigError(f"SDE window [{self.start}, {self.stop}) is not allowed: must have 0 <= start <= stop")
 
     def __contains__(self, step: int) -> bool:
         """Whether `step` is stochastic."""
@@ -39,7 +39,14 @@ NO_WINDOW = SdeWindow(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """Where windows may lie: `size` steps within `first <= step < last`."""
+    """Where windows may lie: `size` steps within `first <= step < last`.
+
+    >>> plan = WindowPlan(size=2, first=0, last=5)
+    >>> plan.draw("flow_grpo", 0, 7, 42) == plan.draw("flow_grpo", 0, 7, 42)
+    True
+    >>> len(plan.draw("flow_grpo", 0, 7, 43))
+    2
+    """
 
     size: int
     first: int
@@ -54,21 +61,21 @@ class WindowPlan:
             )
 
     def draw(self, *key: int | str) -> SdeWindow:
-        """The window that belongs to `key`, the same in every process."""
-        # A string seed is hashed with SHA-512; a tuple's hash is another one in each process.
+        """The window that belongs to `key`: the same in every process."""
+        # Seeded with a string, which Random hashes with SHA-512; a tuple's hash differs between processes.
         start = random.Random(repr(key)).randint(self.first, self.last - self.size)
         return SdeWindow(start, start + self.size)
 
 
 def window_of_request(plan: WindowPlan, *, run_seed: int, global_step: int, request_seed: int) -> SdeWindow:
-    """FlowGRPO: every request has a window of its own."""
+    """FlowGRPO: each request has a window of its own."""
     return plan.draw("flow_grpo", run_seed, global_step, request_seed)
 
 
 def window_of_step(plan: WindowPlan, *, run_seed: int, global_step: int, request_seed: int) -> SdeWindow:
-    """MixGRPO: all requests of a training step share one window, whichever engine they run on and whenever they start.
+    """MixGRPO: all requests of a training step share one window, whichever engine runs them and whenever they start.
 
-    `request_seed` is not used: a window that depends on the request would not be shared.
+    `request_seed` is not used, because a window that depends on the request would not be shared.
     """
     del request_seed
     return plan.draw("mix_grpo", run_seed, global_step)

@@ -1,6 +1,7 @@
-"""The prompt queue in a checkpoint, beside verl's `transfer_queue`.
+"""The prompt queue in a checkpoint, beside verl's folder `transfer_queue`.
 
-`global_step_N/partial_rollout/queue.json` has the prompts, `tokens.msgpack` what was generated for unfinished ones.
+`global_step_N/partial_rollout/queue.json` has the prompts and their states, `tokens.msgpack` the tokens so far of
+unfinished prompts.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ TOKENS = "tokens.msgpack"
 PARTITION = "train"
 """verl's TransferQueue partition of training prompts."""
 RESTORE_TIMEOUT_S = 300.0
-"""For one listing or clearing of all rows; the client of TransferQueue itself waits for a dead controller for ever."""
+"""For one list or clearing of all rows: TransferQueue's client would wait for a dead controller for ever."""
 DROPPED_AFTER_SNAPSHOT = "dropped_after_snapshot"
-"""Drop reason of a prompt whose row was cleared between the queue's save and TransferQueue's."""
+"""Drop reason of a prompt whose row was cleared after the queue was saved and before TransferQueue was."""
 
 
 def queue_path(config: DictConfig, step: int, name: str = "queue.json") -> Path:
-    """Where `name` of training step `step` is saved; a resumed run reads from the folder it resumes from."""
+    """Path of the file `name` of training step `step`; a resumed run reads it from the folder it resumes from."""
     folder = Path(config.trainer.default_local_dir)
     if config.trainer.resume_mode == "resume_path" and f"global_step_{step}" in str(config.trainer.resume_from_path):
         folder = Path(config.trainer.resume_from_path).parent
@@ -50,20 +51,20 @@ def queue_path(config: DictConfig, step: int, name: str = "queue.json") -> Path:
 
 
 def save_queue(snapshot: QueueSnapshot, config: DictConfig, step: int) -> None:
-    """Write the snapshot atomically."""
+    """Write the queue's snapshot as `queue.json`, whole or not at all."""
     _write(msgspec.json.encode(snapshot), config, step, "queue.json")
 
 
 def save_tokens(saved: Saved, config: DictConfig, step: int) -> None:
-    """Write the tokens of unfinished trajectories atomically."""
+    """Write the tokens of unfinished trajectories as `tokens.msgpack`, whole or not at all."""
     _write(msgspec.msgpack.encode(saved, enc_hook=_plain), config, step, TOKENS)
 
 
 def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved:
-    """Tokens saved with step `step`, of prompts that are still unfinished; none if the checkpoint has none.
+    """Tokens saved with step `step` of the unfinished prompts in `snapshot`; empty if the checkpoint has no tokens.
 
     Raises:
-        DataError: the file is there but cannot be read.
+        DataError: the file exists and cannot be read.
     """
     path, unfinished = queue_path(config, step, TOKENS), {prompt.uid for prompt in snapshot.unfinished}
     if not path.exists():
@@ -79,13 +80,13 @@ def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved
 
 
 def load_queue(config: DictConfig, step: int) -> QueueSnapshot | None:
-    """Read the queue saved with step `step`, or make one of the prompts that a checkpoint of another mode holds.
+    """Read the queue saved with step `step`, or make a queue of the prompts in a checkpoint of another trainer mode.
 
-    None at the start of a run, and when there are no prompts to go on with.
+    None at the start of a run, and if there are no prompts to go on with.
 
     Raises:
-        DataError: the file is there but cannot be read as a snapshot.
-        ConfigError: the run was saved with another rollout.n.
+        DataError: the file exists and cannot be read as a snapshot.
+        ConfigError: the run was saved with another actor_rollout_ref.rollout.n.
     """
     if step == 0:
         return None
@@ -106,10 +107,10 @@ def restore_queue(
     manager: ActorHandle,
     partition_id: str,
 ) -> int:
-    """Give the restored prompts to the manager and clear what TransferQueue holds beyond them.
+    """Give the restored prompts to the manager, and clear TransferQueue's rows that belong to none of them.
 
-    verl saves TransferQueue before it clears the trained batch, and interrupted groups may have finished siblings:
-    both are trajectories that no queued group owns. They are cleared, so they can neither be trained nor leak.
+    Such rows exist: verl saves TransferQueue before it clears the trained batch, and an unfinished prompt may have
+    trajectories that had ended, which are generated again. A row that nobody clears would be trained or never leave.
     TransferQueue is saved after the queue: a prompt without a row was dropped in between, and is dropped here as well.
 
     Raises:
@@ -121,7 +122,10 @@ def restore_queue(
     owned = kept.owned_keys()
     missing = sorted(owned - stored)
     if missing:
-        raise DataError(f"the checkpoint's TransferQueue lacks {len(missing)} keys of its queue, e.g. {missing[0]}")
+        raise DataError(
+            f"the checkpoint's TransferQueue lacks {len(missing)} rows of finished prompts in its queue, for example "
+            f"{missing[0]}; resume from an earlier step (trainer.resume_mode=resume_path, trainer.resume_from_path)"
+        )
     orphaned = sorted(stored - owned)
     if orphaned:
         _bounded(lambda: tq.kv_clear(keys=orphaned, partition_id=partition_id), "clear rows nobody owns")
@@ -131,12 +135,12 @@ def restore_queue(
 
 
 def _plain(value: Any) -> int | float:
-    """Token ids and log-probs of agent loops and engines that compute with numpy."""
+    """Turn numpy numbers into plain ones: some agent loops and engines compute token ids and log-probs with numpy."""
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
         return float(value)
-    raise NotImplementedError(f"{type(value).__name__} in a trajectory's journal")
+    raise NotImplementedError(f"a trajectory's tokens hold a {type(value).__name__}, which cannot be saved")
 
 
 def _write(content: bytes, config: DictConfig, step: int, name: str) -> None:
@@ -148,7 +152,7 @@ def _write(content: bytes, config: DictConfig, step: int, name: str) -> None:
 
 
 def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
-    """All restored prompts as pending ones; what was generated for them is not known to be whole."""
+    """A queue in which all restored prompts are pending: it is not known which of their trajectories are whole."""
     prompts = tuple(
         PromptMeta(uid, group_size, global_step=int(tag["global_steps"]))
         for uid, tag in _rows(PARTITION).items()
@@ -168,7 +172,7 @@ def _drop_without_row(snapshot: QueueSnapshot, stored: AbstractSet[str]) -> Queu
 
 
 def _check_group_size(snapshot: QueueSnapshot, group_size: int, path: Path) -> None:
-    """Groups of another size would be trained as they are, or fit in no worker's slots and never be claimed."""
+    """Refuse groups of another size: they would be trained as they are, or fit no worker's slots and wait for ever."""
     sizes = {prompt.num_trajectories for prompt in snapshot.unfinished}
     sizes |= {len({t.key.rsplit("_", 1)[0] for t in group.trajectories}) for group in snapshot.done}
     other = sorted(sizes - {group_size})
@@ -180,7 +184,7 @@ def _check_group_size(snapshot: QueueSnapshot, group_size: int, path: Path) -> N
 
 
 def _rows(partition_id: str) -> dict[str, dict[str, Any]]:
-    """Tags by key of all that TransferQueue holds in the partition."""
+    """The tags of all rows of the partition in TransferQueue, by key."""
     return (_bounded(lambda: tq.kv_list(partition_id), "list its rows") or {}).get(partition_id, {})
 
 

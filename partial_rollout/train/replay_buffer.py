@@ -1,4 +1,4 @@
-"""verl's replay buffer, asking the prompt manager for whole groups instead of polling TransferQueue."""
+"""verl's replay buffer, which here waits for the prompt manager's finished groups instead of polling TransferQueue."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REFILL_BATCHES = 3
-"""Batches of dropped prompts that are replaced while one batch is waited for; a broken agent loop drops for ever."""
+"""Dropped prompts that are replaced during the wait for one batch, in batches: a broken agent loop drops for ever."""
 REPORT_INTERVAL_S = 60.0
 """How often a waiting trainer logs what it waits for."""
 
 
 class PartialRolloutReplayBuffer(ReplayBufferAsync):
-    """`sample("train")` = `take_batch` at the manager; `sample("val")` = verl's own, after validation has ended.
+    """`sample("train")` is `take_batch` at the manager; `sample("val")` is verl's own, once validation has ended.
 
-    Built by verl without our objects; `bind` hands them over before the first sample.
+    verl makes the object and knows none of our parts; `bind` hands them over before the first sample.
     """
 
     _manager: ActorHandle
@@ -48,9 +48,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _settings: PartialRolloutConfig
     _look: Callable[[], None] | None
     num_deferred: int = 0
-    """Prompts that the last batch left behind until a later round."""
+    """Prompts that `take_batch` put off to a later round when it returned the last batch."""
     refill_fn: Callable[[int], Any]
-    """verl's own attribute, without the None that only a sampler outside a trainer has."""
+    """verl's attribute; in a trainer it is never None."""
 
     def bind(
         self,
@@ -60,9 +60,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         mini_batch: int,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to the prompt manager and the workers.
+        """Hand over the prompt manager and the workers.
 
-        A mini-batch has `mini_batch` trajectories; `look` is called at intervals while a batch is waited for.
+        `mini_batch` is the number of trajectories in a mini-batch; `look` is called at intervals during waits.
         """
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
         self._mini_batch = mini_batch
@@ -71,10 +71,10 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """Take `batch_size` prompt groups; blocks until they are done.
 
         Raises:
-            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s, or TransferQueue is silent.
+            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s, or TransferQueue was silent.
             AgentLoopBroken: prompts are dropped faster than they finish.
-            ActorLost, EngineError: a worker ended while we waited.
-            ClusterError: validation ended, but not every prompt of it is in TransferQueue.
+            ActorLost, EngineError: an agent-loop worker ended during the wait.
+            ClusterError: validation ended, but not all of its prompts are in TransferQueue.
         """
         if partition_id == "val":
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
@@ -111,7 +111,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         )
 
     def _require_validated(self, global_steps: int, num_prompts: int) -> None:
-        """verl's own `sample` would wait for a missing prompt for ever; nobody generates it any more."""
+        """Raise for a missing prompt, which nobody generates any more: verl's `sample` would wait for it for ever."""
         num_ended = self.get_sampleable_count(global_steps, "val")
         if num_ended < num_prompts:
             raise ClusterError(
@@ -142,13 +142,13 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             num_refilled += result.num_missing
 
     def _end_round(self, result: TakeResult, trained_version: int, partition_id: str) -> None:
-        """Tell workers what must not go on, and let go of finished groups that are too old for any further batch."""
+        """Tell workers which trajectories must not go on; discard finished groups that are too old by now."""
         bound = self._bound
         self._agent_loops.hold(result.deferred, bound.oldest(trained_version + 1) if bound.discards else None)
         self.num_deferred = len(result.deferred)
         if not result.expired:
             return
-        # Before the queue lets them begin again: from then on a worker may write these keys.
+        # Cleared before the queue lets the prompts begin again: from then on a worker may write the same keys.
         self._clear_rows([each.key for group in result.expired for each in group.trajectories], partition_id)
         self._clear_rows(self._ask(self._manager.discard_expired.remote()), partition_id)
 
@@ -159,8 +159,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     def _raise_broken(self, num_refilled: int) -> None:
         status = cast("ManagerStatus", self._ask(self._manager.status.remote()))
         raise AgentLoopBroken(
-            f"{num_refilled} prompts were dropped and replaced while one batch was waited for: {status.queue.dropped}; "
-            f"last failed attempt: {status.last_failure or 'none'}"
+            f"{num_refilled} prompts were dropped and replaced during the wait for one batch, the limit is "
+            f"{MAX_REFILL_BATCHES} batches; dropped in this run: {status.queue.dropped}; last failed attempt: "
+            f"{status.last_failure or 'none'}"
         )
 
     def _wait(self, ref: ray.ObjectRef) -> TakeResult:
@@ -180,8 +181,11 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     def _report(self, waited_s: float) -> None:
         statistics = self._ask(self._manager.statistics.remote())
         if waited_s > self._settings.timeouts.batch_s + REPORT_INTERVAL_S:
-            raise WaitTimeout(f"trainer waited {waited_s:.0f} s for the prompt manager's answer; {statistics}")
-        logger.warning("trainer waits for a batch since %.0f s: %s", waited_s, statistics)
+            raise WaitTimeout(
+                f"trainer waited {waited_s:.0f} s for the prompt manager to answer take_batch, which ends "
+                f"after partial_rollout.timeouts.batch_s={self._settings.timeouts.batch_s:g} at most; {statistics}"
+            )
+        logger.warning("trainer has waited %.0f s for a batch: %s", waited_s, statistics)
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
         timeout_s = self._settings.timeouts.call_s
@@ -189,7 +193,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
 
 
 def _tag(group: FinishedGroup, trajectory: TrajectorySummary) -> dict[str, Any]:
-    """The tags verl's trainer reads from a trajectory."""
+    """The tags of a trajectory's row that verl's trainer reads."""
     return {
         "status": "success",
         "prompt_len": trajectory.prompt_len,

@@ -1,4 +1,4 @@
-"""Says what the cluster lacks, instead of letting Ray wait for ever."""
+"""Says which resources the Ray cluster lacks; Ray itself would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CPUS_PER_DEVICE = 3
-"""verl's placement bundle: one CPU per colocated worker, `max_colocate_count` = 3."""
+"""verl reserves one CPU for each worker that shares a device, and plans for 3 of them (`max_colocate_count`)."""
 SPARE_CPUS = 1
-"""Actors that hold no CPU while running (workers, servers, rewards) still need one to be placed."""
+"""Actors that hold no CPU while they run (workers, servers, rewards) still need a free one to be started."""
 POOLS_OF_THEIR_OWN = {"reward.reward_model": "enable_resource_pool", "distillation": "enabled"}
-"""Further device pools by configuration block, and the key that turns each on."""
+"""Configuration blocks that add a pool of devices, and the key of the block that turns the pool on."""
 CHECK_INTERVAL_S = 1.0
-"""Ray has no event for a node that joins or a job that ends."""
+"""Free resources are asked for at this interval: Ray has no event for a node that joins or a job that ends."""
 ADVICE = (
     "Raise ray_kwargs.ray_init.num_cpus, add nodes, end other jobs, or lower trainer.n_gpus_per_node, trainer.nnodes "
     "or transfer_queue.backend.SimpleStorage.num_data_storage_units"
@@ -33,29 +33,38 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices that verl packs onto nodes: `devices_per_node` on one, `num_nodes` times."""
+    """Devices that verl places together: `devices_per_node` on each of `num_nodes` nodes."""
 
     devices_per_node: int
     num_nodes: int
 
     @property
     def num_devices(self) -> int:
-        """On all nodes."""
+        """Devices on all nodes together."""
         return self.devices_per_node * self.num_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Logical resources that a run holds at the same time."""
+    """Resources of the Ray cluster that a run holds at the same time.
+
+    A run of one pool on one node with 8 GPUs, which has 3 CPUs for each of them, on two clusters of one node:
+
+    >>> need = Need(own_cpus=2, device="GPU", pools=(Pool(devices_per_node=8, num_nodes=1),))
+    >>> need.missing([{"CPU": 32.0, "GPU": 8.0}])
+    ''
+    >>> need.missing([{"CPU": 32.0, "GPU": 4.0}])
+    'GPU: 8 needed, 4 free in the cluster'
+    """
 
     own_cpus: int
-    """Beside those of the pools."""
+    """CPUs outside of the pools."""
     device: str
-    """Name of the device resource, "GPU" or "NPU"."""
+    """Ray's name of the device: "GPU" or "NPU"."""
     pools: tuple[Pool, ...]
 
     def missing(self, nodes: Sequence[Mapping[str, float]]) -> str:
-        """Readable list of what is missing, from what is free on each node; empty when all is there."""
+        """Say what is missing if `nodes` are the free resources of each node; empty if nothing is."""
         num_devices = sum(pool.num_devices for pool in self.pools)
         wanted = {"CPU": self.own_cpus + num_devices * CPUS_PER_DEVICE, self.device: num_devices}
         free = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
@@ -67,7 +76,7 @@ class Need:
         return "; ".join(lacking or self._unplaced(nodes))
 
     def _unplaced(self, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-        """Shares of a pool that fit on no node, when the largest are placed first."""
+        """Nodes that a pool lacks, when the pools with the most devices on a node are placed first."""
         room = [dict(node) for node in nodes]
         for pool in sorted(self.pools, key=lambda pool: -pool.devices_per_node):
             share = {self.device: pool.devices_per_node, "CPU": pool.devices_per_node * CPUS_PER_DEVICE + SPARE_CPUS}
@@ -82,7 +91,7 @@ class Need:
 
 
 def needed_resources(config: DictConfig) -> Need:
-    """What verl's actors for `config` hold; the task runner itself holds nothing."""
+    """The resources that verl's actors hold in a run of `config`; the task runner itself holds none."""
     storage_units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     controller = 1
     pools = [Pool(config.trainer.n_gpus_per_node, config.trainer.nnodes)]
@@ -94,7 +103,7 @@ def needed_resources(config: DictConfig) -> Need:
 
 
 def free_resources() -> list[Mapping[str, float]]:
-    """What nobody holds, on each living node; Ray offers it in no public call, and verl asks in the same way."""
+    """Free resources of each living node. Ray has no public call for them; verl asks in the same way."""
     return list(available_resources_per_node().values())
 
 
@@ -106,7 +115,7 @@ def require_resources(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait at most `timeout_s` for the cluster to have what the run needs.
+    """Wait until the cluster has free what the run needs, at most `timeout_s` seconds.
 
     Raises:
         ResourcesUnavailable: names each missing resource and the settings that change the need.
@@ -114,5 +123,7 @@ def require_resources(
     needed, deadline = needed_resources(config), clock() + timeout_s
     while missing := needed.missing(state()):
         if clock() >= deadline:
-            raise ResourcesUnavailable(f"the Ray cluster lacks {missing} (waited {timeout_s:g} s). {ADVICE}")
+            raise ResourcesUnavailable(
+                f"the Ray cluster lacks {missing} (waited partial_rollout.timeouts.resources_s={timeout_s:g}). {ADVICE}"
+            )
         sleep(CHECK_INTERVAL_S)

@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.train.trainer import PartialRolloutTrainer
-
 logger = logging.getLogger(__name__)
 
 
-def shutdown_run(trainer: PartialRolloutTrainer) -> None:
-    """Stop claim loops, engines and the manager, then kill the actors; parts that were never made are left out.
+def shutdown_run(trainer: Any) -> None:
+    """End the run of a `PartialRolloutTrainer`, which verl's decorator hides from type checkers.
 
-    A step that fails is logged, and the next one still runs: after an error in the run many of them fail as well, and
-    that error is the one the user must see. A second call does nothing.
+    Stops claim loops, engines and the manager, then kills the actors. Parts that were never made are left out. A step
+    that fails is logged and the next one still runs: after an error in the run many steps fail, and the run's own error
+    is the one that the user must see. A second call does nothing.
     """
     if trainer.is_shut_down:
         return
@@ -35,7 +34,7 @@ def shutdown_run(trainer: PartialRolloutTrainer) -> None:
         ray.kill(actor)
 
 
-def _steps(trainer: PartialRolloutTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _steps(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     agent_loops, fleet = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "fleet", None)
     if agent_loops is not None:
         yield "stop the agent-loop workers", agent_loops.stop
@@ -44,7 +43,7 @@ def _steps(trainer: PartialRolloutTrainer) -> Iterator[tuple[str, Callable[[], A
     yield "close the prompt manager", trainer.close_manager
 
 
-def _actors(trainer: PartialRolloutTrainer) -> list[ActorHandle]:
+def _actors(trainer: Any) -> list[ActorHandle]:
     agent_loops, training = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "actor_rollout_wg", None)
     workers = agent_loops.agent_loop_workers if agent_loops is not None else []
     return [*workers, *(training.workers if training is not None else []), trainer.manager]

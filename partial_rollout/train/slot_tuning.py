@@ -1,4 +1,4 @@
-"""Follows the engines' load with the number of trajectory slots, between the trainer and its workers."""
+"""Changes the number of trajectory slots with the engines' load; `core.slots` decides, the workers are told here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SlotTuner:
-    """`look` while a batch is waited for and at its end; `metrics` once a step."""
+    """The trainer calls `look` at intervals while it waits for a batch and when it has one, `metrics` once a step."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SlotTuner:
         slots_in_use: Callable[[], int],
         note: Callable[[SlotDecision], None],
     ) -> None:
-        """`slots_in_use` asks for the trajectories in generation; `note` is told of every change."""
+        """`slots_in_use` returns the number of running trajectories; `note` receives every change of the budget."""
         self._controller = SlotController(num_slots, bounds)
         self._fleet = fleet
         self._agent_loops = agent_loops
@@ -43,14 +43,14 @@ class SlotTuner:
 
     @property
     def num_slots(self) -> int:
-        """The present budget."""
+        """Slots of all workers together, at present."""
         return self._controller.budget
 
     def look(self) -> None:
-        """Ask engines and workers how they are, and change the number of slots if there is a reason.
+        """Ask the engines for their load, and give the workers more or fewer slots if there is a reason.
 
         Raises:
-            WaitTimeout: a server, the manager or a worker did not answer.
+            WaitTimeout: a server, the prompt manager or a worker did not answer.
         """
         statistics = self._fleet.statistics()
         load = reduce(add, [each.load for each in statistics], EngineLoad())
@@ -64,7 +64,7 @@ class SlotTuner:
             self._num_lowered += decision.change < 0
 
     def metrics(self) -> dict[str, float]:
-        """The budget, its changes and the highest load seen since the last call."""
+        """The number of slots, its changes and the highest load since the last call."""
         highest, preemptions = self._highest, self._highest.num_preemptions - self._num_preemptions
         values = {
             "num": self.num_slots,

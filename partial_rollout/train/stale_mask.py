@@ -1,4 +1,4 @@
-"""Tokens past `partial_rollout.tail.max_staleness` stay in the context and are left out of the loss."""
+"""Tokens older than `partial_rollout.tail.max_staleness` stay in the context and are left out of the loss."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ MASKS = ("response_mask", "loss_mask")
 
 @dataclass(frozen=True, slots=True)
 class StaleTokens:
-    """Tokens of a batch that are past the bound."""
+    """Counts of a batch's tokens that are older than the staleness bound allows."""
 
     num_masked: int = 0
+    """Left out of the loss."""
     num_trained: int = 0
-    """Those of trajectories that are trained as they are, lest a mini-batch has no token."""
+    """Trained all the same: without them a mini-batch might have no token."""
 
 
 def mask_stale_tokens(
     trajectories: Sequence[TrajectorySummary], *, oldest_version: int, partition_id: str, mini_batch: int
 ) -> StaleTokens:
-    """Zero the loss masks of tokens that weights before `oldest_version` sampled; returns how many there were.
+    """Zero the loss masks of tokens that weights before `oldest_version` sampled; returns how many tokens that are.
 
-    A trajectory of several outputs is masked as a whole if one of its tokens is too old: its spans do not say which
-    output a token is in. The loss of a mini-batch without a token is 0 / 0, and who will be in one is decided later: so
-    fewer than `mini_batch` trajectories are masked as a whole, and none of a batch that would have nothing left.
+    The outputs of a multi-turn trajectory are masked as a whole if one token is too old, because version spans do not
+    say which output a token is in. A mini-batch without a token would have a loss of 0 / 0, and who is in which
+    mini-batch is decided later. Therefore fewer than `mini_batch` trajectories are masked as a whole, and none if the
+    batch would have no token left.
     """
     outputs = Counter(_session(trajectory) for trajectory in trajectories)
     stale = [trajectory for trajectory in trajectories if trajectory.min_version < oldest_version]
@@ -68,9 +70,18 @@ def mask_stale_tokens(
 
 
 def masked(row: torch.Tensor, spans: Sequence[VersionSpan], oldest_version: int) -> torch.Tensor:
-    """A copy of the mask `row`, shape (response_len,), zero where an old version sampled; all zero without spans.
+    """A copy of the mask `row`, shape (response_len,), with 0 where an old version sampled; all 0 without spans.
 
-    The n-th one of the mask is the n-th sampled token; what lies between them are prompts and tool answers.
+    The n-th 1 in the mask is the n-th sampled token. The zeros between are tokens that nobody sampled: later prompts,
+    answers of tools.
+
+    Example, three tokens of version 4 and two of version 5, with a tool's answer between them:
+
+    >>> import torch
+    >>> from partial_rollout.types import VersionSpan
+    >>> row = torch.tensor([1, 1, 1, 0, 0, 1, 1])
+    >>> masked(row, [VersionSpan(4, 3), VersionSpan(5, 2)], oldest_version=5).tolist()
+    [0, 0, 0, 0, 0, 1, 1]
     """
     if not spans:
         return torch.zeros_like(row)
@@ -84,12 +95,15 @@ def masked(row: torch.Tensor, spans: Sequence[VersionSpan], oldest_version: int)
 def _spared(
     stale: Sequence[TrajectorySummary], after: Sequence[torch.Tensor], num_trajectories: int, mini_batch: int
 ) -> list[int]:
-    """Which of the stale trajectories are not masked, least stale first: all or as many as mini-batches need."""
+    """Positions in `stale` that are trained unmasked, the least stale first: as many as the mini-batches need."""
     empty = [at for at, row in enumerate(after) if not bool(row.any())]
     num_spared = len(empty) if len(empty) == num_trajectories else len(empty) - mini_batch + 1
     if num_spared <= 0:
         return []
-    what = "%d of %d trajectories have no token within max_staleness: %d are trained as they are"
+    what = (
+        "%d of %d trajectories have no token within partial_rollout.tail.max_staleness; %d are trained unmasked, "
+        "because a mini-batch needs a token"
+    )
     logger.warning(what, len(empty), num_trajectories, num_spared)
     return sorted(empty, key=lambda at: -stale[at].max_version)[:num_spared]
 

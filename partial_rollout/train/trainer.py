@@ -92,18 +92,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADMIT_TIMEOUT_S = 600.0
-"""The first fetch starts the dataloader's workers, and rows with images are large."""
+"""Long, because the first fetch starts the dataloader's workers, and rows with images are large."""
 
 
 @register_trainer(TRAINER_MODE)
 class PartialRolloutTrainer(PPOTrainer):
-    """PPO/GRPO trainer whose rollout is pulled from the prompt manager and resumed across steps."""
+    """verl's PPO/GRPO trainer; batches come from the prompt manager, unfinished trajectories go on next step."""
 
-    # verl's attributes, as apply_mode chose their classes.
+    # Attributes of verl's trainer; `apply_mode` has put our classes into the configuration that verl makes them from.
     agent_loop_manager: PartialRolloutAgentLoopManager
     replay_buffer: PartialRolloutReplayBuffer
     checkpoint_manager: Any
-    """Its methods block here, through verl's `auto_await`; their annotations say coroutine."""
+    """verl's `auto_await` makes its methods block here, although their annotations say coroutine."""
 
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)
@@ -118,19 +118,19 @@ class PartialRolloutTrainer(PPOTrainer):
     # ---- verl's hooks ----
 
     def get_llm_client(self) -> ResumingLLMServerClient:
-        """The client that resumes interrupted generations by itself."""
+        """Return the client that resumes interrupted generations by itself; agent loops use it as any verl client."""
         client = self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
         return cast("ResumingLLMServerClient", client)
 
     def on_init_end(self) -> None:
-        """Send the loaded weights; the gate is open from the start."""
+        """Send the loaded weights to the engines. Their gates are open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
         self._send_weights()
         self._report_step("open")
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
-        """Train as verl does, between starting the claim loops and a bounded shutdown."""
+        """Train with verl's loop; whatever ends it, shut the run down within bounded time."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
         look = self.slot_tuner.look if self.slot_tuner else None
         models = self.config.actor_rollout_ref
@@ -146,11 +146,11 @@ class PartialRolloutTrainer(PPOTrainer):
         self._ask(self.manager.close.remote("run ended"))
 
     def on_train_begin(self) -> None:
-        """Start pulling; the restored queue, if any, is already admitted."""
+        """Start the workers' claim loops; the prompts of a restored queue are admitted by now."""
         self.agent_loop_manager.start()
 
     def prepare_step(self) -> dict[str, float]:
-        """Begin a round: some deferred prompts go on, and so many fresh ones are admitted as the tail policy asks."""
+        """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
         plan = cast("RoundPlan", self._ask(self.manager.begin_round.remote()))
         self._round_kind = plan.kind
         if plan.num_fresh > 0:
@@ -158,7 +158,7 @@ class PartialRolloutTrainer(PPOTrainer):
         return {"partial_rollout/resumed_groups": float(plan.num_resumed)}
 
     def on_sample_end(self) -> None:
-        """Interrupt what is unfinished and release the engines' memory."""
+        """Interrupt unfinished requests and release the engines' memory."""
         slots = self._num_slots
         if self.slot_tuner is not None:
             self.slot_tuner.look()
@@ -174,7 +174,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self._stop_rollout_profiling()
 
     def on_step_end(self) -> None:
-        """Send weights, then let interrupted and parked requests go on; after the last step let nobody go on."""
+        """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
         if self.global_steps >= self.total_training_steps:
             self.agent_loop_manager.stop()
             self.fleet.reject_parked()
@@ -187,17 +187,18 @@ class PartialRolloutTrainer(PPOTrainer):
     # ---- verl methods without a hook ----
 
     def _init_dataloader(self) -> None:
-        """Missing hook: a look at the data. With less than one batch verl divides by zero after the engines' start."""
+        """Missing hook: a check of the data. verl divides by zero if there is less than one batch."""
         super()._init_dataloader()
         if self.steps_per_epoch < 1:
             data, num_rows = self.config.data, len(cast("Sized", self.train_dataset))
             raise DataError(
                 f"data.train_files has {num_rows} rows with prompts of up to data.max_prompt_length="
-                f"{data.max_prompt_length} tokens; at least data.train_batch_size={data.train_batch_size} are needed"
+                f"{data.max_prompt_length} tokens; at least data.train_batch_size={data.train_batch_size} are needed "
+                "(give more data, lower data.train_batch_size or raise data.max_prompt_length)"
             )
 
     def _add_prompts_to_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Missing hook: a deadline. verl's dataloader workers and TransferQueue have none."""
+        """Missing hook: a deadline. verl waits for dataloader workers and for TransferQueue without one."""
         admit = super()._add_prompts_to_generate
         return call_bounded(
             lambda: admit(*args, **kwargs),
@@ -211,7 +212,7 @@ class PartialRolloutTrainer(PPOTrainer):
         use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=uses_channel(self.config))
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
-        """Missing hook: who trains what. verl's own runs first: it fills the batch up and reports its lengths."""
+        """Missing hook: which rank trains which trajectory. verl's method, which pads the batch, runs first."""
         sampled = list(batch.keys)
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
         if self.packer is not None:
@@ -220,7 +221,7 @@ class PartialRolloutTrainer(PPOTrainer):
         return batch
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        """Missing hook: what to do with restored prompts. verl re-pushes them to workers; ours go back to the queue."""
+        """Missing hook: restored prompts. verl pushes them to workers again; here they go back to the prompt queue."""
         step = self.global_steps - 1
         snapshot = load_queue(self.config, step)
         if snapshot is None:
@@ -231,9 +232,9 @@ class PartialRolloutTrainer(PPOTrainer):
         return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
     def _save_checkpoint(self) -> None:
-        """Missing hook: before save. Tokens and queue must be written before TransferQueue and the tracker file.
+        """Missing hook: before a save. Tokens and queue are written before TransferQueue and verl's tracker file.
 
-        In this order a prompt that finishes in between is at worst generated again; it is never lost.
+        In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
         save_tokens(self.agent_loop_manager.journals(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
@@ -242,7 +243,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
-        """Missing hook: metrics of the whole step. Adds the queue's state to verl's."""
+        """Missing hook: metrics of the whole step. Adds those of the prompt queue, the round and the drain."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         metrics |= queue_metrics(self._ask(self.manager.statistics.remote()))
         for name in ("critic/score/mean", "response_length/mean"):
@@ -280,7 +281,7 @@ class PartialRolloutTrainer(PPOTrainer):
                 check=self.fleet.require_health,
             )
             return
-        # What checkpoint_manager.update_weights starts; it would stop waiting with the first rank that fails.
+        # The call that checkpoint_manager.update_weights makes too; but that stops waiting when the first rank fails.
         self._pending_sync_metrics["partial_rollout/engine_relaunches"] = update_engines(
             lambda: self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"),
             self.fleet,

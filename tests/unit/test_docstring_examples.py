@@ -15,9 +15,13 @@ CENTRAL = [
     "partial_rollout.core.resume.ResumableGeneration",
     "partial_rollout.core.resume.extend",
     "partial_rollout.core.resume.kv_lags",
+    "partial_rollout.diffusion.hold.Hold",
+    "partial_rollout.diffusion.sde_window.WindowPlan",
     "partial_rollout.observability.events.EventWriter",
     "partial_rollout.packing.plan.CostModel",
     "partial_rollout.packing.planners.GlobalPlanner",
+    "partial_rollout.train.resources.Need",
+    "partial_rollout.train.stale_mask.masked",
 ]
 """Who has an example; each row is the full name of a class or a function."""
 

@@ -15,8 +15,8 @@ from partial_rollout.train.fleet import ReplicaFleet
 class Replica:
     """Interrupts as many requests as it is told to; answers `resume_generation` never."""
 
-    def __init__(self, num_running: int) -> None:
-        self.num_running = num_running
+    def __init__(self, num_running: int, rank: int = 0) -> None:
+        self.num_running, self.replica_rank, self.server_address = num_running, rank, f"10.0.0.{rank}:80"
 
     async def abort_all_requests(self) -> dict[str, Any]:
         return {"aborted_count": self.num_running}
@@ -38,8 +38,13 @@ async def test_the_call_blocks_inside_a_running_loop_too():
 
 
 def test_a_replica_that_does_not_answer_is_told_with_the_call():
-    with pytest.raises(WaitTimeout, match="for 2 rollout replicas to resume"):
-        fleet(resume_s=0.01).resume()
+    with pytest.raises(WaitTimeout, match="for 2 rollout replicas to resume; no answer from replica 1 at 10.0.0.1:80$"):
+        ReplicaFleet(cast("Any", [OpenReplica(2), Replica(3, rank=1)]), TimeoutConfig(resume_s=0.01)).resume()
+
+
+class OpenReplica(Replica):
+    async def resume_generation(self) -> None:
+        """At once."""
 
 
 class StuckReplica(Replica):

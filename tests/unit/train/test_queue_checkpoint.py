@@ -137,7 +137,7 @@ def test_siblings_of_a_prompt_whose_row_is_gone_are_cleared(tq: FakeTransferQueu
 def test_a_missing_key_of_a_done_group_is_an_error_and_nothing_is_restored(key: str, tq: FakeTransferQueue) -> None:
     del tq.partitions["train"][key]
     manager = Manager()
-    with pytest.raises(DataError, match=rf"lacks 1 keys of its queue, e\.g\. {key}$"):
+    with pytest.raises(DataError, match=rf"lacks 1 rows of finished prompts.*{key}; resume from"):
         restore(saved_queue(), manager)
     assert manager.queue is None
     assert tq.cleared == []

@@ -227,7 +227,7 @@ def test_a_claim_loop_that_ends_while_a_batch_is_waited_for_raises(
 
 
 def test_a_manager_that_never_answers_is_told_after_the_deadline(world: World) -> None:
-    with pytest.raises(WaitTimeout, match="trainer waited 180 s for the prompt manager's answer"):
+    with pytest.raises(WaitTimeout, match="trainer waited 180 s for the prompt manager to answer"):
         world.buffer(Ref(ready=False)).sample(STEP, "train", 2)
 
 
