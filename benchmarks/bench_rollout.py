@@ -122,7 +122,7 @@ MODES: dict[str, list[str]] = {
         "trainer.v1.trainer_mode=colocate_async",
         *_sampler("FastPollReplayBufferAsync"),
     ],
-    "policy_sync": _ours("sync"),
+    "policy_sync": _ours("wait"),
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": [*_ours("partial"), "partial_rollout.prefetch_factor=3"],
     **{f"partial_{mode}": _ours("partial", mode) for mode in ("keep_kv", "reuse_kv")},

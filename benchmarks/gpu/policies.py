@@ -81,7 +81,7 @@ def _tail(policy: str, interrupt_mode: str = "abort", **others: Any) -> dict[str
 
 ADAPTIVE = {"partial_rollout.slots.adaptive": True}
 POLICIES: dict[str, Policy] = {
-    "sync": Policy(_tail("sync"), warmup=PRIMER),
+    "sync": Policy(_tail("wait"), warmup=PRIMER),
     "partial_abort": Policy(_tail("partial")),
     "partial_reuse_kv": Policy(_tail("partial", "reuse_kv")),
     "partial_keep_kv": Policy(_tail("partial", "keep_kv")),

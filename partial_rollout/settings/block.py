@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 BLOCK = "partial_rollout"
 RETIRED_KEYS = {
@@ -97,7 +101,9 @@ class PackingConfig:
             _require(value is None or value >= 1, f"packing.{name}", value, "null or at least 1")
 
 
-TAIL_POLICIES = ("partial", "sync", "reorder")
+OLD_NAME_OF_WAIT = "sync"
+"""In release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
+TAIL_POLICIES = ("partial", "wait", "reorder")
 PAST_STALENESS = ("mask", "drop", "finish", "restart")
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
@@ -109,6 +115,14 @@ DEFERRAL_LIMIT = 8
 
 
 _OFFLOAD_SIZE = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other"
+
+
+@cache
+def _warn_of_old_name() -> None:
+    given = f"{BLOCK}.tail.policy"
+    logger.warning(
+        "%s=%s is called %s=wait since release 0.2; 0.3 refuses the old name", given, OLD_NAME_OF_WAIT, given
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +140,9 @@ class TailConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown policy, a count below 1, or a key that the others leave without use."""
+        if self.policy == OLD_NAME_OF_WAIT:
+            _warn_of_old_name()
+            object.__setattr__(self, "policy", "wait")
         _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
         past, bound = self.past_staleness, self.max_staleness
         _require(past in PAST_STALENESS, "tail.past_staleness", past, f"one of {', '.join(PAST_STALENESS)}")
@@ -143,8 +160,8 @@ class TailConfig:
         mode, key = self.interrupt_mode, "tail.interrupt_mode"
         _refuse_retired(key, mode)
         _require(mode in INTERRUPT_MODES, key, mode, f"one of {', '.join(INTERRUPT_MODES)}")
-        unused = f"abort with {BLOCK}.tail.policy=sync, which interrupts nothing"
-        _require(mode == "abort" or self.policy != "sync", key, mode, unused)
+        unused = f"abort with {BLOCK}.tail.policy=wait, which interrupts nothing"
+        _require(mode == "abort" or self.policy != "wait", key, mode, unused)
         leaves = f"abort, reuse_kv or offload_kv with {BLOCK}.tail.policy=reorder: what it defers leaves the engine"
         _require(mode != "keep_kv" or self.policy != "reorder", key, mode, leaves)
         size = self.offload_gib
@@ -170,7 +187,7 @@ class TailConfig:
             self.policy != "reorder" or train_batch_size < size <= most,
             "tail.gen_batch_size",
             size,
-            f"{allowed}; to train all that is started use {BLOCK}.tail.policy=sync",
+            f"{allowed}; to train all that is started use {BLOCK}.tail.policy=wait",
         )
         few = self.max_deferred_per_round
         allowed = f"at most data.train_batch_size={train_batch_size}: one round cannot train more"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job on the GSM8K script's files whose engine is killed after three steps.
 
-    One of 17 prompts has more characters than the model allows. With policy=sync, which feeds a batch at a time, three
+    One of 17 prompts has more characters than the model allows. With policy=wait, which feeds a batch at a time, three
     batches of 8 take every row of the first epoch.
     """
     folder = tmp_path_factory.mktemp("killed")
@@ -35,7 +35,7 @@ def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     options = [
         f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}",
         "data.filter_overlong_prompts=False", "data.max_prompt_length=256", "data.max_response_length=32",
-        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.tail.policy=sync",
+        "actor_rollout_ref.rollout.max_model_len=288", "partial_rollout.tail.policy=wait",
     ]  # fmt: skip
     engine = {"process": "VLLM::EngineCore", "number": signal.SIGKILL}
     return run_job_and_signal(task, folder, FLAG, *options, after="step:3 ", **engine)

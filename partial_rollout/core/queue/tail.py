@@ -5,7 +5,7 @@ A round is one training step's rollout: `plan` -> groups start and go on -> enou
 | policy     | a round starts                  | ends with                | unfinished groups                 |
 |------------|---------------------------------|--------------------------|-----------------------------------|
 | Partial    | whatever the prefetch allows    | any batch of done groups | are interrupted and go on at once |
-| Sync       | one batch                       | all of it                | there are none                    |
+| Wait       | one batch                       | all of it                | there are none                    |
 | Reorder    | more than a batch (short)       | any batch of done groups | are deferred with their tokens    |
 |            | a batch of deferred ones (long) | exactly those            | there are none                    |
 | FewAtATime | fresh groups, a few deferred    | a batch, overdue ones in | are deferred with their tokens    |
@@ -110,8 +110,8 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Sync:
-    """Nothing is interrupted: the batch is what was started for it."""
+class Wait:
+    """The step waits for all of its batch, and nothing is interrupted."""
 
     batch: int
 
@@ -204,8 +204,8 @@ def _filled(kind: str, view: RoundView, size: int, *, resumed: int = 0, required
 def make_policy(config: PartialRolloutConfig, train_batch_size: int) -> TailPolicy:
     """The policy of a checked configuration."""
     tail = config.tail
-    if tail.policy == "sync":
-        return Sync(train_batch_size)
+    if tail.policy == "wait":
+        return Wait(train_batch_size)
     if tail.policy == "partial":
         return Partial(config.capacity(train_batch_size))
     gen_batch = tail.groups_per_round(train_batch_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from partial_rollout.errors import ConfigError, UserError
-from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, _warn_of_old_name
 
 
 def test_an_empty_block_gives_the_defaults():
@@ -71,17 +71,17 @@ def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message
         ({"slots": {"adaptive": True, "least": 0}}, "slots.least=0 .*at least 1"),
         ({"slots": {"kv_high": 1.5}}, "slots.kv_high=1.5 .*at most 1"),
         ({"slots": {"interval_s": 0}}, "slots.interval_s=0.0 .*above 0"),
-        ({"tail": {"policy": "long"}}, "tail.policy='long' .*partial, sync, reorder"),
+        ({"tail": {"policy": "long"}}, "tail.policy='long' .*partial, wait, reorder"),
         ({"tail": {"gen_batch_size": 10}}, "gen_batch_size=10 .*null with .*tail.policy=partial.*policy=reorder uses"),
-        ({"tail": {"policy": "sync", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=sync"),
+        ({"tail": {"policy": "wait", "max_deferrals": 2}}, "tail.max_deferrals=2 .*null with .*tail.policy=wait"),
         ({"tail": {"max_deferred_per_round": 2}}, "tail.max_deferred_per_round=2 .*null with .*tail.policy=partial"),
         (
             {"tail": {"interrupt_mode": "retain"}},
             "interrupt_mode='retain' .*abort, keep_kv, reuse_kv, ",
         ),
         (
-            {"tail": {"policy": "sync", "interrupt_mode": "keep_kv"}},
-            "interrupt_mode='keep_kv' .*abort with .*=sync",
+            {"tail": {"policy": "wait", "interrupt_mode": "keep_kv"}},
+            "interrupt_mode='keep_kv' .*abort with .*=wait",
         ),
         ({"tail": {"policy": "reorder", "interrupt_mode": "keep_kv"}}, "interrupt_mode='keep_kv' .*abort, reuse_kv or"),
         ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),
@@ -95,7 +95,7 @@ def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message
             {"tail": {"max_staleness": 2, "past_staleness": "restart"}, "max_attempts": 1},
             "max_attempts=1 .*at least 2 with .*past_staleness=restart.*drop",
         ),
-        ({"slots": {"adaptive": True}, "tail": {"policy": "sync"}}, "slots.adaptive=True .*false with .*policy=sync"),
+        ({"slots": {"adaptive": True}, "tail": {"policy": "wait"}}, "slots.adaptive=True .*false with .*policy=wait"),
         ({"slots": {"adaptive": True}, "tail": {"policy": "reorder"}}, "slots.adaptive=True .*false with .*=reorder"),
         ({"tail": {"policy": "reorder"}, "prefetch_factor": 3.0}, "prefetch_factor=3.0 .*left out with .*=reorder"),
     ],
@@ -131,6 +131,14 @@ def test_capacity_is_never_below_one_batch(factor: float, batch: int, capacity: 
     assert PartialRolloutConfig(prefetch_factor=factor).capacity(batch) == capacity
 
 
+def test_the_name_of_0_1_for_waiting_is_accepted_with_one_warning(caplog: pytest.LogCaptureFixture):
+    _warn_of_old_name.cache_clear()
+    old = [PartialRolloutConfig.from_mapping({"tail": {"policy": "sync"}}) for _ in range(2)]
+    assert old == [PartialRolloutConfig(tail=TailConfig(policy="wait"))] * 2
+    (record,) = caplog.records
+    assert "tail.policy=sync is called partial_rollout.tail.policy=wait since" in record.getMessage()
+
+
 REORDER = TailConfig(policy="reorder")
 
 
@@ -145,7 +153,7 @@ def test_a_round_has_a_quarter_more_groups_than_are_trained_unless_told(tail: Ta
 
 @pytest.mark.parametrize("size", [6, 8, 17])
 def test_a_round_that_is_no_over_sampling_is_refused(size: int):
-    message = f"gen_batch_size={size} .* above data.train_batch_size=8 and at most 16; .*tail.policy=sync"
+    message = f"gen_batch_size={size} .* above data.train_batch_size=8 and at most 16; .*tail.policy=wait"
     with pytest.raises(ConfigError, match=message):
         TailConfig(policy="reorder", gen_batch_size=size).check_batch(8)
 

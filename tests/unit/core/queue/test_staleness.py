@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.core.queue.staleness import Ages, StalenessBound, make_bound
-from partial_rollout.core.queue.tail import Partial, Reorder, Sync, TailPolicy, make_policy
+from partial_rollout.core.queue.tail import Partial, Reorder, TailPolicy, Wait, make_policy
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from tests.round_driver import BATCH, Trainer, summaries
@@ -169,7 +169,7 @@ def test_ages_survive_a_restart() -> None:
 def test_a_round_of_a_restarted_run_starts_another_for_each_that_was_too_old_in_the_checkpoint() -> None:
     """p4 to p7 go on from tokens of version 0, and now a batch may contain none of another version than its own."""
     trainer = started("drop")
-    trainer.restart(Sync(BATCH), StalenessBound(0, "drop"))
+    trainer.restart(Wait(BATCH), StalenessBound(0, "drop"))
     trainer.queue.version = 1
     trainer.begin()
     trainer.claim()
@@ -238,7 +238,7 @@ def test_a_bound_that_the_policy_passes_by_design_is_refused(tail: dict, factor:
     [
         {"past_staleness": "finish", "max_staleness": 1},
         {"past_staleness": "drop", "max_staleness": 0},
-        {"policy": "sync", "past_staleness": "restart", "max_staleness": 0},
+        {"policy": "wait", "past_staleness": "restart", "max_staleness": 0},
         {"policy": "reorder", "max_deferrals": 2, "past_staleness": "finish", "max_staleness": 5},
         {"policy": "reorder", "max_staleness": 0},
     ],
@@ -337,8 +337,8 @@ def test_no_token_past_the_bound_is_trained(
 POLICIES = [
     (Partial(2 * BATCH), StalenessBound(1, "drop")),
     (Partial(3 * BATCH), StalenessBound(0, "restart")),
-    (Sync(BATCH), StalenessBound(0, "drop")),
-    (Sync(BATCH), StalenessBound(0, "restart")),
+    (Wait(BATCH), StalenessBound(0, "drop")),
+    (Wait(BATCH), StalenessBound(0, "restart")),
     (Reorder(BATCH, BATCH + 2, 1), StalenessBound(4, "drop")),
     (Reorder(BATCH, 2 * BATCH, 2), StalenessBound(8, "restart")),
 ]

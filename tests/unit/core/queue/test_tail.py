@@ -16,8 +16,8 @@ from partial_rollout.core.queue.tail import (
     Reorder,
     RoundPlan,
     RoundView,
-    Sync,
     TailPolicy,
+    Wait,
     make_policy,
 )
 from partial_rollout.errors import StaleClaim
@@ -43,11 +43,11 @@ def test_partial_fills_the_queue_and_lets_everything_start() -> None:
 
 
 def test_sync_starts_exactly_a_batch() -> None:
-    assert Sync(4).plan(view()) == RoundPlan("whole", num_started=4, num_fresh=4)
+    assert Wait(4).plan(view()) == RoundPlan("whole", num_started=4, num_fresh=4)
 
 
 def test_what_another_policy_left_behind_comes_first() -> None:
-    assert Sync(4).plan(view(pending=5, done=1, deferrals=(1,))) == RoundPlan("whole", 1, 1, num_started=2)
+    assert Wait(4).plan(view(pending=5, done=1, deferrals=(1,))) == RoundPlan("whole", 1, 1, num_started=2)
     assert Partial(8).plan(view(deferrals=(3, 1))) == RoundPlan("open", num_resumed=2, num_fresh=6)
 
 
@@ -89,7 +89,7 @@ def test_few_at_a_time(seen: RoundView, plan: RoundPlan) -> None:
     ("tail", "policy"),
     [
         (TailConfig(), Partial(16)),
-        (TailConfig(policy="sync"), Sync(8)),
+        (TailConfig(policy="wait"), Wait(8)),
         (TailConfig(policy="reorder"), Reorder(8, 10, 8)),
         (TailConfig(policy="reorder", gen_batch_size=12, max_deferrals=2), Reorder(8, 12, 2)),
         (TailConfig(policy="reorder", max_deferred_per_round=3), FewAtATime(8, 10, 8, 3)),
@@ -241,7 +241,7 @@ def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
 def policies() -> st.SearchStrategy[TailPolicy]:
     gen_batch, deferrals = st.integers(BATCH + 1, 2 * BATCH), st.integers(1, 5)
     few = st.builds(FewAtATime, st.just(BATCH), gen_batch, deferrals, st.integers(1, BATCH))
-    return st.one_of(st.just(Sync(BATCH)), st.builds(Reorder, st.just(BATCH), gen_batch, deferrals), few)
+    return st.one_of(st.just(Wait(BATCH)), st.builds(Reorder, st.just(BATCH), gen_batch, deferrals), few)
 
 
 ORDERS: dict[str, Callable[[Random, list[str]], str]] = {
