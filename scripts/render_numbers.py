@@ -1,0 +1,170 @@
+"""Numbers in the documents, taken from stored results.
+
+    python -m scripts.render_numbers            # writes the stored numbers into the documents
+    python -m scripts.render_numbers --check    # fails, and says which line, where text and file differ
+
+`docs/numbers.yaml` lists for each document the lines that hold numbers, with a place for each number:
+
+    {alias:path;format}                 one value, for example {a:summary.sync.gen_s;.2f}
+    {alias:path / alias:path;format}    a ratio
+
+`alias` is a stored file, `path` the keys in it, joined by dots (a number is a place in a list), `format` Python's.
+Before the format, `k` multiplies by 1,000, `m` divides by it, and `list` joins the values of a list.
+A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.result import read_result
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"\{([a-z0-9_]+:[^{}]*)\}")
+NUMBER = r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:, [-+]?[0-9][0-9,]*(?:\.[0-9]+)?)*"
+"""What may stand in a document at a place: a number, or a list of numbers."""
+FIRST_STEPS = re.compile(r"from_([0-9]+)")
+STALENESS = (
+    ("partial_rollout/staleness_steps/mean", "partial_rollout/staleness_steps/max"),
+    ("training/off_policy/trajectory_staleness/mean", "training/off_policy/trajectory_staleness/max"),
+)
+"""Names of our mode and of verl's own."""
+
+
+class NumbersError(Exception):
+    """A path that a stored file does not have, or a line that a document does not have exactly once."""
+
+
+@cache
+def stored(name: str) -> Any:
+    """A stored result, with the steps that lie compressed beside it."""
+    return read_result(ROOT / name)
+
+
+def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, float]]:
+    """Of each mode's first job: means over an even number of steps, from step `first` on (step 1 loads everything).
+
+    An even number, because every other step of `colocate_async` is a long one. Rates are response tokens for each
+    second of generation.
+    """
+    load, prompt = result["workload"], result["engine"]["prompt_tokens"]
+    rows: dict[str, dict[str, float]] = {}
+    for job in result["jobs"]:
+        steps = (job.get("first_steps", []) + job["steps"])[first - 1 :]
+        steps = steps[: len(steps) // 2 * 2]
+        if not steps or job["mode"] in rows:
+            continue
+        tokens = sum(step["perf/total_num_tokens"] - load["batch"] * load["group"] * prompt for step in steps)
+        seconds = sum(step["timing_s/gen"] for step in steps)
+        row = {"num_steps": len(steps), "gen_s": seconds / len(steps), "tokens_per_s": tokens / seconds}
+        for mean, most in STALENESS:
+            if mean in steps[0]:
+                row["staleness_mean"] = statistics.fmean(step[mean] for step in steps)
+                row["staleness_max"] = max(step[most] for step in steps)
+        row.setdefault("staleness_mean", 0.0)
+        row.setdefault("staleness_max", 0.0)
+        rows[job["mode"]] = row
+    return rows
+
+
+def look_up(value: Any, path: str) -> Any:
+    """The value at `path`; keys may hold dots themselves."""
+    parts = path.split(".")
+    found = FIRST_STEPS.fullmatch(parts[0])
+    if found and isinstance(value, dict) and "jobs" in value:
+        return look_up(job_rows(value, int(found.group(1))), ".".join(parts[1:]))
+    while parts:
+        if isinstance(value, list):
+            value, parts = value[int(parts[0])], parts[1:]
+            continue
+        for count in range(len(parts), 0, -1):
+            key = ".".join(parts[:count])
+            if isinstance(value, dict) and key in value:
+                value, parts = value[key], parts[count:]
+                break
+        else:
+            raise NumbersError(f"nothing at {parts[0]!r} of {path!r}; there is: {', '.join(map(str, value))[:300]}")
+    return value
+
+
+def fill(place: str, files: dict[str, str]) -> str:
+    """The text of one place."""
+    expression, _, form = place.partition(";")
+    values = []
+    for term in expression.split(" / "):
+        alias, _, path = term.partition(":")
+        values.append(look_up(stored(files[alias]), path))
+    if form.startswith("list"):
+        return ", ".join(format(value, form.removeprefix("list")) for value in values[0])
+    value = values[0] / values[1] if len(values) > 1 else values[0]
+    if form.startswith("k"):
+        value, form = value * 1000, form.removeprefix("k")
+    if form.startswith("m"):
+        value, form = value / 1000, form.removeprefix("m")
+    return format(value, form)
+
+
+def rendered(line: str, files: dict[str, str]) -> str:
+    """The line as it must stand in the document."""
+    return PLACE.sub(lambda found: fill(found.group(1), files), line)
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """The line with any number at its places, over any line breaks."""
+    parts = PLACE.split(line)
+    texts = [r"\s+".join(re.escape(word) for word in re.split(r"\s+", part)) for part in parts[::2]]
+    return re.compile(NUMBER.join(texts))
+
+
+def entries() -> list[dict[str, Any]]:
+    """What `docs/numbers.yaml` lists."""
+    return yaml.safe_load((ROOT / "docs/numbers.yaml").read_text(encoding="utf-8"))
+
+
+def checked_lines() -> list[tuple[str, str, dict[str, str]]]:
+    """(document, line, files) of every line."""
+    return [(entry["document"], line, entry["files"]) for entry in entries() for line in entry["lines"]]
+
+
+def difference(document: str, line: str, files: dict[str, str]) -> str | None:
+    """What the document should say instead, or None. Line breaks in the document do not count."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = list(pattern(line).finditer(text))
+    if len(found) != 1:
+        return f"{document}: {len(found)} places, not one, for the line {line!r}"
+    wanted = rendered(line, files)
+    if " ".join(found[0].group().split()) == " ".join(wanted.split()):
+        return None
+    return f"{document}:\n  says   {found[0].group()}\n  stored {wanted}"
+
+
+def write(document: str, line: str, files: dict[str, str]) -> None:
+    """Put the stored numbers into the document; the line's breaks are lost only where a number changes."""
+    path = ROOT / document
+    text = path.read_text(encoding="utf-8")
+    path.write_text(pattern(line).sub(lambda _: rendered(line, files), text), encoding="utf-8")
+
+
+def main() -> int:
+    """Render, or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where text and file differ")
+    options = parser.parse_args()
+    wrong = [(each, said) for each in checked_lines() if (said := difference(*each))]
+    for each, said in wrong:
+        print(said)
+        if not options.check and " places, not one" not in said:
+            write(*each)
+    return 1 if options.check and wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
