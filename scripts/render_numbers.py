@@ -34,9 +34,13 @@ NUMBER = r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:, [-+]?[0-9][0-9,]*(?:\.[0-9]+)?)*"
 FIRST_STEPS = re.compile(r"from_([0-9]+)")
 STALENESS = (
     ("partial_rollout/staleness_steps/mean", "partial_rollout/staleness_steps/max"),
-    ("training/off_policy/trajectory_staleness/mean", "training/off_policy/trajectory_staleness/max"),
+    ("training/off_policy/trajectory_staleness_worst/mean", "training/off_policy/trajectory_staleness_worst/max"),
 )
-"""Names of our mode and of verl's own."""
+"""Age of a response's oldest token, in our mode and in verl's own."""
+
+
+PROMPT_TOKENS = 256
+"""Of each prompt of a job, where its file does not say."""
 
 
 class NumbersError(Exception):
@@ -55,7 +59,7 @@ def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, float]]:
     An even number, because every other step of `colocate_async` is a long one. Rates are response tokens for each
     second of generation.
     """
-    load, prompt = result["workload"], result["engine"]["prompt_tokens"]
+    load, prompt = result["workload"], result["engine"].get("prompt_tokens", PROMPT_TOKENS)
     rows: dict[str, dict[str, float]] = {}
     for job in result["jobs"]:
         steps = (job.get("first_steps", []) + job["steps"])[first - 1 :]
@@ -65,12 +69,9 @@ def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, float]]:
         tokens = sum(step["perf/total_num_tokens"] - load["batch"] * load["group"] * prompt for step in steps)
         seconds = sum(step["timing_s/gen"] for step in steps)
         row = {"num_steps": len(steps), "gen_s": seconds / len(steps), "tokens_per_s": tokens / seconds}
-        for mean, most in STALENESS:
-            if mean in steps[0]:
-                row["staleness_mean"] = statistics.fmean(step[mean] for step in steps)
-                row["staleness_max"] = max(step[most] for step in steps)
-        row.setdefault("staleness_mean", 0.0)
-        row.setdefault("staleness_max", 0.0)
+        mean, most = next(names for names in STALENESS if names[0] in steps[0])
+        row["staleness_mean"] = statistics.fmean(step[mean] for step in steps)
+        row["staleness_max"] = max(step[most] for step in steps)
         rows[job["mode"]] = row
     return rows
 

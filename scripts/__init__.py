@@ -1,0 +1,1 @@
+"""Tools for this repository: set-up, documents."""
