@@ -11,7 +11,7 @@ WORKERS ?= 2
 BENCHMARKS := $(filter-out bench_diffusion,$(basename $(notdir $(wildcard benchmarks/bench_*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench config clean
+.PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -56,6 +56,10 @@ e2e: setup ## whole training runs
 bench: setup-omni ## the benchmarks; the results replace those in benchmarks/results
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 	$(OMNI_PYTHON) -m benchmarks.bench_diffusion --json benchmarks/results/bench_diffusion.json
+
+docs: setup ## the documents as a site in build/site; a broken link ends it
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(VENV_PYTHON) -m partial_rollout.main_ppo --cfg job

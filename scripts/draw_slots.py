@@ -1,6 +1,6 @@
 """Draw the documents' pictures of slots over time. They explain; they are computed from invented lengths.
 
-    python scripts/draw_slots.py          # writes docs/img/explain_*.png
+    python -m scripts.draw_slots    # writes docs/img/explain_*.png
 
 One row is one trajectory slot. One bar is one response. A response is drawn in the colour of the batch of prompts that
 it came with, so a bar that goes on in the next step keeps its colour.
@@ -74,7 +74,7 @@ def simulate(steps: int, *, batches: int, prefill: float = 0.0) -> Timeline:
 
 
 def _roll_out(line: Timeline, slots: list[Response | None], waiting: list[Response], ready: list[float]) -> float:
-    """Generate until `SLOTS` responses are complete, and return when that is; slot i is free to run from `ready[i]` on."""
+    """Generate until `SLOTS` responses are complete, and return when that is; slot i runs from `ready[i]` on."""
     for _ in range(SLOTS):
         for place, item in enumerate(slots):
             if item is None and waiting:

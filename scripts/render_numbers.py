@@ -6,7 +6,7 @@
 `docs/numbers.yaml` lists for each document the lines that hold numbers, with a place for each number:
 
     {alias:path;format}                 one value, for example {a:summary.sync.gen_s;.2f}
-    {alias:path / alias:path;format}    a ratio
+    {alias:path / alias:path;format}    a ratio; `*` multiplies, and what stands first is done first
 
 `alias` is a stored file, `path` the keys in it, joined by dots (a number is a place in a list), `format` Python's.
 Before the format, `k` multiplies by 1,000, `m` divides by it, and `list` joins the values of a list.
@@ -96,16 +96,21 @@ def look_up(value: Any, path: str) -> Any:
     return value
 
 
+def _stored_at(term: str, files: dict[str, str]) -> Any:
+    alias, _, path = term.partition(":")
+    return look_up(stored(files[alias]), path)
+
+
 def fill(place: str, files: dict[str, str]) -> str:
     """The text of one place."""
     expression, _, form = place.partition(";")
-    values = []
-    for term in expression.split(" / "):
-        alias, _, path = term.partition(":")
-        values.append(look_up(stored(files[alias]), path))
+    first, *others = re.split(r" ([*/]) ", expression)
+    value = _stored_at(first, files)
+    for sign, term in zip(others[::2], others[1::2], strict=True):
+        other = _stored_at(term, files)
+        value = value / other if sign == "/" else value * other
     if form.startswith("list"):
-        return ", ".join(format(value, form.removeprefix("list")) for value in values[0])
-    value = values[0] / values[1] if len(values) > 1 else values[0]
+        return ", ".join(format(each, form.removeprefix("list")) for each in value)
     if form.startswith("k"):
         value, form = value * 1000, form.removeprefix("k")
     if form.startswith("m"):

@@ -1,0 +1,37 @@
+"""The README stays short, and what it says twice it says in the same words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MOST_LINES, MOST_WORDS = 200, 1200
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+    assert len(README.split()) <= MOST_WORDS
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = LINK.findall(README)
+    assert len(links) > 10
+    for name, anchor in links:
+        assert (ROOT / name).exists(), name
+        assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
+
+
+def test_the_exact_change_is_the_same_in_readme_and_documents() -> None:
+    fence = re.compile(r"```diff\n.*?```", flags=re.DOTALL)
+    [in_readme] = fence.findall(README)
+    [in_documents] = fence.findall((ROOT / "docs/your-job.md").read_text(encoding="utf-8"))
+    assert in_readme == in_documents
