@@ -45,7 +45,7 @@ from benchmarks.gpu.weights_process import (
 )
 from benchmarks.result import about_run, store
 from partial_rollout.errors import WeightUpdateError
-from partial_rollout.weights.cuda_runtime import HANDLE_BYTES, CudaRuntime
+from partial_rollout.weights.cuda_buffers import HANDLE_BYTES, CudaRuntime
 from partial_rollout.weights.directory import ChannelDirectory
 from partial_rollout.weights.transport import CUDA_BUFFER_BYTES, NUM_BUFFERS, Transports
 

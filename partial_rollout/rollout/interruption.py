@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
-from partial_rollout.weights.shared_buffers import FOLDER
+from partial_rollout.weights.directory import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -57,7 +57,7 @@ class Interruption:
 
         The memory then goes with the engine's processes, however they end, and a relaunched engine starts an own file.
         """
-        for path in FOLDER.glob(f"vllm_offload_{self._engine}*.mmap"):
+        for path in SHARED_MEMORY.glob(f"vllm_offload_{self._engine}*.mmap"):
             path.unlink(missing_ok=True)
 
     def nothing(self, version: int) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter
 from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.settings.block import PartialRolloutConfig
-from partial_rollout.weights.patience import ANSWER_SHARE, SENDER_SHARE
-from partial_rollout.weights.sender import WeightSender
+from partial_rollout.weights.sender import ANSWER_SHARE, SENDER_SHARE, WeightSender
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
@@ -37,19 +36,19 @@ if TYPE_CHECKING:
 
 WIRE_FORMAT = "named_tensors"
 ENGINE_FAILURES = (PartialRolloutError, RayError, zmq.ZMQError, OSError, RuntimeError, ValueError)
-"""What an update can raise here because of the engine's end, the socket's and the GPU's errors among them."""
+"""What an update can raise because the engine's end failed, with errors of the socket and the GPU."""
 
 logger = logging.getLogger(__name__)
 
 
 class Gathering:
-    """Tensors as the ranks gather them; what that raises is the ranks' own failure, not an engine's.
+    """Yields tensors as the ranks gather them; `error` is what gathering raised, which is no failure of an engine.
 
-    No generator, because the end of one that goes through another one ends that too, and gathering has to go on.
+    This is no generator: a failure of the sender would end a generator that it iterates over, and gathering must go on.
     """
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Gather when iterated over, each time from where the time before has stopped."""
+        """Gather when iterated over; a second iteration goes on where the first has stopped."""
         self._weights = iter(weights)
         self.error: Exception | None = None
 
@@ -136,7 +135,7 @@ class ChannelAdapter(ServerAdapter):
             self.failure = error
 
     async def _give_up(self, failure: Exception) -> None:
-        """Say so to the server, whose call to the engine waits for all workers, a stuck one among them."""
+        """Tell the server, whose call to the engine would otherwise wait for all workers, a stuck one included."""
         try:
             told = self._leading_server().give_up_update.remote(update_number=self._update_number, reason=str(failure))
             await self._answer(told, "take notice of a lost weight update")
@@ -171,7 +170,7 @@ class ChannelAdapter(ServerAdapter):
         )
 
     async def _connect(self) -> ChannelAddress:
-        """The server of this rank's node is there only after the training workers."""
+        """Ask the server of this rank's node once; the server is started after the training workers."""
         if self._address is None:
             self._server = self._find_server(self.node_rank)
             self._address = await self._answer(self._server.weight_channel.remote(), "tell its weight channel")
@@ -181,7 +180,7 @@ class ChannelAdapter(ServerAdapter):
         return ray.get_actor(f"{self._get_server_name_prefix()}server_{self.replica_rank}_{node_rank}")
 
     def _leading_server(self) -> Any:
-        """The one that calls the engine, on the replica's first node."""
+        """The server that calls the engine: the one on the replica's first node."""
         return self._server if self.node_rank == 0 and self._server is not None else self._find_server(0)
 
     async def _answer(self, answer: Any, what: str) -> Any:

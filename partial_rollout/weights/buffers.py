@@ -1,6 +1,6 @@
-"""What a transport is to the two ends: buffers that one writes and the other reads where they are.
+"""What both transports give to the two ends: buffers that the sender writes and the receiver reads in place.
 
-A buffer's life, charged by the sender's state machine and freed by the receiver:
+The life of a buffer, which the sender's state machine charges and the receiver gives back:
 
     sender: write, write, flush ──Bucket──→ receiver: lease, hand tensors on ... last reference dropped ──Free──→ sender
 """
@@ -21,11 +21,11 @@ class BufferWriter(Protocol):
 
     @property
     def offer(self) -> Buffers:
-        """What the receiver is told."""
+        """What the receiver is told of the buffers."""
         ...
 
     def attached(self, handles: tuple[bytes, ...]) -> None:
-        """The receiver has the buffers; `handles` are those of buffers that it made."""
+        """Note that the receiver has the buffers; `handles` are of buffers that it made."""
 
     def write(self, buffer: int, offset: int, data: torch.Tensor) -> None:
         """Begin to copy bytes (uint8, 1-d) into a buffer."""
@@ -34,7 +34,7 @@ class BufferWriter(Protocol):
         """Return when everything written can be read."""
 
     def close(self) -> None:
-        """Take away what is left of it; may be repeated."""
+        """Remove what is left of the buffers; may be repeated."""
 
 
 class BufferReader(Protocol):
@@ -47,7 +47,7 @@ class BufferReader(Protocol):
     leases: Leases
 
     def lease(self, buffer: int) -> torch.Tensor:
-        """A buffer's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives."""
+        """A buffer's bytes (uint8, 1-d); the buffer is held for as long as any tensor on that memory lives."""
         ...
 
     def settle(self) -> None:
@@ -57,11 +57,11 @@ class BufferReader(Protocol):
         """Let go of the memory, which stays for as long as somebody holds it."""
 
     def abandon(self) -> None:
-        """After a failure, when the sender may still write: let go of what it could not damage."""
+        """After a failure, when the sender may still write: let go of the memory where that is safe."""
 
 
 class Leases:
-    """Which buffers something still refers to: a tensor of a buffer, or any view that a model made of it."""
+    """Buffers that are still held: by a tensor on the buffer, or by any view that a model made of such a tensor."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}

@@ -1,23 +1,41 @@
-"""The private folder of one server, in which its weight channels have their sockets."""
+"""The weight channel's files: a server's private folder of sockets, shared memory, and whose file is whose.
+
+A file tells, across process and container boundaries, whether its owner is still alive: the owner holds a file lock,
+which the kernel drops when the process ends, however it ends. So what a killed process leaves is provably nobody's. A
+process id in the name could not prove that: ids are reused, and differ between containers that share a folder.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import tempfile
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ConfigError
-from partial_rollout.weights.ownership import abandoned, create_locked, is_overdue, owned_prefix
-from partial_rollout.weights.shared_buffers import remove_abandoned_segments
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "prw-"
+UNLOCKED_SUFFIX = ".new"
+"""A file has this until it is locked, so that nobody takes it for abandoned in between."""
+GRACE_S = 60.0
+"""From making a file or folder to locking it takes far less; what is older and not locked was never going to be."""
+OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 LOCK_NAME = "owner"
+"""The file that a server keeps locked in its folder."""
 SECRET_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
-"""Of a Unix socket's address on Linux."""
+"""Linux takes no longer address of a Unix socket."""
 DIRECTORY_VARIABLE = "PARTIAL_ROLLOUT_WEIGHTS_DIRECTORY"
 SECRET_VARIABLE = "PARTIAL_ROLLOUT_WEIGHTS_SECRET"
 """vLLM's worker processes inherit both from the server; only processes of the same user can read them there."""
@@ -95,3 +113,64 @@ def remove_abandoned_directories(base: Path) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
+
+
+def remove_abandoned_segments(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Delete segments of this user whose sender was killed before the receiver had opened them; return them."""
+    removed: list[Path] = []
+    for path in sorted(folder.glob(f"{owned_prefix()}*")):
+        if path.name.endswith(UNLOCKED_SUFFIX) and not is_overdue(path):
+            continue  # its owner is about to lock it
+        with abandoned(path) as is_abandoned:
+            if is_abandoned and path.is_file():
+                path.unlink(missing_ok=True)
+                removed.append(path)
+    return removed
+
+
+def is_overdue(path: Path) -> bool:
+    """Whether what stands here has been waiting to be locked for too long: its maker was killed before it could."""
+    try:
+        return time.time() - path.stat().st_mtime > GRACE_S
+    except FileNotFoundError:
+        return False
+
+
+def owned_prefix() -> str:
+    """How names of this user's files and folders begin."""
+    return f"{PREFIX}{os.getuid()}-"
+
+
+def create_locked(path: Path) -> int:
+    """Create a new file, readable by this user only; return its descriptor, which holds the lock until closed.
+
+    Raises:
+        FileExistsError: somebody else made a file of that name.
+    """
+    unlocked = path.with_name(path.name + UNLOCKED_SUFFIX)
+    descriptor = os.open(unlocked, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(unlocked, path)
+    return descriptor
+
+
+@contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether the owner of a file of ours is gone; while the block runs nobody else comes to the same conclusion."""
+    try:
+        descriptor = os.open(path, OPEN_FLAGS)
+    except OSError:
+        yield False  # removed meanwhile, or not ours
+        return
+    try:
+        yield os.fstat(descriptor).st_uid == os.getuid() and _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

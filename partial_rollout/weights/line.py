@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHECK_INTERVAL_MS = 500
-"""How often a wait asks `check`, whose answer comes with no event."""
+"""How often a wait calls `check`: what `check` looks at sends no event."""
 RECONNECT_MS = 10
-"""The receiver may be there before the sender has bound."""
+"""The receiver may connect before the sender has bound."""
 LINGER_MS = 2000
-"""The last message (the confirmation, or what went wrong) gets this long to leave."""
+"""How long `close` waits for the last message to leave: the confirmation, or the reason of a failure."""
 
 
 def _nothing_to_check() -> None:
-    """The line has no other source of bad news."""
+    """The default of `check`: there is nothing else that could fail."""
 
 
 class Line:
-    """One end; blocking, for one thread. A peer that dies closes its socket, which ends a wait at once."""
+    """One end of the connection, for one thread; calls block. A peer that dies closes its socket, which ends a wait."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Line:
         data = encode(message)
         while True:
             self._wait(zmq.POLLOUT, "it to take a message")
-            with contextlib.suppress(zmq.Again):  # it went in between: wait again, which says so
+            with contextlib.suppress(zmq.Again):  # the peer has gone in between: the next wait says so
                 self._socket.send(data, zmq.NOBLOCK)
                 return
 

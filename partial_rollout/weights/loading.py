@@ -1,10 +1,8 @@
-"""New weights into a model that vLLM has already processed: layer by layer, complete or an error."""
+"""Loads new weights into a model that vLLM has already processed: layer by layer, all of them or an error."""
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +10,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from partial_rollout.errors import WeightMismatch, WeightUpdateError
-from partial_rollout.weights.names import any_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
 
     from vllm.config import ModelConfig
 
@@ -24,10 +21,8 @@ if TYPE_CHECKING:
 NUM_NAMED_PARAMETERS = 8
 """Parameter names an error message spells out."""
 OPTIONAL_PARAMETERS = ("q_scale", "k_scale", "v_scale", "prob_scale")
-"""Of quantised attention layers; vLLM has a value for them when a checkpoint has none."""
+"""Parameters of quantised attention layers; vLLM has a value for them when a checkpoint has none."""
 HEAD = "lm_head"
-EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<tensor>.+)")
-"""A tensor of one expert, as checkpoints that keep experts apart name it."""
 
 
 class Reload:
@@ -47,9 +42,9 @@ class Reload:
         initialize_layerwise_reload(self._model)
 
     def expected(self) -> set[str]:
-        """Names of the parameters to be filled, to ask for between `start` and loading.
+        """Names of the parameters to be filled; ask between `start` and loading.
 
-        A layer that is complete is processed at once, and a quantised one then has its scales as parameters.
+        Later is too late: a layer is processed as soon as it is complete, and a quantised one then has more parameters.
         """
         return {name for name, _ in self._model.named_parameters() if self._is_sent(name)}
 
@@ -80,66 +75,6 @@ def require_complete(expected: set[str], loaded: set[str]) -> None:
         )
 
 
-def parts_left_out(model: Any) -> frozenset[str]:
-    """Parts of fused modules that some of the model's layers do without, by its configuration.
-
-    Layers whose values are their keys, or that use the keys and values of another layer, as in Gemma 3n and 4.
-    """
-    config = getattr(model, "config", None)
-    text = getattr(config, "text_config", config)
-    if getattr(text, "num_kv_shared_layers", 0):
-        return frozenset(("k_proj", "v_proj"))
-    return frozenset(("v_proj",)) if getattr(text, "attention_k_eq_v", False) else frozenset()
-
-
-def require_parts(
-    packed: Mapping[str, Sequence[str]], received: Iterable[str], *, without: Collection[str] = ()
-) -> None:
-    """Check that of every fused module (`qkv_proj`) all parts (`q_proj`, `k_proj`, `v_proj`) came, or itself.
-
-    vLLM reports a fused parameter as filled when any of its parts was. Parts in `without` may be missing, and a bias
-    that comes for no layer, since some attention has none for keys.
-
-    Raises:
-        WeightMismatch: a part was not sent; the model is undefined and must not be used.
-    """
-    names = set(received)
-    layers = {any_layer(name) for name in names}
-    for fused, parts in packed.items():
-        for name in names:
-            for sibling in _siblings(name, [part for part in parts if part not in without]):
-                needed = sibling.endswith(".weight") or any_layer(sibling) in layers
-                if needed and sibling not in names:
-                    raise WeightMismatch(f"weight update: {sibling} was not sent, a part of {fused} beside {name}")
-
-
-def _siblings(name: str, parts: Sequence[str]) -> list[str]:
-    words = name.split(".")
-    if len(words) < 2 or words[-2] not in parts:
-        return []
-    return [".".join([*words[:-2], other, words[-1]]) for other in parts]
-
-
-def require_experts(received: Iterable[str]) -> None:
-    """Check that every expert of a layer came with the same tensors, and every such layer with as many experts.
-
-    vLLM keeps all experts of a layer in one parameter, and reports it as filled when any expert was.
-
-    Raises:
-        WeightMismatch: one was not sent; the model is undefined and must not be used.
-    """
-    found: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
-    for match in filter(None, map(EXPERT.fullmatch, received)):
-        found[match["layer"]].add((int(match["expert"]), match["tensor"]))
-    number = 1 + max((expert for parts in found.values() for expert, _ in parts), default=-1)
-    for layer, parts in found.items():
-        tensors = sorted({tensor for _, tensor in parts})
-        missing = sorted({*itertools.product(range(number), tensors)} - parts)
-        if missing:
-            expert, tensor = missing[0]
-            raise WeightMismatch(f"weight update: {layer}.{expert}.{tensor} was not sent, one of {number} experts")
-
-
 def load_from_channel(
     load_weights: Callable[[Iterable[Any]], set[str]],
     receiver: WeightReceiver,
@@ -159,7 +94,7 @@ def load_from_channel(
         return item
 
     try:
-        # No generator of our own in between: it would hold a tensor, and with it a buffer, for longer than the model.
+        # A generator in place of `map` would hold a tensor, and with it a buffer, for longer than the model does.
         return load_weights(map(checked, receiver.tensors()))
     except WeightUpdateError:
         raise
@@ -169,12 +104,12 @@ def load_from_channel(
 
 
 def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None:
-    """After loading: no parameter or buffer may be a tensor that the channel has lent.
+    """Check after loading that no parameter or buffer of the model is a tensor which the channel has lent.
 
-    It would stay as it is, since nobody writes to its buffer any more, but keep all buffers of the update in memory.
+    Its values would stay right, since nobody writes to that memory again, but it would keep the memory of the update.
 
     Raises:
-        WeightMismatch: one is; names it.
+        WeightMismatch: a parameter is such a tensor; names it.
     """
     if not receiver.has_lent:
         return

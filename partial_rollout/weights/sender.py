@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from partial_rollout.weights.buffers import BufferWriter
     from partial_rollout.weights.directory import ChannelAddress
 
+SENDER_SHARE = 0.5
+"""How long a rank waits for its engine's worker: for its hello, a free buffer, its confirmation.
+
+A share of `weights.timeout_s`, which is how long an engine waits. Ranks gather every tensor together, so while one rank
+waits, the healthy engines of the other ranks wait too. All that a rank can wait for in a row must therefore take less
+time than an engine waits, or a healthy engine would fail together with a stuck one.
+"""
+ANSWER_SHARE = 0.25
+"""How long a rank waits for its server to tell its address, wake the engine up, or take notice of a lost update."""
+
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
@@ -34,13 +44,13 @@ class SentWeights:
 
 
 class WeightSender:
-    """Context manager; bound on entry, so the receiver may be called inside the block, and all cleaned on exit.
+    """The sending end as a context manager: it listens from entry on, and removes socket and buffers on exit.
 
         with WeightSender(address, "rank 0", ...) as sender:
-            call the engine
+            ask the engine to receive
             sender.send(weights)
 
-    Waits for: the receiver (hello, free buffers, confirmation). Each such wait is bounded by `timeout_s`.
+    It waits for the receiver (its hello, a free buffer, its confirmation); `timeout_s` bounds each wait.
     """
 
     def __init__(
@@ -85,7 +95,7 @@ class WeightSender:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Tell the receiver of a failure, then take socket and buffers away."""
+        """Tell the receiver of a failure, then remove socket and buffers."""
         if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
         self._line.close()
@@ -93,13 +103,13 @@ class WeightSender:
             self._buffers.close()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SentWeights:
-        """Send all tensors, in any order, on any device; returns when the receiver has handed all of them on.
+        """Send all tensors, in any order, from any device; return when the receiver has confirmed all of them.
 
         Raises:
             WeightPeerLost: the receiver died or was silent for too long.
             WeightProtocolError: it has another version, update or secret.
             SharedMemoryFull, DeviceMemoryFull: the buffers have no room.
-            WeightUpdateError: what the receiver reports.
+            WeightUpdateError: the failure that the receiver reports.
             Exception: what `weights` or `check` raised.
         """
         buffers = self._connect()
@@ -149,7 +159,7 @@ class WeightSender:
         return buffer
 
     def _say(self, message: Any) -> None:
-        """Send; a receiver that has gone may have said why."""
+        """Send a message; if the receiver has gone, raise the reason that it may have sent before."""
         self._read_what_came()
         try:
             self._line.send(message)

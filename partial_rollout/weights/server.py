@@ -10,8 +10,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.control import control
 from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
-from partial_rollout.weights.patience import ANSWER_SHARE
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
+from partial_rollout.weights.sender import ANSWER_SHARE
 
 if TYPE_CHECKING:
     from partial_rollout.settings.block import PartialRolloutConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def _take_weights(engine: Any, options: dict[str, Any]) -> None:
-    """Let the workers receive, then do as verl's `clear_kv_cache`, which does not look whether vLLM did it."""
+    """Let the workers receive, then forget caches as verl's `clear_kv_cache` does, which does not check the result."""
     await engine.collective_rpc(method="receive_weights", kwargs=options)
     if not await engine.reset_prefix_cache(reset_connector=True):
         raise WeightUpdateError("the prefix cache of the old weights was not cleared: requests still hold blocks")
@@ -53,7 +53,7 @@ class ChannelServer(vLLMHttpServer):
     ) -> None:
         """Let every engine worker take update `update_number` from its channel; then forget caches and set the version.
 
-        With `peft_config` it is a LoRA adapter that comes, and the base weights stay.
+        With `peft_config` the workers receive a LoRA adapter, and the base weights stay.
 
         Raises:
             WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
@@ -87,7 +87,7 @@ class ChannelServer(vLLMHttpServer):
 
     @control
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Give the engine its memory back, as verl's; around a weight update, so a failure is one of the update.
+        """Give the engine its memory back, as verl does around a weight update; so a failure fails the update.
 
         Raises:
             WeightUpdateError: the engine has died or did not answer within ANSWER_SHARE of `weights.timeout_s`.
@@ -102,5 +102,5 @@ class ChannelServer(vLLMHttpServer):
 
     @control
     async def weights_failure(self) -> str | None:
-        """Why the last weight update failed, or that it has not ended, which fails it; None if it arrived whole."""
+        """Why the last weight update failed, or None if it arrived whole. One that has not ended counts as failed."""
         return self._weights.given_up()

@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,20 +18,13 @@ import torch
 
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
 from partial_rollout.weights.buffers import Leases
-from partial_rollout.weights.ownership import (
-    OPEN_FLAGS,
-    UNLOCKED_SUFFIX,
-    abandoned,
-    create_locked,
-    is_overdue,
-    owned_prefix,
-)
+from partial_rollout.weights.directory import OPEN_FLAGS, SHARED_MEMORY, create_locked, owned_prefix
 from partial_rollout.weights.protocol.wire import SharedBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-FOLDER = Path("/dev/shm")
 NAME_BYTES = 8
 
 
@@ -44,7 +36,7 @@ class SharedBufferWriter:
         buffer_bytes: int,
         num_buffers: int,
         *,
-        folder: Path = FOLDER,
+        folder: Path = SHARED_MEMORY,
         reserve: Callable[[int, int, int], None] = os.posix_fallocate,
     ) -> None:
         """Create the segment; pages come with the first write to them."""
@@ -90,14 +82,14 @@ class SharedBufferWriter:
         )
 
     def attached(self, handles: tuple[bytes, ...]) -> None:
-        """The receiver has opened the segment: take its name away."""
+        """Remove the segment's name, which the receiver has opened."""
         self._path.unlink(missing_ok=True)
 
     def flush(self) -> None:
-        """A copy within the host has ended when it returns."""
+        """Nothing to wait for: a copy within the host has ended when it returns."""
 
     def close(self) -> None:
-        """Take name and memory away; may be repeated."""
+        """Remove name and memory; may be repeated."""
         self._path.unlink(missing_ok=True)
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
@@ -108,7 +100,7 @@ class SharedBufferWriter:
 class SharedBufferReader:
     """The receiver's end of an offer."""
 
-    def __init__(self, offer: SharedBuffers, *, folder: Path = FOLDER) -> None:
+    def __init__(self, offer: SharedBuffers, *, folder: Path = SHARED_MEMORY) -> None:
         """Open the segment.
 
         Raises:
@@ -135,7 +127,7 @@ class SharedBufferReader:
             os.close(descriptor)
 
     def lease(self, buffer: int) -> torch.Tensor:
-        """A buffer's bytes (uint8, 1-d); it is held for as long as any tensor on that memory lives.
+        """A buffer's bytes (uint8, 1-d); the buffer is held for as long as any tensor on that memory lives.
 
         Raises:
             WeightProtocolError: the buffers are closed.
@@ -147,25 +139,12 @@ class SharedBufferReader:
         return self.leases.begin(buffer, memory, torch.from_numpy(memory))
 
     def settle(self) -> None:
-        """A read within the host has ended when it returns."""
+        """Nothing to wait for: a read within the host has ended when it returns."""
 
     def close(self) -> None:
-        """Let go of the mapping, which stays for as long as somebody holds a buffer: closing it by hand would fail."""
+        """Let go of the mapping, which lives for as long as a buffer is held; closing it by hand would fail then."""
         self._mapping = None
 
     def abandon(self) -> None:
         """Let go of the mapping; the sender has its own."""
         self.close()
-
-
-def remove_abandoned_segments(folder: Path = FOLDER) -> list[Path]:
-    """Delete segments of this user whose sender was killed before the receiver had opened them; return them."""
-    removed: list[Path] = []
-    for path in sorted(folder.glob(f"{owned_prefix()}*")):
-        if path.name.endswith(UNLOCKED_SUFFIX) and not is_overdue(path):
-            continue  # its owner is about to lock it
-        with abandoned(path) as is_abandoned:
-            if is_abandoned and path.is_file():
-                path.unlink(missing_ok=True)
-                removed.append(path)
-    return removed

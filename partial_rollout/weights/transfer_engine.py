@@ -1,4 +1,4 @@
-"""vLLM's weight transfer backend that receives by our channel: one adapter for both interfaces vLLM has had.
+"""vLLM's weight transfer backend for our channel: one class for both interfaces that vLLM has had.
 
 | | 0.24 (GPU) | 0.28 and later (CPU) |
 |---|---|---|
@@ -26,18 +26,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from partial_rollout.errors import ConfigError, VersionError
 from partial_rollout.integrations.vllm_plugin import BACKEND
+from partial_rollout.weights.checks import ModelShapes, parts_left_out, require_experts, require_parts
 from partial_rollout.weights.directory import ChannelAddress
-from partial_rollout.weights.loading import (
-    Reload,
-    load_from_channel,
-    parts_left_out,
-    require_complete,
-    require_experts,
-    require_own_memory,
-    require_parts,
-)
+from partial_rollout.weights.loading import Reload, load_from_channel, require_complete, require_own_memory
 from partial_rollout.weights.receiver import WeightReceiver
-from partial_rollout.weights.shapes import ModelShapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,12 +43,12 @@ KNOWN_INTERFACES = {
 
 @dataclass
 class ChannelInit(WeightTransferInitInfo):
-    """Nothing: both ends meet anew for each update."""
+    """Empty: both ends connect anew for each update."""
 
 
 @dataclass
 class ChannelUpdate(WeightTransferUpdateInfo):
-    """One update of one channel."""
+    """One update of one channel, as the worker extension hands it to vLLM."""
 
     channel: str
     update_number: int
@@ -136,14 +128,14 @@ class ChannelReceiving:
         self._device = next(self.model.parameters()).device
 
     def init_transfer_engine(self, init_info: ChannelInit) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def start_weight_update(self) -> None:
         """Prepare the layers; not called by vLLM 0.24, whose worker does it."""
         self._reload.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """vLLM 0.28's own waits for an accelerator in any case, which raises where there is none."""
+        """Receive an update. vLLM 0.28's own method waits for an accelerator, which raises where there is none."""
         if torch.accelerator.is_available():
             super().update_weights(update_info)  # pyright: ignore[reportAttributeAccessIssue]
         else:
@@ -168,7 +160,7 @@ class ChannelReceiving:
         self._reload.finish(self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: nothing is held between updates."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which buffers an update uses: a GPU's own memory if both ends are on one, else shared memory of the host."""
+"""Chooses the buffers of an update: the GPU's own memory if both ends are on one GPU, else the host's shared memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from partial_rollout.errors import WeightProtocolError
-from partial_rollout.weights.cuda_buffers import CudaBufferReader, CudaBufferWriter
-from partial_rollout.weights.cuda_runtime import CudaRuntime
+from partial_rollout.weights.cuda_buffers import CudaBufferReader, CudaBufferWriter, CudaRuntime
 from partial_rollout.weights.protocol.wire import CudaBuffers
 from partial_rollout.weights.shared_buffers import SharedBufferReader, SharedBufferWriter
 
@@ -47,7 +46,7 @@ def numbered(device: torch.device | None) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """What this process can do; tests give it other parts."""
+    """The transports that this process has; tests give it other parts."""
 
     cuda: CudaRuntime | None = field(default_factory=find_cuda)
     make_shared: Callable[[int, int], SharedBufferWriter] = SharedBufferWriter
@@ -64,7 +63,7 @@ class Transports:
         return self.make_shared(buffer_bytes or SHARED_BUFFER_BYTES, NUM_BUFFERS)
 
     def reader(self, offer: Buffers, device: torch.device) -> BufferReader:
-        """The receiver's end of an offer.
+        """The receiver's end of the offered buffers.
 
         Raises:
             WeightUpdateError: the offer cannot be taken.

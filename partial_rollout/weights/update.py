@@ -1,10 +1,10 @@
-"""One weight update of all engines: send; where it failed, relaunch the engine and send everything to all again."""
+"""The trainer's weight update of all engines: send; relaunch engines that failed, and send everything to all again."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import RayTaskError
@@ -12,21 +12,16 @@ from ray.exceptions import RayTaskError
 from partial_rollout.errors import WaitTimeout, WeightUpdateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
+
+    from partial_rollout.train.fleet import ReplicaFleet
 
 logger = logging.getLogger(__name__)
 
 
-class Engines(Protocol):
-    """The part of ReplicaFleet used here."""
-
-    def failed_updates(self) -> dict[int, str]: ...
-    def relaunch(self, ranks: Collection[int]) -> None: ...
-
-
 def update_engines(
     send: Callable[[], Sequence[ray.ObjectRef[Any]]],
-    engines: Engines,
+    engines: ReplicaFleet,
     *,
     version: int,
     relaunches: int,
@@ -36,13 +31,14 @@ def update_engines(
     """Bring all engines to weight version `version`; return how many had to be relaunched for it.
 
     Args:
-        send: starts the update on every training rank; a rank's answer comes when it has nothing more to do with it.
+        send: starts the update on every training rank; a rank answers when it has finished its part.
+        engines: all engines, of which those that failed are relaunched.
         relaunches: how often engines that an update failed in are started again before the run gives up.
-        timeout_s: for one update of all engines.
+        timeout_s: the longest time that one update of all engines may take.
         before_resend: puts all engines into the state in which an update finds them.
 
     Raises:
-        WeightUpdateError: an update failed again, or not in an engine; names replicas and reasons.
+        WeightUpdateError: an update failed once too often, or not in an engine; names replicas and reasons.
         WaitTimeout: training ranks did not answer.
         Exception: what a rank raised that has nothing to do with engines.
     """

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker process and loads new weights there, from our channel or from verl's."""
+"""The extension of vLLM's worker process, which loads new weights there: from our channel, or from verl's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 
 from partial_rollout.errors import WeightMismatch, WeightProtocolError
 from partial_rollout.integrations.vllm_plugin import register_backend
+from partial_rollout.weights.checks import require_known_modules, require_whole_adapter
 from partial_rollout.weights.loading import Reload, require_complete
-from partial_rollout.weights.lora import require_known_modules, require_whole_adapter
 from partial_rollout.weights.transfer_engine import ChannelUpdate, make_receiver
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     remove_lora: Callable[[int], bool]
     add_lora: Callable[[Any], bool]
     last_update_number: int = 0
-    """Of the last weight update by our channel, whether it succeeded or not."""
+    """Number of the last weight update by our channel, whether it succeeded or not."""
 
     def receive_weights(
         self, *, update_number: int, timeout_s: float, validate: bool, peft_config: dict[str, Any] | None = None
     ) -> int:
-        """One whole update by our channel: vLLM's three steps in one call, so that no step comes between them.
+        """Receive one whole update by our channel: vLLM's three calls in one, so that no engine step comes in between.
 
-        With `peft_config` it is a LoRA adapter that comes, and takes the place of the one before.
+        With `peft_config` a LoRA adapter is received, and replaces the adapter before.
 
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
@@ -69,7 +69,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
 
     def _receive_adapter(self, update: ChannelUpdate, peft_config: dict[str, Any]) -> None:
         with make_receiver(update, torch.device("cpu")) as receiver:
-            # vLLM keeps an adapter's tensors, and what the channel lends is not the model's to keep.
+            # vLLM keeps an adapter's tensors, but must not keep tensors that the channel lends.
             tensors = {name: tensor.clone() for name, tensor in receiver.tensors()}
         require_known_modules(self.model_runner.model, tensors)
         require_whole_adapter(self.model_runner.model, tensors, peft_config)

@@ -24,9 +24,8 @@ from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.replica import PartialRolloutReplica
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.adapter import ChannelAdapter
-from partial_rollout.weights.ownership import owned_prefix
+from partial_rollout.weights.directory import SHARED_MEMORY, owned_prefix
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.shared_buffers import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -269,7 +268,7 @@ async def worker_process(replica: PartialRolloutReplica, rank: int) -> psutil.Pr
 async def mapped_segments(replica: PartialRolloutReplica) -> list[str]:
     """The channel's segments that the engine has in memory, which it has for as long as a tensor lies there."""
     maps = [part.path for process in await engine_processes(replica) for part in process.memory_maps(grouped=False)]
-    return [path for path in maps if path.startswith(f"{FOLDER}/{owned_prefix()}")]
+    return [path for path in maps if path.startswith(f"{SHARED_MEMORY}/{owned_prefix()}")]
 
 
 async def probe(client: ResumingLLMServerClient) -> list[tuple[list[int], list[float]]]:

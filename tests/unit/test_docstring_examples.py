@@ -22,6 +22,8 @@ CENTRAL = [
     "partial_rollout.packing.planners.GlobalPlanner",
     "partial_rollout.train.resources.Need",
     "partial_rollout.train.stale_mask.masked",
+    "partial_rollout.weights.protocol.buckets.BucketPlan",
+    "partial_rollout.weights.protocol.engine_weights.EngineWeights",
 ]
 """Who has an example; each row is the full name of a class or a function."""
 

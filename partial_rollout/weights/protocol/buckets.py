@@ -67,12 +67,12 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the fragment is all of the tensor."""
         return self.num_bytes == self.tensor.num_bytes
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor is complete with this one."""
+        """Whether the tensor is complete with this fragment."""
         return self.tensor_offset + self.num_bytes == self.tensor.num_bytes
 
 
@@ -86,6 +86,21 @@ class Placement:
 
 class BucketPlan:
     """Places tensors, in the order in which they come, into buckets 0, 1, 2, ...
+
+    A tensor that fits a buffer is in one piece; a larger one is cut, and its last piece shares a bucket with the next:
+
+    >>> plan = BucketPlan(buffer_bytes=128)
+    >>> for placement in [
+    ...     *plan.place(TensorSpec("bias", "float32", (4,))),
+    ...     *plan.place(TensorSpec("weight", "float32", (40,))),
+    ...     *plan.place(TensorSpec("norm", "float32", (4,))),
+    ... ]:
+    ...     piece = placement.fragment
+    ...     print(placement.bucket, piece.tensor.name, piece.tensor_offset, piece.buffer_offset, piece.num_bytes)
+    0 bias 0 0 16
+    0 weight 0 64 64
+    1 weight 64 0 96
+    2 norm 0 0 16
 
     Raises:
         ValueError: `buffer_bytes` is not a positive multiple of the alignment.
@@ -119,7 +134,7 @@ def _aligned(size: int) -> int:
 
 
 class Assembly:
-    """Checks the fragments that arrive: in order, without gaps, within the buffer, each tensor once."""
+    """Checks that fragments arrive in order, without gaps, within their buffer, and each tensor once."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
@@ -155,10 +170,10 @@ class Assembly:
             self._open = None
 
     def finish(self) -> None:
-        """The stream has ended.
+        """Note the end of the stream.
 
         Raises:
-            WeightProtocolError: in the middle of a tensor.
+            WeightProtocolError: the stream ended in the middle of a tensor.
         """
         if self._open is not None:
             raise WeightProtocolError(f"the stream ended within {self._describe_open()} of {self._open.num_bytes}")

@@ -20,12 +20,24 @@ class EngineWeights:
 
     WHOLE -succeeded→ WHOLE,  WHOLE -failed→ BROKEN -relaunched→ INITIAL -succeeded→ WHOLE,  INITIAL -failed→ BROKEN
 
-    Reports name their update's number, since a call that nobody waits for any more may end much later: a success counts
-    while its update is under way, a failure until the next update begins or the engine is relaunched for it.
+    A report names the number of its update, because a call that nobody waits for any more may end much later. A success
+    counts while its update is under way; a failure counts until the next update begins or the engine is relaunched.
+
+    >>> weights = EngineWeights()
+    >>> weights.begun(1, "weight update 1 (version 5)")
+    >>> weights.failed("the worker died", 1)
+    >>> weights.require_whole("replica 0")
+    Traceback (most recent call last):
+        ...
+    partial_rollout.errors.EngineDead: replica 0 must not be used, it holds half an update: the worker died
+    >>> weights.relaunched()
+    >>> weights.begun(2, "weight update 2 (version 5)")
+    >>> weights.succeeded(2), weights.state.value
+    (True, 'whole weights')
     """
 
     def __init__(self) -> None:
-        """An engine that was just launched holds whole weights: those of its checkpoint."""
+        """Start with whole weights: an engine that was just launched holds those of its checkpoint."""
         self.state = Weights.WHOLE
         self.failure: str | None = None
         """Why the last update failed; None once one has succeeded."""
@@ -68,7 +80,7 @@ class EngineWeights:
         self.state, self.failure, self._begun = Weights.BROKEN, reason, None
 
     def given_up(self) -> str | None:
-        """Why the last update failed; one that is still under way has, because whoever asks does not wait for it."""
+        """Why the last update failed; an update that is still under way counts as failed: the asker does not wait."""
         if self._begun is not None:
             update_number, update = self._begun
             self.failed(f"{update} has not ended", update_number)

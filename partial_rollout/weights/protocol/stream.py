@@ -1,4 +1,4 @@
-"""The two ends of one weight update as state machines (messages: `wire.py`); no sockets, no memory, no clock."""
+"""The two ends of one weight update as state machines. Pure: no sockets, no memory, no clock; messages: `wire.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Endpoint:
         self.state = State.NEW
 
     def _step(self, message: Message) -> None:
-        """Move on `message`; raise what it says if it is an Error, or that it is out of order."""
+        """Go to the next state; raise the failure that an Error reports, or that `message` is out of order."""
         next_state = self.TABLE.get((self.state, type(message)))
         if next_state is not None:
             self.state = next_state
@@ -66,7 +66,7 @@ class Endpoint:
 
     @property
     def owes_reason(self) -> bool:
-        """Whether a failure now is news to the other end."""
+        """Whether the other end must be told of a failure that happens now."""
         return self.state not in (State.CLOSED, State.PEER_FAILED)
 
     def _check_update(self, protocol: int, update_number: int) -> None:
@@ -88,7 +88,7 @@ class Endpoint:
 
 
 class SenderMachine(Endpoint):
-    """The sending end: buffers are charged by `next_buffer` and freed by the receiver's Free.
+    """The sending end: `bucket` charges a buffer, and the receiver's Free gives it back.
 
     NEW -start→ HELLO -Hello→ ATTACHED -Attached→ STREAMING -finish→ DONE -Done→ CLOSED
     """
@@ -108,9 +108,9 @@ class SenderMachine(Endpoint):
         self._num_buckets = 0
         self._totals = Done(0, 0)
         self.peer_device = ""
-        """UUID of the GPU the receiver can make buffers on, once it has said hello."""
+        """UUID of the GPU on which the receiver can make buffers, known once it has said hello."""
         self.handles: tuple[bytes, ...] = ()
-        """Of the buffers the receiver has made."""
+        """CUDA IPC handles of the buffers that the receiver has made; empty for shared memory."""
 
     def start(self) -> None:
         """Wait for the receiver."""
@@ -187,7 +187,7 @@ class ReceiverMachine(Endpoint):
         self._num_buckets = 0
         self._in_use: set[int] = set()
         self.offer: Buffers = SharedBuffers("", 0, 0)
-        """The buffers, once the sender has said where they are."""
+        """Where the buffers are; empty until the sender has said so."""
 
     def start(self, device: str = "") -> Hello:
         """Open the connection; `device` is the UUID of the GPU that buffers can be made on."""
@@ -195,7 +195,7 @@ class ReceiverMachine(Endpoint):
         return Hello(PROTOCOL, self._update_number, self._nonce, device)
 
     def receive(self, message: Message) -> None:
-        """Take a message; raises as the sender's."""
+        """Take a message; raises as `SenderMachine.receive` does."""
         self._step(message)
         if isinstance(message, Attach):
             self._check_update(message.protocol, message.update_number)
@@ -221,7 +221,7 @@ class ReceiverMachine(Endpoint):
         self._in_use.add(bucket.buffer)
 
     def attached(self, handles: tuple[bytes, ...] = ()) -> Attached:
-        """Say that the buffers are open, or made and where."""
+        """Say that the sender's buffers are open, or give the handles of buffers made here."""
         self.state = State.STREAMING
         return Attached(self._proof("receiver", self._nonce, self._peer_nonce), handles)
 

@@ -1,4 +1,4 @@
-"""The weight channel's messages; `weight_stream.py` says who may send which when.
+"""The weight channel's messages; `stream.py` says who may send which when.
 
 One connection carries one weight update, from one training rank to one engine worker:
 
@@ -13,7 +13,7 @@ One connection carries one weight update, from one training rank to one engine w
                                        ↔      Error    at any time; ends the update on both ends
 
 Each proof is an HMAC over both nonces with the run's secret, so neither end accepts bytes from, or hands memory to,
-somebody who does not know it. Messages are MessagePack of the structs below, never pickles.
+somebody who does not know the secret. Messages are MessagePack of the structs below, never pickles.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def decode(data: bytes) -> Message:
 
 
 def describe_failure(error: Exception) -> Error:
-    """What the other end is told of a failure here."""
+    """The message that tells the other end of a failure here."""
     return Error(type(error).__name__, str(error))
 
 
 def as_exception(message: Error) -> WeightUpdateError:
-    """The failure the other end told of, as an error of the class it named."""
+    """The failure that the other end reports, as an error of the class that it names."""
     kinds = {kind.__name__: kind for kind in _KINDS}
     if message.kind in kinds:
         return kinds[message.kind](f"the other end failed: {message.text}")

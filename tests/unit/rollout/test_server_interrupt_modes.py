@@ -267,7 +267,7 @@ def test_the_modes_settings_reach_the_engine():
 
 
 async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_path):
-    monkeypatch.setattr(interruption, "FOLDER", tmp_path)
+    monkeypatch.setattr(interruption, "SHARED_MEMORY", tmp_path)
     server = FakeServer(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}
     server._interruption.engine_arguments(given)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from partial_rollout.weights.ownership import owned_prefix
+from partial_rollout.weights.directory import SHARED_MEMORY, owned_prefix
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.shared_buffers import FOLDER
 
 BUFFER_BYTES = 4096
 LONG_S = 20.0
@@ -62,7 +61,7 @@ def outcome(future):
 
 def segments(maker: int | None = None) -> list[str]:
     """Names of the segments of process `maker`, by default this one: others of this machine have some too."""
-    return sorted(path.name for path in FOLDER.glob(f"{owned_prefix()}{maker or os.getpid()}-*"))
+    return sorted(path.name for path in SHARED_MEMORY.glob(f"{owned_prefix()}{maker or os.getpid()}-*"))
 
 
 class Peer:

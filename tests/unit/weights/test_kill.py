@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from partial_rollout.errors import WeightPeerLost
-from partial_rollout.weights.directory import ChannelDirectory, remove_abandoned_directories
-from partial_rollout.weights.ownership import UNLOCKED_SUFFIX, owned_prefix
-from partial_rollout.weights.shared_buffers import SharedBufferWriter, remove_abandoned_segments
+from partial_rollout.weights.directory import (
+    UNLOCKED_SUFFIX,
+    ChannelDirectory,
+    owned_prefix,
+    remove_abandoned_directories,
+    remove_abandoned_segments,
+)
+from partial_rollout.weights.shared_buffers import SharedBufferWriter
 from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, segments, send_all
 
 SENDER = """

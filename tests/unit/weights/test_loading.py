@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.loading import Reload, parts_left_out, require_experts, require_parts
+from partial_rollout.weights.checks import parts_left_out, require_experts, require_parts
+from partial_rollout.weights.loading import Reload
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 NAMES = [

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.utils import WeightsMapper
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.lora import require_known_modules, require_whole_adapter
+from partial_rollout.weights.checks import require_known_modules, require_whole_adapter
 
 STACKED = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".up_proj": (".gate_up_proj", 1)}
 MAPPERS = {

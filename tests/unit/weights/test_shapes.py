@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.shapes import ModelShapes
+from partial_rollout.weights.checks import ModelShapes
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HIDDEN, HEAD = 8, 4

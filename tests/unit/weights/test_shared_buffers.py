@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from partial_rollout.errors import SharedMemoryFull, WeightProtocolError
-from partial_rollout.weights.ownership import owned_prefix
+from partial_rollout.weights.directory import owned_prefix
 from partial_rollout.weights.protocol.wire import SharedBuffers
 from partial_rollout.weights.shared_buffers import SharedBufferReader, SharedBufferWriter
 
