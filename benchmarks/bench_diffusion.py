@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import circumstances, store
+from partial_rollout.advise.result import circumstances, store
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -40,7 +40,7 @@ import verl
 from tensordict import TensorDict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
-from benchmarks.result import circumstances, store
+from partial_rollout.advise.result import circumstances, store
 from partial_rollout.packing import (
     CostModel,
     FixedCountPlanner,

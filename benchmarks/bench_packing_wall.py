@@ -43,7 +43,6 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
 from benchmarks.bench_packing import as_plan, draw_lengths, partition, strided, verl_path, workload
-from benchmarks.gpu.inputs import SHAPES
 from benchmarks.packing_steps import (
     NUM_RANKS,
     SMALL,
@@ -54,7 +53,8 @@ from benchmarks.packing_steps import (
     padded_step,
     training,
 )
-from benchmarks.result import circumstances, devices, store, versions
+from partial_rollout.advise.result import circumstances, devices, store, versions
+from partial_rollout.advise.shapes import SHAPES
 from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.packing import attention as varlen_attention
 from partial_rollout.packing.plan import sample_padding_share

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.result import circumstances, store
+from partial_rollout.advise.result import circumstances, store
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.observability.metrics import ManagerMetrics

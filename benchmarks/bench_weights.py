@@ -1,20 +1,16 @@
-"""How long new weights take from one process to another.
+"""The weight channel from one process to another: whether it is right, and how fast, beside verl's channel.
 
-    python -m benchmarks.bench_weights --gigabytes 0.5 1.0 --rounds 15 --json benchmarks/results/bench_weights.json
+    python -m benchmarks.bench_weights --gigabytes 1 8 --bucket-mb 64 256 1024 --json OUT      # on a GPU, by CUDA IPC
+    python -m benchmarks.bench_weights --gigabytes 0.5 1 --json OUT                            # on a CPU, shared memory
+    python -m benchmarks.bench_weights --dry-run                                               # the same in seconds
 
-Transport, interleaved in one run, the same bf16 tensors for all; sender and receiver are two processes and the receiver
-drops every tensor at once, if nothing else is said:
+Steps (`--steps`): `equal`: every tensor of both orders is what was sent, all of them kept, one larger than a bucket,
+the receiver numbering the GPU by its UUID; `speed`: interleaved rounds of
 
-- `memcpy_warm`: every tensor copied to memory that was written before, in one process;
-- `memcpy_fresh`: every tensor copied to newly allocated memory;
-- `channel`: ours, whose tensors nobody overwrites while the receiver has them;
-- `verl`: verl 0.9.1's bucketed channel over shared memory, its tensors cloned on receipt (without that they are
-  overwritten), with a bucket that holds the largest tensor, which it needs;
-- `memcpy_load`: `memcpy_fresh`, and from there into parameters that exist, as a model's loader does;
-- `channel_load`: ours, and from there into parameters that exist.
-
-`extra_mib` is from rounds that are not timed: the highest sum of the two processes' PSS (shared pages count once), less
-that sum before the round. It is sampled, so a short peak is missed.
+- `copy_flat`: all bytes in one copy on the device: the reference;
+- `copy_tensors`: each tensor into one that exists;
+- `channel`: ours, to a receiver that drops every tensor; `channel_load`: to one that copies it into a parameter;
+- `verl`: verl's own channel, tensors cloned on receipt; `verl_load`: copied into a parameter instead.
 """
 
 from __future__ import annotations
@@ -24,8 +20,9 @@ import asyncio
 import json
 import os
 import statistics
-import threading
+import sys
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +30,36 @@ import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
 from benchmarks.child import Child, serve
-from benchmarks.result import circumstances, store
+from partial_rollout.advise.result import about_run, store
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
-from partial_rollout.weights.transport import SHARED_BUFFER_BYTES
+from partial_rollout.weights.transport import CUDA_BUFFER_BYTES, NUM_BUFFERS, Transports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 32_000
-LARGEST_TENSOR_MIB = -(-VOCAB * HIDDEN * 2 // (1 << 20))
-TIMEOUT_S = 120.0
-SAMPLE_S = 0.003
+MODULE = "benchmarks.bench_weights"
+MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
+SMALL = {"hidden": 1024, "intermediate": 3072, "vocabulary": 151_936}
+"""Qwen3-0.6B's."""
+LARGE = {"hidden": 2560, "intermediate": 9728, "vocabulary": 151_936}
+"""Qwen3-4B's."""
+LARGE_FROM_GB = 4.0
+DRY = {"hidden": 64, "intermediate": 192, "vocabulary": 10_000}
+DRY_GIGABYTES = 0.01
 MEBIBYTE = 1 << 20
+TIMEOUT_S = 60.0
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 Weights = list[tuple[str, torch.Tensor]]
 
 
-def make_weights(gigabytes: float) -> Weights:
-    """Tensors of a Qwen3 of this size, bf16, filled."""
-    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "vocabulary": VOCAB}
-    return [(name, torch.full(shape, 0.5, dtype=torch.bfloat16)) for name, shape in qwen_shapes(gigabytes, **sizes)]
+def sizes_of(gigabytes: float) -> dict[str, int]:
+    """Dimensions of the model that has about this size."""
+    if gigabytes <= DRY_GIGABYTES:
+        return DRY
+    return LARGE if gigabytes >= LARGE_FROM_GB else SMALL
 
 
 def qwen_shapes(
@@ -70,184 +76,237 @@ def qwen_shapes(
     return shapes
 
 
-# ---- the receiving process ------------------------------------------------------------------------------------------
+def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bytes that depend on the name only, so that both ends can make them."""
+    generator = torch.Generator(DEVICE).manual_seed(zlib.crc32(name.encode()))
+    num_bytes = 2 * torch.Size(shape).numel()
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=DEVICE, generator=generator)
+    return data.view(torch.bfloat16).view(shape)
 
 
-def receive_channel(update_number: int, load: bool = False) -> None:
-    """Take every tensor and drop it, or copy it into a parameter first."""
-    with WeightReceiver(
-        ChannelAddress.inherited(), "bench", update_number=update_number, timeout_s=TIMEOUT_S
-    ) as receiver:
-        for name, tensor in receiver.tensors():
-            if load:
-                PARAMETERS.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+def make_weights(gigabytes: float) -> Weights:
+    """All tensors of a model."""
+    return [(name, make_tensor(name, shape)) for name, shape in qwen_shapes(gigabytes, **sizes_of(gigabytes))]
 
 
-def receive_verl(update_number: int) -> None:
-    """The same over verl's channel."""
+def wait_for_device() -> None:
+    """Return when the GPU has done what this process asked for."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
 
-    def clone(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-        for _, tensor in weights:
-            tensor.clone()
-        weights.clear()
 
-    path = Path(ChannelAddress.inherited().directory) / f"verl-{update_number}.sock"
-    BucketedWeightReceiver(f"ipc://{path}", torch.device("cpu"), use_shm=True).receive_weights(clone)
+def sender(address: ChannelAddress, update_number: int, bucket_mb: int | None) -> WeightSender:
+    """Ours, for one update."""
+    buffer_bytes = None if bucket_mb is None else bucket_mb * MEBIBYTE
+    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "buffer_bytes": buffer_bytes, "check": lambda: None}
+    return WeightSender(address, "bench", update_number=update_number, device=DEVICE, **options)
+
+
+def receiver(update_number: int) -> WeightReceiver:
+    """Ours, for one update."""
+    return WeightReceiver(
+        ChannelAddress.inherited(), "bench", update_number=update_number, timeout_s=TIMEOUT_S, device=DEVICE
+    )
+
+
+def verl_socket(address: ChannelAddress, update_number: int) -> str:
+    """Where verl's two ends meet."""
+    return f"ipc://{Path(address.directory) / f'verl-{update_number}.sock'}"
 
 
 PARAMETERS: dict[str, torch.Tensor] = {}
-"""Of the receiving process."""
 
 
-# ---- the sending process --------------------------------------------------------------------------------------------
+def load(name: str, tensor: torch.Tensor) -> None:
+    """Copy into a parameter of this process."""
+    if name not in PARAMETERS:
+        PARAMETERS[name] = torch.empty_like(tensor)
+    PARAMETERS[name].copy_(tensor)
 
 
-class Transport:
-    """All modes between this process and the receiver."""
+def take_channel(update_number: int, loads: bool) -> None:
+    """One update over our channel."""
+    with receiver(update_number) as channel:
+        for name, tensor in channel.tensors():
+            if loads:
+                load(name, tensor)
+    wait_for_device()
 
-    def __init__(self, weights: Weights, bucket_mb: int) -> None:
-        self.weights, self.buffer_bytes = weights, bucket_mb * MEBIBYTE
-        self.channels = ChannelDirectory()
-        self.channels.address.export()
-        self.receiver = Child("benchmarks.bench_weights")
+
+def take_verl(update_number: int, loads: bool) -> None:
+    """One update over verl's channel."""
+
+    def take(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        for name, tensor in weights:
+            if loads:
+                load(name, tensor)
+            else:
+                tensor.clone()
+        weights.clear()
+
+    address = verl_socket(ChannelAddress.inherited(), update_number)
+    BucketedWeightReceiver(address, DEVICE, use_shm=not HAS_GPU).receive_weights(take)
+
+
+def compare(update_number: int) -> dict[str, Any]:
+    """Keep every tensor of an update, then compare all with what they should be."""
+    with receiver(update_number) as channel:
+        kept = list(channel.tensors())
+    different = [name for name, tensor in kept if not same(tensor, make_tensor(name, tuple(tensor.shape)))]
+    return {"names": [name for name, _ in kept], "different": different}
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether all bytes are equal."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {action.__name__: action for action in (take_channel, take_verl, compare)}
+"""What the second process, which receives, is asked to do."""
+
+
+class Bench:
+    """This process, its private folder and the number of the update."""
+
+    def __init__(self, bucket_mb: int | None, channels: ChannelDirectory) -> None:
+        self.bucket_mb = bucket_mb
+        self.buffer_bytes = CUDA_BUFFER_BYTES if bucket_mb is None else bucket_mb * MEBIBYTE
+        self.channels = channels
         self.update_number = 0
-        self.warm = {name: tensor.clone() for name, tensor in weights}
+
+    def send(self, weights: Weights) -> float:
+        """Our channel; seconds from the receiver's hello to its confirmation."""
+        with sender(self.channels.address, self.update_number, self.bucket_mb) as channel:
+            return channel.send(weights).seconds
+
+    def send_verl(self, weights: Weights) -> None:
+        """verl's channel, with a bucket of the size of all our buffers; on a CPU one for the largest tensor."""
+        largest_mb = -(-max(tensor.nbytes for _, tensor in weights) // MEBIBYTE)
+        bucket_mb = NUM_BUFFERS * self.buffer_bytes // MEBIBYTE if HAS_GPU else largest_mb
+        channel = BucketedWeightSender(verl_socket(self.channels.address, self.update_number), bucket_mb, not HAS_GPU)
+        asyncio.run(channel.async_send_weights(iter(weights)))
+
+
+def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
+    """File order and shuffled order, to a process that names the GPU in its own way."""
+    environment = dict(os.environ)
+    if HAS_GPU:
+        environment["CUDA_VISIBLE_DEVICES"] = "GPU-" + Transports().identify(DEVICE).removeprefix("GPU-")
+    weights = make_weights(gigabytes)
+    shuffled = [weights[i] for i in torch.randperm(len(weights), generator=torch.Generator().manual_seed(0)).tolist()]
+    rows = {}
+    with Child(MODULE, environment) as child:
+        for order, tensors in (("file", weights), ("shuffled", shuffled)):
+            bench.update_number += 1
+            child.ask("compare", update_number=bench.update_number)
+            bench.send(tensors)
+            answer = child.answer()
+            in_order = answer["names"] == [name for name, _ in tensors]
+            rows[order] = {"tensors": len(answer["names"]), "in_order": in_order, "different": answer["different"]}
+    return {"largest_bytes": max(tensor.nbytes for _, tensor in weights), **rows}
+
+
+class Speed:
+    """All modes of one model's size, between this process and its child."""
+
+    def __init__(self, bench: Bench, gigabytes: float) -> None:
+        self.bench, self.weights = bench, make_weights(gigabytes)
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self.weights)
+        self.flat = torch.ones(2, self.num_bytes, dtype=torch.uint8, device=DEVICE)
+        self.copies = [(tensor, torch.empty_like(tensor)) for _, tensor in self.weights]
+        self.child = Child(MODULE)
+        self.stream_s: list[float] = []
 
     def run(self, mode: str) -> float:
-        """One update; seconds."""
-        self.update_number += 1
+        """One round; seconds until the last byte has arrived."""
+        self.bench.update_number += 1
+        wait_for_device()
         started = time.perf_counter()
-        getattr(self, mode)()
+        if mode.startswith("copy"):
+            getattr(self, mode)()
+        else:
+            transport, _, loads = mode.partition("_")
+            self.child.ask(f"take_{transport}", update_number=self.bench.update_number, loads=bool(loads))
+            getattr(self, transport)()
+            self.child.answer()
+        wait_for_device()
         return time.perf_counter() - started
 
-    def memcpy_warm(self) -> None:
-        for name, tensor in self.weights:
-            self.warm[name].copy_(tensor)
+    def copy_flat(self) -> None:
+        self.flat[1].copy_(self.flat[0])
 
-    def memcpy_fresh(self) -> None:
-        for _, tensor in self.weights:
-            tensor.clone()
+    def copy_tensors(self) -> None:
+        for tensor, copy in self.copies:
+            copy.copy_(tensor)
 
-    def channel(self, load: bool = False) -> None:
-        options: dict[str, Any] = {
-            "update_number": self.update_number,
-            "buffer_bytes": self.buffer_bytes,
-            "timeout_s": TIMEOUT_S,
-        }
-        with WeightSender(self.channels.address, "bench", check=lambda: None, **options) as sender:
-            self.receiver.ask("channel", update_number=self.update_number, load=load)
-            sender.send(self.weights)
-        self.receiver.answer()
-
-    def channel_load(self) -> None:
-        self.channel(load=True)
-
-    def memcpy_load(self) -> None:
-        for name, tensor in self.weights:
-            self.warm[name].copy_(tensor.clone())
+    def channel(self) -> None:
+        self.stream_s.append(self.bench.send(self.weights))
 
     def verl(self) -> None:
-        path = self.channels.path / f"verl-{self.update_number}.sock"
-        sender = BucketedWeightSender(f"ipc://{path}", max(LARGEST_TENSOR_MIB, self.buffer_bytes // MEBIBYTE), True)
-        self.receiver.ask("verl", update_number=self.update_number)
-        asyncio.run(sender.async_send_weights(iter(self.weights)))
-        self.receiver.answer()
-
-    def close(self) -> None:
-        """End the receiver."""
-        self.receiver.kill()
-        self.channels.remove()
+        self.bench.send_verl(self.weights)
 
 
-def pss_bytes(pids: list[int]) -> int:
-    """Proportional set size of all, in bytes."""
-    total = 0
-    for pid in pids:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
-
-
-def extra_mib(run: Callable[[], object], pids: list[int]) -> float:
-    """Highest memory during `run` above that before it."""
-    before, highest, stop = pss_bytes(pids), 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal highest
-        while not stop.wait(SAMPLE_S):
-            highest = max(highest, pss_bytes(pids))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    run()
-    stop.set()
-    thread.join()
-    return round((highest - before) / MEBIBYTE, 1)
-
-
-MODES = ("memcpy_warm", "memcpy_fresh", "channel", "verl", "memcpy_load", "channel_load")
-
-
-def measure_transport(gigabytes: float, rounds: int, bucket_mb: int) -> dict[str, Any]:
+def measure_speed(bench: Bench, gigabytes: float, rounds: int) -> dict[str, Any]:
     """Seconds of each mode, interleaved."""
-    transport = Transport(make_weights(gigabytes), bucket_mb)
+    speed = Speed(bench, gigabytes)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    pids = [os.getpid(), transport.receiver.process.pid]
-    try:
-        for mode in MODES:
-            transport.run(mode)  # page tables, code
+    with speed.child:
+        for _ in range(2):
+            for mode in MODES:
+                speed.run(mode)  # page tables, code, the allocator
+        speed.stream_s.clear()
         for _ in range(rounds):
             for mode in MODES:
-                seconds[mode].append(transport.run(mode))
-        extra = {mode: extra_mib(lambda mode=mode: transport.run(mode), pids) for mode in ("channel", "verl")}
-    finally:
-        transport.close()
-    num_bytes = sum(tensor.nbytes for _, tensor in transport.weights)
-    return {"bytes": num_bytes, "bucket_mb": bucket_mb, **summary(seconds, num_bytes, extra)}
+                seconds[mode].append(speed.run(mode))
+        stream_s = statistics.median(speed.stream_s)
+    rows = {mode: row(values, seconds["copy_flat"], speed.num_bytes) for mode, values in seconds.items()}
+    head = {"bytes": speed.num_bytes, "tensors": len(speed.weights), "bucket_mb": bench.bucket_mb}
+    return {**head, "channel_stream_s": round(stream_s, 6), **rows}
 
 
-def summary(seconds: dict[str, list[float]], num_bytes: int, extra: dict[str, float]) -> dict[str, Any]:
-    """Per mode; `to_memcpy_fresh` compares rounds with their neighbours, since the machine's speed drifts."""
-    rows: dict[str, Any] = {}
-    for mode, values in seconds.items():
-        rows[mode] = {
-            "median_s": round(statistics.median(values), 4),
-            "min_s": round(min(values), 4),
-            "max_s": round(max(values), 4),
-            "gb_per_s": round(num_bytes / statistics.median(values) / 1e9, 2),
-            "extra_mib": extra.get(mode),
-        }
-        for baseline in ("memcpy", "memcpy_warm", "memcpy_fresh", "memcpy_load"):
-            if baseline in seconds:
-                ratios = [mine / base for mine, base in zip(values, seconds[baseline], strict=True)]
-                rows[mode][f"to_{baseline}"] = round(statistics.median(ratios), 2)
-    return rows
+def row(values: list[float], reference: list[float], num_bytes: int) -> dict[str, float]:
+    """Median, quartiles, and the bandwidth in parts of the neighbouring reference's."""
+    low, median, high = statistics.quantiles(values, n=4)
+    parts = [base / mine for mine, base in zip(values, reference, strict=True)]
+    seconds = {"median_s": median, "quartile_1_s": low, "quartile_3_s": high, "min_s": min(values)}
+    rates = {"gb_per_s": round(num_bytes / median / 1e9, 1), "of_copy_flat": round(statistics.median(parts), 3)}
+    return {name: round(value, 6) for name, value in seconds.items()} | rates
+
+
+def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield what each step that was asked for has found."""
+    sizes = [DRY_GIGABYTES] if options.dry_run else options.gigabytes
+    buckets = [1, 2] if options.dry_run else options.bucket_mb or [None]
+    channels = ChannelDirectory()
+    channels.address.export()
+    benches = [Bench(bucket_mb, channels) for bucket_mb in buckets]
+    steps: dict[str, Callable[[], Any]] = {
+        "equal": lambda: check_equality(benches[0], sizes[0]),
+        "speed": lambda: [measure_speed(bench, size, options.rounds) for size in sizes for bench in benches],
+    }
+    for name in options.steps:
+        yield name, steps[name]()
+    channels.remove()
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[SHARED_BUFFER_BYTES // MEBIBYTE])
+    parser.add_argument("--bucket-mb", type=int, nargs="+", help="buffers of these sizes; default: the transport's own")
+    steps = ("equal", "speed")
+    parser.add_argument("--steps", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--dry-run", action="store_true", help="small: seconds, also on a CPU")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve({"channel": receive_channel, "verl": receive_verl})
-        return
-    result: dict[str, Any] = {
-        **circumstances(options),
-        "torch_threads": torch.get_num_threads(),
-        "transport": [
-            measure_transport(gigabytes, options.rounds, bucket_mb)
-            for gigabytes in options.gigabytes
-            for bucket_mb in options.bucket_mb
-        ],
-    }
-    print(json.dumps(result, indent=2))
-    store(result, options.json)
+    result: dict[str, Any] = about_run(options)
+    result["transport"] = "cuda_ipc" if Transports().cuda else "shared_memory"
+    for name, found in run_steps(options):
+        result[name] = found
+        print(json.dumps({name: found}, indent=2), flush=True)
+        store(result, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    serve(ACTIONS) if "--serve" in sys.argv else main()

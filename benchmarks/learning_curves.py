@@ -22,10 +22,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.bench_rollout import CPU_MODES, mode_options
+from benchmarks.jobs import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes, side_by_side
-from benchmarks.result import circumstances, store
 from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job, until_over
+from partial_rollout.advise.result import circumstances, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.runtime.termination import heed_termination
 
@@ -37,7 +37,7 @@ SLOTS = 64
 """Of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
-COMPARED = ("sync", "policy_sync", "partial_rollout", "reorder")
+COMPARED = ("sync", "wait", "partial_rollout", "reorder")
 
 
 def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lane) -> dict[str, Any]:

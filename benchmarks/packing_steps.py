@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu.inputs import SHAPES
+from partial_rollout.advise.shapes import SHAPES
 from partial_rollout.packing import CostModel
 from partial_rollout.packing.attention import Sample, pack
 

@@ -1,4 +1,4 @@
-"""Starting a CPU training job from a benchmark, ending it, and reading what it measured."""
+"""Training jobs that a benchmark starts and ends, and what they measure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lanes import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS, LOG = "metrics.jsonl", "log.txt"
@@ -31,6 +34,14 @@ MARK = "BENCHMARK_JOB"
 POLL_S = 0.5
 STOP_S = 20.0
 """From asking a job to end to killing it."""
+RUNNING = "vllm:num_requests_running"
+READ_TIMEOUT_S = 2.0
+SKIP = 2
+"""Steps of a job that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
+TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
+KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
+KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
+"""Metrics of a job that are stored: these, and all whose names begin so."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 
 
@@ -108,3 +119,89 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
         return process.environ().get(MARK) == mark
     except psutil.Error:  # it has just ended, or is somebody else's
         return False
+
+
+def run_job(
+    words: list[str], folder: Path, limit_s: float, lane: Lane | None = None, skip: int = SKIP
+) -> dict[str, Any]:
+    """Run one job for up to `limit_s`; its steps, `skip` of them apart, the ends of all, and how many requests ran.
+
+    Times are seconds from its start; samples are [time, requests in the engines' batches], from the first step on.
+    """
+    started_s = time.monotonic()
+    ends_s: list[float] = []
+    samples: list[list[float]] = []
+    engines = RunningRequests()
+    lane = lane or Lane()
+    with training_job(words, folder, lane) as job:
+        for now_s in until_over(job, lane, limit_s):
+            ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
+            if ends_s:
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    engines.find(psutil.Process(job.pid).children(recursive=True))
+                running = engines.sample()
+                samples += [] if running is None else [[round(now_s, 1), running]]
+    ended_s, steps = time.monotonic() - started_s, read_steps(folder)
+    ends_s += [round(ended_s, 1)] * (len(steps) - len(ends_s))
+    times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
+    first = {"first_steps": steps[:skip]} if skip else {}
+    return {**times, "code": job.returncode, **first, "steps": steps[skip:], "samples": samples}
+
+
+def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of steps that are stored."""
+    return [{name: step[name] for name in step if name in KEPT or name.startswith(KEPT_GROUPS)} for step in steps]
+
+
+class RunningRequests:
+    """Samples of the gauge over a job's engines; needs `rollout.disable_log_stats=False`."""
+
+    def __init__(self) -> None:
+        self._pages: set[str] = set()
+        self.samples: list[float] = []
+
+    def find(self, processes: Iterable[psutil.Process]) -> None:
+        """Look for engine servers among `processes` until there is one."""
+        if not self._pages:
+            self._pages = {page for process in processes for page in _pages(process) if _read(page) is not None}
+
+    def sample(self) -> float | None:
+        """Append the present sum over engines, and return it; nothing while none answers."""
+        running = [value for value in map(_read, self._pages) if value is not None]
+        if not running:
+            return None
+        self.samples.append(sum(running))
+        return self.samples[-1]
+
+    def utilisation(self, num_slots: int) -> float | None:
+        """Share of slots in use, over the moments at which any is."""
+        return utilisation(self.samples, num_slots)
+
+
+def utilisation(samples: Iterable[float], num_slots: int) -> float | None:
+    """Mean share of slots in use, over the samples in which any is."""
+    busy = [running for running in samples if running > 0]
+    return sum(busy) / (len(busy) * num_slots) if busy else None
+
+
+def _pages(process: psutil.Process) -> set[str]:
+    try:
+        if "Server" not in " ".join(process.cmdline()):
+            return set()
+        sockets = process.net_connections("tcp")
+    except psutil.Error:
+        return set()
+    addresses = [socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    hosts = [("127.0.0.1" if a.ip in ("0.0.0.0", "::") else a.ip.removeprefix("::ffff:"), a.port) for a in addresses]
+    return {f"http://{host}:{port}/metrics" for host, port in hosts}
+
+
+def _read(page: str) -> float | None:
+    """The gauge; None if this is no metrics page (an engine server has other ports, too)."""
+    try:
+        with urllib.request.urlopen(page, timeout=READ_TIMEOUT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            gauges = [sample.value for family in families for sample in family.samples if sample.name == RUNNING]
+    except (OSError, HTTPException, ValueError):
+        return None
+    return sum(gauges) if gauges else None

@@ -14,6 +14,7 @@ PURE = (
     "partial_rollout.types",
     "partial_rollout.errors",
     "partial_rollout.settings.block",
+    "partial_rollout.advise.scheduler",
     "partial_rollout.weights.protocol",
     *(f"partial_rollout.diffusion.{name}" for name in ("hold", "sampling", "sde_window")),
     *(f"partial_rollout.packing.{name}" for name in ("balance", "plan", "planners")),
@@ -24,7 +25,7 @@ CONTRACTS = ("types", "errors")
 """What everything shares imports nothing else of ours."""
 ROOMS_WITH = {
     "verl": {"integrations", "rollout", "weights", "packing", "train", "agent_loop", "diffusion", "run", "main_ppo"},
-    "vllm": {"integrations", "rollout", "weights", "diffusion"},
+    "vllm": {"integrations", "rollout", "weights", "diffusion", "advise"},
     "vllm_omni": {"integrations", "diffusion"},
     "diffusers": {"diffusion", "run"},
 }

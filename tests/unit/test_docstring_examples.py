@@ -8,6 +8,7 @@ import importlib
 import pytest
 
 CENTRAL = [
+    "partial_rollout.advise.workload.Workload",
     "partial_rollout.core.gate.Gate",
     "partial_rollout.core.queue.ledger.Ledger",
     "partial_rollout.core.queue.lifecycle.next_state",

@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from benchmarks.bench_rollout import MODES, mode_options
 from benchmarks.training_job import LOG, METRICS, read_steps, require_success, training_job
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_no_option_of_a_mode_is_left_to_be_filled_in(mode: str) -> None:
-    assert not [option for option in mode_options(mode, 48) if "{" in option]
-
-
-def test_adaptive_slots_start_from_the_job_s_own() -> None:
-    options = mode_options("partial_adaptive", 48)
-    assert "partial_rollout.num_slots=48" in options
-    assert "actor_rollout_ref.rollout.max_num_seqs=96" in options
 
 
 def test_a_job_is_over_when_who_waits_for_it_fails(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Buffers on a GPU: both ends of the channel on a fake runtime. The real one: benchmarks/gpu/weights.py."""
+"""Buffers on a GPU: both ends of the channel on a fake runtime. The real one: benchmarks/bench_weights.py."""
 
 from __future__ import annotations
 

@@ -1,32 +1,41 @@
 """Steps of whole jobs, predicted from an engine's latency curve and the jobs' own prompts, beside what they took.
 
-    python -m benchmarks.gpu.predict_jobs benchmarks/results/gpu/{engine_8b,jobs_8b,jobs_8b_second_round}_h200.json
-
-The curve is one of `benchmarks.gpu.all`, the jobs are those of `benchmarks.gpu.jobs`; of one load, if there are several
-files. Rates and ratios are those of generation, for response tokens, and of an even number of steps.
+Jobs are those of `benchmarks.jobs`. Rates and ratios are those of generation, for response tokens, and of an even
+number of steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from benchmarks.bench_rollout import Workload, num_prompts
-from benchmarks.gpu.inputs import PROMPT_TOKENS, primed_lengths
-from benchmarks.gpu.jobs import response_tokens
-from benchmarks.gpu.predict import COLOCATED, POLLING, Group, Mode, Rollout, Speed, fitted, modes
-from benchmarks.gpu.summary import in_pairs, markdown
-from benchmarks.result import read_result, store
+from partial_rollout.advise.predict import COLOCATED, POLLING, markdown, modes
+from partial_rollout.advise.scheduler import Group, Mode, Rollout, Speed
+from partial_rollout.advise.shapes import PROMPT_TOKENS
+from partial_rollout.advise.workload import Workload, primed_lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+T = TypeVar("T")
+
+
+def in_pairs(steps: Sequence[T]) -> Sequence[T]:
+    """Without an odd last one: every other step of `colocate_async` is a long one."""
+    return steps[: len(steps) // 2 * 2]
+
+
+def response_tokens(step: dict[str, Any], load: Workload, prompt_tokens: int) -> float:
+    """Response tokens of a step's batch, whose prompts have `prompt_tokens` each."""
+    return step["perf/total_num_tokens"] - load.batch * load.group * prompt_tokens
 
 
 def job_modes(slots: int, group: int) -> dict[str, Mode]:
-    """Those of whole jobs that can be predicted, by their names in `bench_rollout.MODES`."""
+    """Modes of whole jobs that can be predicted, by their names in `benchmarks.jobs.MODES`."""
     named = {mode.name: mode for mode in modes(slots, group)}
     # An adaptive number rises to what the engine of such a job runs at most, and beyond.
     adaptive = replace(named["KV retained, prefetch 4"], slots=2 * slots)
@@ -53,7 +62,7 @@ def predict_jobs(result: dict[str, Any], speed: Speed) -> list[dict[str, Any]]:
     """
     load = Workload(**result["workload"])
     prompt = result["engine"].get("prompt_tokens", PROMPT_TOKENS)
-    drawn = primed_lengths(load, num_prompts(load))
+    drawn = primed_lengths(load, load.num_prompts)
     known, found = job_modes(load.batch * load.group, load.group), []
     for job in result["jobs"]:
         measured = job.get("first_steps", []) + job["steps"]
@@ -89,30 +98,3 @@ def jobs_table(jobs: list[dict[str, Any]], first: int) -> str:
         columns = [" / ".join(f"{rate:,.0f}" for rate in found), " / ".join(f"{ratio:.2f}" for ratio in ratios)]
         lines.append([job["mode"], steps, *columns])
     return markdown(lines)
-
-
-def main() -> None:
-    """Predict, and print a table."""
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("curve", type=Path, help="result.json of benchmarks.gpu.all, with a curve")
-    line.add_argument("jobs", type=Path, nargs="+", help="jobs.json of benchmarks.gpu.jobs")
-    line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios (%(default)s)")
-    line.add_argument("--json", type=Path, help="also write them here")
-    options = line.parse_args()
-    speed = fitted(line, options.curve, read_result(options.curve))
-    results = [read_result(path) for path in options.jobs]
-    if any(result["workload"] != results[0]["workload"] for result in results):
-        line.error("the jobs are of different workloads, so their tokens cannot be compared")
-    jobs = [job for result in results for job in predict_jobs(result, speed)]
-    most = min((len(job["seconds"]) for job in jobs), default=0)
-    if not 2 <= options.from_step <= most:
-        allowed = f"2 to {most}, as two steps are needed of every job" if most > 1 else "no job has two steps"
-        line.error(f"--from-step {options.from_step} is not allowed: {allowed}")
-    print(jobs_table(jobs, options.from_step))
-    found = [{**job, "rates": rates(job, options.from_step)} for job in jobs]
-    stored = {"from": options.curve.name, "speed": asdict(speed), "from_step": options.from_step, "jobs": found}
-    store(stored, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The text recipes on GPUs, unchanged but for paths and sizes: made-up weights and problems, a few steps of each.
 
-    python -m benchmarks.gpu.recipes --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --out OUT
+    python -m benchmarks.recipes --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --out OUT
     ... --gpus 0 1 --tensor-parallel 2 --set partial_rollout.weights.backend=channel
 
 One replica for each `--tensor-parallel` GPUs. Stored one by one in `recipes.json`, with the metrics of every step; logs
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -20,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.inputs import SHAPES, write_model
-from benchmarks.gpu.jobs import kept, run_job, without_flash_attention, write_weights
+from benchmarks.jobs import without_flash_attention, write_weights
 from benchmarks.lanes import Lane, run_all
-from benchmarks.result import about_run, store
-from benchmarks.training_job import ROOT
+from benchmarks.training_job import ROOT, kept, run_job
+from partial_rollout.advise.result import about_run, store
+from partial_rollout.advise.shapes import SHAPES, write_model
 from partial_rollout.run.data import dapo_math, gsm8k
 from partial_rollout.runtime.termination import heed_termination
 
@@ -36,6 +37,8 @@ RECIPES = {
 }
 """And the shape of the model of each."""
 MAX_POSITIONS = 4096
+SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
+"""Of a run, in the summary; its steps are beside it."""
 
 
 def write_problems(folder: Path, recipe: str, num: int) -> None:
@@ -122,12 +125,17 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--budget-s", type=float, default=560.0)
     line.add_argument("--python", default=sys.executable, help="interpreter of the recipes")
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides")
+    line.add_argument("--dry-run", action="store_true", help="print the recipes' commands, and run nothing")
     return line
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Run the recipes, and store how they went."""
-    options = parser().parse_args()
+    options = parser().parse_args(words)
+    if options.dry_run:
+        for recipe in options.recipes:
+            print(shlex.join(command(options, recipe, {name: Path(name.upper()) for name in ("model", "data", "out")})))
+        return
     heed_termination()
     ends_s = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
@@ -139,9 +147,9 @@ def main() -> None:
         left_s = ends_s - time.monotonic()
         if left_s > 0:
             runs.append(run_recipe(options, recipe, folder, left_s, lane))
-            store({**about, "runs": runs}, options.out / "recipes.json")
-            shown = ("recipe", "tensor_parallel", "gpus", "code", "job_s", "first_step_s")
-            print({name: runs[-1][name] for name in shown} | {"steps": len(runs[-1]["steps"])}, flush=True)
+            rows = [{name: each[name] for name in SHOWN} | {"num_steps": len(each["steps"])} for each in runs]
+            store({**about, "summary": rows, "runs": runs}, options.out / "recipes.json", raw=["runs"])
+            print(rows[-1], flush=True)
 
     with tempfile.TemporaryDirectory(prefix="pr-recipes-") as folder:
         recipes = [partial(run, recipe, Path(folder)) for recipe in dict.fromkeys(options.recipes)]

@@ -6,20 +6,17 @@ import json
 import os
 import signal
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks.bench_rollout import MODES
-from benchmarks.gpu import all as all_parts
-from benchmarks.gpu import jobs
-from benchmarks.gpu.all import TINY
-from benchmarks.gpu.inputs import workload
-from benchmarks.gpu.jobs import (
+from benchmarks import jobs
+from benchmarks.jobs import (
+    CPU_PROMPT_TOKENS,
+    MODES,
     ROLLOUT_ONLY,
-    SKIP,
     STALENESS,
     Jobs,
     command,
@@ -27,18 +24,19 @@ from benchmarks.gpu.jobs import (
     on_a_gpu,
     parser,
     rates_table,
-    run_job,
     settings,
     slots_in_use,
     without_flash_attention,
 )
-from benchmarks.gpu.session import CONFIGS, EngineOptions
-from benchmarks.training_job import LOG
+from benchmarks.training_job import LOG, SKIP, run_job
+from partial_rollout.advise.result import read_result
+from partial_rollout.advise.workload import workload
 from partial_rollout.settings.mode import apply_mode, check_config, is_enabled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+CONFIGS = str(Path(jobs.ROOT, "partial_rollout/configs"))
 WRITE = """
 import json, os
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
@@ -106,7 +104,7 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", f"{METRICS}{show}"])
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
-    stored = json.loads((tmp_path / "jobs.json").read_text())
+    stored = read_result(tmp_path / "jobs.json")
     found = {job["mode"]: job["gpus"] for job in stored["jobs"]}
     assert sorted(found.values()) == [[3], [5]]
     assert {mode: [int((tmp_path / f"{mode}-0" / LOG).read_text())] for mode in found} == found
@@ -144,7 +142,7 @@ def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     with pytest.raises(RuntimeError, match="no such GPU"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
-    assert [job["mode"] for job in json.loads((tmp_path / "jobs.json").read_text())["jobs"]] == ["sync"]
+    assert [job["mode"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == ["sync"]
 
 
 def test_the_table_has_rates_and_staleness_of_each_mode():
@@ -178,9 +176,9 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
     assert given[0][1] == 7
     assert all(0 < limit_s <= 300 for _, limit_s in given[1:])
     assert all(set(ROLLOUT_ONLY) < set(words) for words, _ in given)
-    stored = json.loads((tmp_path / "jobs.json").read_text())
+    stored = read_result(tmp_path / "jobs.json")
     assert stored["options"]["rollout_only"]
-    assert stored["engine"] == {"shape": "tiny", "prompt_tokens": TINY["prompt_tokens"]}
+    assert stored["engine"] == {"shape": "tiny", "prompt_tokens": CPU_PROMPT_TOKENS}
     words.remove("--rollout-only")
     Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
     assert not set(ROLLOUT_ONLY) & set(given[-1][0])
@@ -197,64 +195,36 @@ def test_generation_is_compared_for_equal_response_tokens_of_pairs_of_steps():
     assert rows["partial_rollout"] == {"num_steps": 2, "seconds": 10, "tokens_per_s": 200, "time_ratio_to_sync": 0.5}
 
 
-def test_a_limit_of_no_seconds_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["jobs", "--out", str(tmp_path), "--job-s", "0"])
+def test_a_limit_of_no_seconds_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="--job-s 0.0 is not allowed: must be above 0"):
-        jobs.checked()
+        jobs.main(["--out", str(tmp_path), "--job-s", "0"])
 
 
-@pytest.mark.parametrize("more", [[], ["--jobs", "--steps", "3", "--modes", "sync"]])
-def test_one_command_measures_engine_and_whole_jobs_of_the_same_load(monkeypatch, tmp_path, more):
-    ran: list = []
-    measured = SimpleNamespace(missing=lambda: None)
-    monkeypatch.setattr(all_parts, "run", lambda _: ran.append("engine") or measured)
-    monkeypatch.setattr(jobs, "run", ran.append)
-    words = ["--shape", "tiny", "--trace", "uniform", "--seed", "7", "--batch", "4", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["all", *words, *more])
-    all_parts.main()
-    assert (ran[0], len(ran)) == ("engine", 1 + bool(more))
-    for options in ran[1:]:
-        assert (options.shape, options.trace, options.seed, options.batch) == ("tiny", "uniform", 7, 4)
-        assert (options.steps, options.modes, options.out) == (3, ["sync"], tmp_path / "jobs")
+def test_a_dry_run_shows_the_command_of_every_mode(tmp_path, capsys):
+    words = ["--shape", "8b", "--gpus", "0", "--modes", "sync", "partial_reuse_kv", "--set", "a.b=1", "--dry-run"]
+    jobs.main([*words, "--out", str(tmp_path / "out")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["sync", "partial_reuse_kv"]
+    assert all(line.endswith(" a.b=1") and "partial_rollout.main_ppo" in line for line in lines)
+    assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_that_measured_nothing_is_told_and_an_error_after_the_jobs(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(all_parts, "run", lambda _: SimpleNamespace(missing=lambda: "nothing was measured"))
-    monkeypatch.setattr(jobs, "run", lambda _: print("jobs", capsys.readouterr().err, end=""))
-    monkeypatch.setattr("sys.argv", ["all", "--shape", "tiny", "--out", str(tmp_path), "--jobs"])
-    with pytest.raises(SystemExit) as ended:
-        all_parts.main()
-    assert (ended.value.code, capsys.readouterr().out) == (1, "jobs nothing was measured\n")
+@pytest.mark.parametrize("mode", MODES)
+def test_no_option_of_a_mode_is_left_to_be_filled_in(mode):
+    assert not [option for option in jobs.mode_options(mode, 48) if "{" in option]
 
 
-def test_what_is_missing_is_a_measured_step_or_a_row_of_the_curve(tmp_path):
-    options = all_parts.parser().parse_args(["--out", str(tmp_path), "--budget-s", "150"])
-    result = all_parts.Result(options, {}, EngineOptions())
-    result.started(136.2, None)
-    late = "nothing was measured; the engine took 136 s to start; --budget-s is 150"
-    assert result.missing() == late
-    block = {"mode": "sync", "ended": "EngineDead: replica 0", "steps": [{"warmup": True}]}
-    result.data["blocks"] = [block]
-    assert result.missing() == f"{late}; sync: EngineDead: replica 0"
-    block["steps"].append({"warmup": False})
-    assert result.missing() is None
-    for row in ("cell", "interruption"):
-        result.data |= {"blocks": [], "curve": {"cell": [], "interruption": []} | {row: [{}]}}
-        assert result.missing() is None
-
-
-def test_what_whole_jobs_do_not_allow_is_refused_before_the_engine_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(all_parts, "run", lambda _: pytest.fail("the engine was started"))
-    monkeypatch.setattr("sys.argv", ["all", "--shape", "tiny", "--out", str(tmp_path), "--jobs", "--job-s", "0"])
-    with pytest.raises(SystemExit, match="--job-s 0.0 is not allowed"):
-        all_parts.main()
+def test_adaptive_slots_start_from_the_job_s_own():
+    options = jobs.mode_options("partial_adaptive", 48)
+    assert "partial_rollout.num_slots=48" in options
+    assert "actor_rollout_ref.rollout.max_num_seqs=96" in options
 
 
 def test_stored_rollouts_trained_nothing_and_others_did(repository):
     names = sorted(path.stem for path in (repository / "benchmarks/results/gpu").glob("jobs_*.json"))
     assert len(names) == 6
     for name, trained in ((name, "4b" in name) for name in names):
-        result = json.loads((repository / f"benchmarks/results/gpu/{name}.json").read_text())
+        result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
         assert {"timing_s/update_actor" in step for step in steps} == {trained}
         assert result["options"].get("rollout_only", False) is not trained
@@ -265,7 +235,7 @@ def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
     words = ["--shape", "tiny", "--modes", "sync", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="no job got to a measured step"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
-    assert [job["code"] for job in json.loads((tmp_path / "jobs.json").read_text())["jobs"]] == [7]
+    assert [job["code"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == [7]
 
 
 def test_slots_in_use_are_those_of_the_measured_steps_while_any_runs():

@@ -1,49 +1,28 @@
-"""What a mode would take, from a measured latency curve and response lengths alone: seconds on any machine.
+"""The service's scheduling in virtual time: what a step of rollout takes, from an engine's speed and response lengths.
 
-    python -m benchmarks.gpu.predict benchmarks/results/gpu/engine_8b_h200.json --json OUT
-
-The curve of `benchmarks.gpu.all` gives the time of a decode step, fitted as a constant, a part for each request and a
-part for each token in the KV cache, where a group has its prompt once, and the prefill rate. Prompts are admitted,
-claimed in whole groups, interrupted and trained as the service does it; slots, prompts in flight and what an
-interruption costs are the mode's. Predicted is a long run: the first steps are left out, so what a batch of short
-responses leaves for later is counted. A row that needs more than the whole KV cache (above 1) would see preemptions,
-which are not predicted.
-`benchmarks.gpu.predict_jobs` predicts whole jobs from their own prompts, beside what they took.
+Prompts are admitted, claimed in whole groups, interrupted and trained as the service does it; slots, prompts in flight
+and what an interruption costs are the mode's. A rollout that needs more than the whole KV cache would see preemptions,
+which are not predicted. Pure: no clock, no randomness, no I/O.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import math
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-
-from benchmarks.bench_rollout import Workload, lengths
-from benchmarks.gpu.inputs import TRACES, workload
-from benchmarks.gpu.summary import markdown
-from benchmarks.result import read_result, store
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from partial_rollout.advise.workload import Workload
 
-WARMUP, MEASURED = 15, 40
-"""Steps that are left out, and counted."""
-COLOCATED = "colocate_async"
-POLLING = "sync, 2 s poll"
-"""verl's own; `sync` is our policy of that name, which is told when a batch is done."""
-POLL_S = 2.0
-"""Between two looks of verl's trainers."""
 SENT_PER_S = 130.0
 """New requests that one agent-loop worker brings to an engine, by the samples of the 8B result after a step's end.
-Those that were interrupted wait at the server, and are all there at once."""
+Requests that were interrupted wait at the server, and are all there at once."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +35,6 @@ class Speed:
     prefill_tokens_per_s: float
     interruption_s: float
     """Draining and resuming, once."""
-
-    @classmethod
-    def fit(cls, curve: dict[str, Any]) -> Speed:
-        """Least squares of relative errors over the curve's cells."""
-        cells = curve["cell"]
-        seconds = np.array([cell["decode_ms"] for cell in cells]) / 1000
-        sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
-        (base, request, token), *_ = np.linalg.lstsq(
-            np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None
-        )
-        costs = [(row["drain_ms"] + row["resume_ms"]) / 1000 for row in curve["interruption"]]
-        prefill = statistics.median(cell["prefill_tokens_per_s"] for cell in cells)
-        cost_s = statistics.median(costs) if costs else 0.0
-        return cls(float(base), float(request), float(token), prefill, cost_s)
 
     def decode_s(self, steps: int, requests: int, kv: int) -> float:
         """So many decode steps of the same requests, of which the KV cache holds `kv` tokens at first."""
@@ -234,84 +199,3 @@ class Rollout:
             if request.group.num_ended == len(request.group.lengths):
                 self.ongoing -= 1
                 self.done.append(request.group)
-
-
-def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dict[str, float]:
-    """Means over the measured steps, rates and shares over all of their time."""
-    drawn = lengths(load, int(load.batch * (WARMUP + MEASURED + mode.prefetch + 1)))
-    prompts = (Group(row.tolist()) for row in drawn)
-    rollout = Rollout(mode, speed, load, prompt_tokens, prompts)
-    steps = [rollout.step() for _ in range(WARMUP + MEASURED)][WARMUP:]
-    row = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
-    row |= {"staleness_max": max(step["staleness_max"] for step in steps), "kv_tokens": rollout.most_kv}
-    in_use = row.pop("slot_s") / (row["seconds"] * mode.slots)
-    return row | {"slots_in_use": in_use, "tokens_per_s": row["tokens"] / row["seconds"]}
-
-
-def modes(slots: int, group: int) -> list[Mode]:
-    """What is compared, for a batch's trajectories as slots: sync first."""
-    wide = (3 * slots // 2) // group * group
-    # verl's sends all prompts to the engine: here it has room for the two batches that are in flight.
-    colocated = Mode(COLOCATED, 2 * slots, 2, retains_kv=False, oldest_first=True, poll_s=POLL_S)
-    found = [Mode("sync", slots, 1), Mode(POLLING, slots, 1, poll_s=POLL_S), colocated]
-    for prefetch in (2, 3, 4, 6):
-        found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
-        found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
-    found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
-    return [*found, Mode("nothing interrupted, always prompts", slots, 12, interrupts=False)]
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
-    columns = {
-        "time_ratio": ("time, sync = 1", "{:.2f}"),
-        "tokens_per_s": ("tokens/s", "{:,.0f}"),
-        "slots_in_use": ("slots in use", "{:.2f}"),
-        "reprefilled": ("re-prefilled a step", "{:,.0f}"),
-        "staleness_mean": ("staleness mean", "{:.1f}"),
-        "staleness_max": ("max", "{:.0f}"),
-        "kv_share": ("KV cache, most", "{:.2f}"),
-    }
-    lines = [["mode", *(title for title, _ in columns.values())], ["---"] * (len(columns) + 1)]
-    lines += [[mode, *(form.format(row[name]) for name, (_, form) in columns.items())] for mode, row in rows.items()]
-    return markdown(lines)
-
-
-def fitted(line: argparse.ArgumentParser, path: Path, result: dict[str, Any]) -> Speed:
-    """The speed of a result's engine; a result without a curve is an error of the command line."""
-    if not result["curve"]["cell"]:
-        line.error(f"{path} has no curve: run benchmarks.gpu.all with --parts curve")
-    return Speed.fit(result["curve"])
-
-
-def main() -> None:
-    """Predict all modes for the traces, and print tables."""
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    line.add_argument("result", type=Path, help="result.json of benchmarks.gpu.all, with a curve")
-    line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
-    line.add_argument("--batch", type=int, help="prompts of a step; the result's own unless given")
-    line.add_argument("--json", type=Path, help="also write them here")
-    options = line.parse_args()
-    if options.batch is not None and options.batch < 1:
-        line.error(f"--batch {options.batch} is not allowed: at least 1")
-    result = read_result(options.result)
-    speed, engine = fitted(line, options.result, result), result["engine"]
-    predicted: dict[str, Any] = {"from": options.result.name, "speed": asdict(speed), "traces": {}}
-    for trace in options.traces:
-        stored = result["workloads"].get(trace)
-        load = Workload(**stored) if stored else workload(engine["shape"], trace)
-        load = replace(load, batch=options.batch or load.batch)
-        rows = {
-            mode.name: predict(mode, speed, load, engine["prompt_tokens"])
-            for mode in modes(load.batch * load.group, load.group)
-        }
-        for row in rows.values():
-            row["time_ratio"] = rows["sync"]["tokens_per_s"] / row["tokens_per_s"]
-            row["kv_share"] = row["kv_tokens"] / engine["kv_tokens"]
-        predicted["traces"][trace] = rows
-        print(f"{trace}, {engine['shape']}\n\n{table(rows)}\n")
-    store(predicted, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_rollout import Workload
-from benchmarks.gpu.predict import Speed, modes, predict
-from benchmarks.result import read_result
+from partial_rollout.advise.predict import fit, modes, predict
+from partial_rollout.advise.result import read_result
+from partial_rollout.advise.workload import Workload
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/results/gpu"
 RESULTS = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("predicted"))
@@ -66,7 +66,7 @@ def test_predictions_are_those_of_their_curve(name):
     found = stored(name)
     result, rows = stored(found["from"]), found["traces"]["long_tail"]
     load, engine = Workload(**result["workloads"]["long_tail"]), result["engine"]
-    speed = Speed.fit(result["curve"])
+    speed = fit(result["curve"])
     assert found["speed"] == pytest.approx(vars(speed))
     for mode in modes(load.batch * load.group, load.group):
         if mode.name in ("abort, prefetch 2", "KV retained, prefetch 3"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -13,12 +12,12 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks.gpu import recipes
-from benchmarks.gpu.recipes import RECIPES, command, parser, variables, write_problems
-from benchmarks.gpu.session import CONFIGS
+from benchmarks import recipes
 from benchmarks.lanes import Lane
+from benchmarks.recipes import RECIPES, command, parser, variables, write_problems
+from partial_rollout.advise.result import read_result
 from partial_rollout.settings.mode import apply_mode, check_config, is_enabled
-from tests.unit.benchmarks.test_gpu_jobs import WRITE
+from tests.unit.benchmarks.test_jobs import CONFIGS, WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell
 
@@ -85,12 +84,19 @@ def test_a_recipe_that_is_interrupted_is_stored_with_its_steps(monkeypatch, tmp_
     """Ctrl-C, here by the job itself once it has ended its steps, comes to the thread that waits."""
     stop = f"{WRITE}\nimport signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", stop])
-    monkeypatch.setattr("sys.argv", ["recipes", "--shape", "tiny", "--out", str(tmp_path), "--budget-s", "300"])
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(KeyboardInterrupt):
-            recipes.main()
+            recipes.main(["--shape", "tiny", "--out", str(tmp_path), "--budget-s", "300"])
     finally:
         signal.signal(signal.SIGTERM, before)
-    (run,) = json.loads((tmp_path / "recipes.json").read_text())["runs"]
+    (run,) = read_result(tmp_path / "recipes.json")["runs"]
     assert (run["recipe"], len(run["steps"])) == ("qwen3-0.6b_gsm8k_grpo", 4)
+
+
+def test_a_dry_run_shows_the_command_of_every_recipe(tmp_path, capsys):
+    recipes.main(["--out", str(tmp_path / "out"), "--dry-run", "--set", "a.b=1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [f"run_{name}.sh" in line for name, line in zip(RECIPES, lines, strict=True)] == [True] * len(RECIPES)
+    assert all(line.endswith(" a.b=1") for line in lines)
+    assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.result import raw_path, read_result, store
+from partial_rollout.advise.result import raw_path, read_result, store
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 MOST_BYTES = 20_000

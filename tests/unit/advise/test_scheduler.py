@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.bench_rollout import Workload, lengths
-from benchmarks.gpu import predict as predict_module
-from benchmarks.gpu.predict import (
-    COLOCATED,
-    POLL_S,
-    SENT_PER_S,
-    Group,
-    Mode,
-    Rollout,
-    Speed,
-    modes,
-    predict,
-    table,
-)
-from benchmarks.gpu.summary import KV_USAGE
-from benchmarks.result import read_result
+from partial_rollout.advise import scheduler
+from partial_rollout.advise.predict import COLOCATED, POLL_S, fit, modes, predict, table
+from partial_rollout.advise.result import read_result
+from partial_rollout.advise.scheduler import SENT_PER_S, Group, Mode, Rollout, Speed
+from partial_rollout.advise.workload import Workload, lengths
 
 SPEED = Speed(base=0.004, request=3e-5, token=2e-8, prefill_tokens_per_s=40_000.0, interruption_s=0.3)
 LOAD = Workload(batch=8, group=4, median=200, sigma=0.9, longest=1500, long_share=0.1)
 PROMPT = 16
+KV_USAGE = 4
+"""Column of a stored sample: share of the KV cache."""
 AGAIN = {"8b_keep": 0.15}
 """How far a step may be from what is computed again in it, where that is more than 0.05: sums are nearer."""
 
@@ -40,7 +30,7 @@ def test_the_fit_finds_what_a_curve_was_made_of():
     sizes = [(16, 300), (256, 300), (64, 1600), (512, 1600), (128, 3600)]
     cells = [{"concurrency": n, "context": c, "decode_ms": 1000 * SPEED.decode_s(1, n, n * c)} for n, c in sizes]
     cells = [cell | {"prefill_tokens_per_s": 40_000.0} for cell in cells]
-    found = Speed.fit({"cell": cells, "interruption": [{"drain_ms": 200.0, "resume_ms": 100.0}]})
+    found = fit({"cell": cells, "interruption": [{"drain_ms": 200.0, "resume_ms": 100.0}]})
     assert np.allclose(list(vars(found).values()), list(vars(SPEED).values()))
 
 
@@ -51,7 +41,7 @@ def test_decoding_at_once_takes_as_long_as_token_by_token():
 
 def test_sync_takes_what_its_longest_response_takes(monkeypatch: pytest.MonkeyPatch):
     """Sent at once, all of a batch start together, so the engine decodes as often as the longest has tokens."""
-    monkeypatch.setattr(predict_module, "SENT_PER_S", float("inf"))
+    monkeypatch.setattr(scheduler, "SENT_PER_S", float("inf"))
     rows = lengths(LOAD, LOAD.batch)
     rollout = started(Mode("sync", LOAD.batch * LOAD.group, 1), rows)
     step = rollout.step()
@@ -88,7 +78,7 @@ def test_the_group_that_was_done_first_is_trained_first(monkeypatch: pytest.Monk
     load = Workload(batch=1, group=1)
     rollout = started(Mode("", 3, 3), np.array([[30], [31], [32], [90], [90], [90], [90]]), load)
     assert [rollout.step()["tokens"] for _ in range(3)] == [30, 31, 32]
-    monkeypatch.setattr(predict_module, "SENT_PER_S", float("inf"))
+    monkeypatch.setattr(scheduler, "SENT_PER_S", float("inf"))
     rows = np.array([[30, 10], [30, 20], [30, 25], *[[90, 90]] * 4])  # done by the same decode step
     rollout = started(Mode("", 6, 3), rows, replace(load, group=2))
     assert [rollout.step()["tokens"] for _ in range(3)] == [40, 50, 55]
@@ -157,7 +147,7 @@ def test_it_agrees_with_what_an_engine_took_on_the_same_prompts(repository, name
     size = Workload(**result["workloads"][trace])
     primer = np.full((size.batch, size.group), 2)
     rows = np.concatenate([primer, lengths(size, num_drawn)])
-    rollout = Rollout(mode, Speed.fit(curve["curve"]), size, 256, iter(Group(row.tolist()) for row in rows))
+    rollout = Rollout(mode, fit(curve["curve"]), size, 256, iter(Group(row.tolist()) for row in rows))
     steps = [(rollout.step(), step) for step in block["steps"]][1:]
     for found, measured in steps:
         assert found["tokens"] == pytest.approx(measured["useful_tokens"], rel=0.05)
@@ -197,33 +187,6 @@ def test_verl_s_mode_has_all_requests_of_two_batches_in_the_engine_and_computes_
     (mode,) = [mode for mode in modes(slots, LOAD.group) if mode.name == COLOCATED]
     assert (mode.slots, mode.prefetch, mode.oldest_first, mode.poll_s) == (2 * slots, 2, True, POLL_S)
     assert predict(replace(mode, poll_s=0.2), SPEED, LOAD, PROMPT)["reprefilled"] > 0
-
-
-def test_a_result_is_predicted_for_another_batch(monkeypatch, repository, tmp_path):
-    monkeypatch.setattr(predict_module, "modes", lambda slots, _: [Mode("sync", slots, 1)])
-    result = repository / "benchmarks/results/gpu/engine_8b_h200.json"
-    tokens = {}
-    for batch in (4, 8):
-        words = [str(result), "--traces", "uniform", "--batch", str(batch), "--json", str(tmp_path / "out.json")]
-        monkeypatch.setattr("sys.argv", ["predict", *words])
-        predict_module.main()
-        tokens[batch] = json.loads((tmp_path / "out.json").read_text())["traces"]["uniform"]["sync"]["tokens"]
-    assert tokens == {4: 4 * 8 * 1024, 8: 8 * 8 * 1024}
-
-
-def test_a_batch_without_prompts_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["predict", "result.json", "--batch", "0"])
-    with pytest.raises(SystemExit):
-        predict_module.main()
-    assert "--batch 0 is not allowed: at least 1" in capsys.readouterr().err
-
-
-def test_a_result_without_a_curve_is_an_error(monkeypatch, capsys, repository):
-    path = repository / "benchmarks/results/gpu/engine_8b_modes_h200.json"
-    monkeypatch.setattr("sys.argv", ["predict", str(path)])
-    with pytest.raises(SystemExit):
-        predict_module.main()
-    assert f"{path} has no curve: run benchmarks.gpu.all with --parts curve" in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_every_mode():

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.gpu.inputs import PRIMER_TOKENS, SHAPES, workload, write_model, write_prompts
+from partial_rollout.advise.shapes import SHAPES, write_model, write_prompts
+from partial_rollout.advise.workload import PRIMER_TOKENS, workload
 
 BATCH = workload("tiny", "long_tail").batch
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.bench_rollout import MODES
-from benchmarks.gpu import predict_jobs as module
-from benchmarks.gpu.predict import COLOCATED, Speed
-from benchmarks.gpu.predict_jobs import job_modes, predict_jobs, rates
-from benchmarks.result import read_result
+from benchmarks.jobs import MODES
+from partial_rollout.advise.__main__ import main
+from partial_rollout.advise.jobs import job_modes, predict_jobs, rates
+from partial_rollout.advise.predict import COLOCATED, fit
+from partial_rollout.advise.result import read_result, store
 
 RESULTS = "benchmarks/results/gpu"
 FAST_POLL = f"{COLOCATED}_fast_poll"
@@ -23,7 +23,7 @@ def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
     """Stored jobs by mode, predicted from the curve of their model's engine."""
     engine = f"engine_{name.split('_')[1]}"
     curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in (engine, name))
-    found = predict_jobs(result, Speed.fit(curve["curve"]))
+    found = predict_jobs(result, fit(curve["curve"]))
     assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
     return {job["mode"]: job for job in found}
 
@@ -85,14 +85,13 @@ def test_rates_are_of_pairs_of_steps():
     assert rates(job, 4) == (80 / 4, 80 / 2)
 
 
-def run(monkeypatch, repository, *words: str) -> None:
-    monkeypatch.setattr("sys.argv", ["predict_jobs", str(repository / RESULTS / "engine_8b_h200.json"), *words])
-    module.main()
+def run(repository, *words: str) -> None:
+    main([str(repository / RESULTS / "engine_8b_h200.json"), "--jobs", *words])
 
 
-def test_jobs_are_printed_and_stored_beside_what_is_predicted(monkeypatch, repository, tmp_path, capsys):
+def test_jobs_are_printed_and_stored_beside_what_is_predicted(repository, tmp_path, capsys):
     files = [str(repository / RESULTS / f"jobs_8b{round}_h200.json") for round in ("", "_second_round")]
-    run(monkeypatch, repository, *files, "--json", str(tmp_path / "out.json"), "--from-step", "5")
+    run(repository, *files, "--json", str(tmp_path / "out.json"), "--from-step", "5")
     stored, shown = json.loads((tmp_path / "out.json").read_text())["jobs"], capsys.readouterr().out
     assert [f"| {job['mode']} |" in shown for job in stored] == [True] * 6
     predicted, measured = stored[0]["seconds"][0]
@@ -100,35 +99,35 @@ def test_jobs_are_printed_and_stored_beside_what_is_predicted(monkeypatch, repos
     assert "1.00 / 1.00" in shown
     for number in ("1", "10"):
         with pytest.raises(SystemExit):
-            run(monkeypatch, repository, *files, "--from-step", number)
+            run(repository, *files, "--from-step", number)
         assert f"--from-step {number} is not allowed: 2 to 9" in capsys.readouterr().err
 
 
-def test_jobs_that_have_no_step_or_no_prediction_are_left_out_and_told(monkeypatch, repository, tmp_path, capsys):
+def test_jobs_that_have_no_step_or_no_prediction_are_left_out_and_told(repository, tmp_path, capsys):
     result = read_result(repository / RESULTS / "jobs_8b_h200.json")
     result["jobs"] += [{"mode": "sync", "first_steps": [], "steps": []}, {**result["jobs"][0], "mode": "reorder"}]
     path = tmp_path / "jobs.json"
-    path.write_text(json.dumps(result))
-    run(monkeypatch, repository, str(path))
+    store(result, path)
+    run(repository, str(path))
     told = capsys.readouterr()
     assert told.err.splitlines() == ["left out: sync, a job of 0 steps", "left out: reorder, a job of 15 steps"]
     assert told.out.count("| sync |") == 1
-    path.write_text(json.dumps({**result, "jobs": []}))
+    store({**result, "jobs": []}, path)
     with pytest.raises(SystemExit):
-        run(monkeypatch, repository, str(path))
+        run(repository, str(path))
     assert "no job has two steps" in capsys.readouterr().err
 
 
-def test_jobs_of_different_workloads_are_not_compared(monkeypatch, repository, capsys):
+def test_jobs_of_different_workloads_are_not_compared(repository, capsys):
     files = [str(repository / RESULTS / f"jobs_{name}_h200.json") for name in ("4b", "8b")]
     with pytest.raises(SystemExit):
-        run(monkeypatch, repository, *files)
+        run(repository, *files)
     assert "different workloads" in capsys.readouterr().err
 
 
 def test_prompts_are_as_long_as_the_jobs_were(repository):
     result = read_result(repository / RESULTS / "jobs_8b_h200.json")
-    speed = Speed.fit(read_result(repository / RESULTS / "engine_8b_h200.json")["curve"])
+    speed = fit(read_result(repository / RESULTS / "engine_8b_h200.json")["curve"])
     (usual, *_), size = predict_jobs(result, speed), result["workload"]
     result["engine"]["prompt_tokens"] = 6
     (shorter, *_) = predict_jobs(result, speed)

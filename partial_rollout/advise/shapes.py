@@ -1,23 +1,24 @@
-"""What the engine benchmarks generate with and from: models without weights, prompts with recorded lengths."""
+"""Models of known shapes without weights, and prompts whose responses have recorded lengths."""
 
 from __future__ import annotations
 
 import random
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pandas as pd
 from transformers import GenerationConfig, Qwen3Config
 
-from benchmarks.bench_rollout import Workload, lengths
+from partial_rollout.advise.workload import primed_lengths
 from partial_rollout.run.quickstart.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
+
+    from partial_rollout.advise.workload import Workload
 
 DATA_SOURCE = "openai/gsm8k"
 """One that verl has a rule for, where a job scores responses."""
@@ -59,30 +60,13 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, head_dim=32, vocabulary=256),
+    "small": Shape(128, 256, 2, 4, 2, head_dim=32, vocabulary=512),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
     "4b": Shape(2560, 9728, 36, 32, 8),
     "8b": Shape(4096, 12288, 36, 32, 8, tied=False),
 }
-LARGE = Workload(batch=32, group=8, median=700, sigma=0.9, longest=4096, long_share=0.1)
-TINY = Workload(batch=4, group=2, median=24, sigma=0.9, longest=96, long_share=0.1)
-PRIMER_TOKENS = 2
 PROMPT_TOKENS = 256
-"""Of every prompt of a whole job."""
-TRACES = ("long_tail", "heavy_tail", "uniform")
-HEAVY = 8
-"""The heavy tail is so many times as long as the longest other response."""
-UNIFORM_SHARE = 0.25
-"""Length of all responses of the uniform trace, as a share of the longest of the long-tailed one."""
-
-
-def workload(shape: str, trace: str, **sizes: int) -> Workload:
-    """The load of a trace; `sizes` (batch, group, seed) replace the usual ones."""
-    load = replace(TINY if shape == "tiny" else LARGE, **sizes)
-    if trace == "heavy_tail":
-        return replace(load, huge=HEAVY * load.longest, huge_share=0.01)
-    if trace == "uniform":
-        return replace(load, median=int(UNIFORM_SHARE * load.longest), sigma=0.0, long_share=0.0)
-    return load
+"""Of every prompt."""
 
 
 def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedTokenizerBase:
@@ -95,11 +79,6 @@ def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedToken
     GenerationConfig(bos_token_id=0, eos_token_id=3, pad_token_id=0).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return tokenizer
-
-
-def primed_lengths(load: Workload, num: int) -> np.ndarray:
-    """Of the responses to the primer's batch, and to `num` prompts after it: shape (load.batch + num, load.group)."""
-    return np.concatenate([np.full((load.batch, load.group), PRIMER_TOKENS), lengths(load, num)])
 
 
 def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:

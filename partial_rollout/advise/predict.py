@@ -1,0 +1,103 @@
+"""What each mode would take for a distribution of response lengths: seconds of computing on any machine.
+
+The time of a decode step is fitted to a latency curve as a constant, a part for each request and a part for each token
+in the KV cache, where a group has its prompt once. Predicted is a long run: the first steps are left out, so what a
+batch of short responses leaves for later is counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from partial_rollout.advise.scheduler import Group, Mode, Rollout, Speed
+from partial_rollout.advise.workload import Workload, lengths, workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WARMUP, MEASURED = 15, 40
+"""Steps that are left out, and counted."""
+BASE = "sync"
+"""What times are compared with: verl's trainer, if it were told at once when a batch is done."""
+COLOCATED = "colocate_async"
+POLLING = "sync, 2 s poll"
+"""verl's trainer as it is."""
+POLL_S = 2.0
+"""Between two looks of verl's trainers."""
+
+
+def fit(curve: dict[str, Any]) -> Speed:
+    """The speed whose relative errors over the curve's cells have the least squares."""
+    cells = curve["cell"]
+    seconds = np.array([cell["decode_ms"] for cell in cells]) / 1000
+    sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
+    (base, request, token), *_ = np.linalg.lstsq(np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None)
+    costs = [(row["drain_ms"] + row["resume_ms"]) / 1000 for row in curve["interruption"]]
+    prefill = statistics.median(cell["prefill_tokens_per_s"] for cell in cells)
+    cost_s = statistics.median(costs) if costs else 0.0
+    return Speed(float(base), float(request), float(token), prefill, cost_s)
+
+
+def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dict[str, float]:
+    """Means over the measured steps, rates and shares over all of their time."""
+    drawn = lengths(load, int(load.batch * (WARMUP + MEASURED + mode.prefetch + 1)))
+    prompts = (Group(row.tolist()) for row in drawn)
+    rollout = Rollout(mode, speed, load, prompt_tokens, prompts)
+    steps = [rollout.step() for _ in range(WARMUP + MEASURED)][WARMUP:]
+    row = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
+    row |= {"staleness_max": max(step["staleness_max"] for step in steps), "kv_tokens": rollout.most_kv}
+    in_use = row.pop("slot_s") / (row["seconds"] * mode.slots)
+    return row | {"slots_in_use": in_use, "tokens_per_s": row["tokens"] / row["seconds"]}
+
+
+def modes(slots: int, group: int) -> list[Mode]:
+    """The modes that are compared, for a batch's trajectories as slots: `sync` first."""
+    wide = (3 * slots // 2) // group * group
+    # verl's sends all prompts to the engine: here it has room for the two batches that are in flight.
+    colocated = Mode(COLOCATED, 2 * slots, 2, retains_kv=False, oldest_first=True, poll_s=POLL_S)
+    found = [Mode(BASE, slots, 1), Mode(POLLING, slots, 1, poll_s=POLL_S), colocated]
+    for prefetch in (2, 3, 4, 6):
+        found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
+        found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
+    found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
+    return [*found, Mode("nothing interrupted, always prompts", slots, 12, interrupts=False)]
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """A Markdown table with a row for each mode."""
+    columns = {
+        "time_ratio": ("time, sync = 1", "{:.2f}"),
+        "tokens_per_s": ("tokens/s", "{:,.0f}"),
+        "slots_in_use": ("slots in use", "{:.2f}"),
+        "reprefilled": ("re-prefilled a step", "{:,.0f}"),
+        "staleness_mean": ("staleness mean", "{:.1f}"),
+        "staleness_max": ("max", "{:.0f}"),
+        "kv_share": ("KV cache, most", "{:.2f}"),
+    }
+    lines = [["mode", *(title for title, _ in columns.values())], ["---"] * (len(columns) + 1)]
+    lines += [[mode, *(form.format(row[name]) for name, (_, form) in columns.items())] for mode, row in rows.items()]
+    return markdown(lines)
+
+
+def predict_all(
+    result: dict[str, Any], speed: Speed, trace: str, batch: int | None = None
+) -> dict[str, dict[str, float]]:
+    """A row for each mode, for a trace on the engine of a stored curve; `batch` prompts a step instead of its own."""
+    engine, stored = result["engine"], result.get("workloads", {}).get(trace)
+    load = Workload(**stored) if stored else workload(engine["shape"], trace)
+    load = replace(load, batch=batch or load.batch)
+    compared = modes(load.batch * load.group, load.group)
+    rows = {mode.name: predict(mode, speed, load, engine["prompt_tokens"]) for mode in compared}
+    for row in rows.values():
+        row["time_ratio"] = rows[BASE]["tokens_per_s"] / row["tokens_per_s"]
+        row["kv_share"] = row["kv_tokens"] / engine["kv_tokens"]
+    return rows
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table; the second is the rule below the head."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

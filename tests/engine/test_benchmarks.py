@@ -1,0 +1,74 @@
+"""Benchmarks in their shortest form: the same commands, parts and files with a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from partial_rollout.advise.result import read_result
+
+pytestmark = pytest.mark.engine
+
+TIMEOUT_S = 600
+ORDERS = ("file", "shuffled")
+
+
+def start(repository, module: str, *words: str) -> None:
+    """Run a module with its command line."""
+    run = subprocess.run(
+        [sys.executable, "-m", module, *words], cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)}, timeout=TIMEOUT_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-6000:]
+
+
+def test_a_whole_job_is_measured(repository, tmp_path):
+    words = ["--shape", "tiny", "--modes", "partial_rollout", "--steps", "4", "--budget-s", str(TIMEOUT_S)]
+    start(repository, "benchmarks.jobs", *words, "--out", str(tmp_path))
+    result = read_result(tmp_path / "jobs.json")
+    (job,) = result["jobs"]
+    assert (job["code"], len(job["first_steps"]), len(job["steps"])) == (0, 2, 2)
+    assert job["samples"]
+    first, load = job["first_steps"][0], result["workload"]
+    # The primer's responses have two tokens each, whoever generates them.
+    each = result["engine"]["prompt_tokens"] + 2
+    assert first["perf/total_num_tokens"] == each * load["batch"] * load["group"]
+    assert "| partial_rollout | 2 |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_latency_curve_is_measured_and_predicts(repository, tmp_path):
+    path = tmp_path / "curve.json"
+    start(repository, "partial_rollout.advise.measure", "--shape", "tiny", "--json", str(path))
+    curve = json.loads(path.read_text())
+    assert [cell["concurrency"] for cell in curve["curve"]["cell"]] == [8, 2]
+    assert all(cell["decode_ms"] > 0 and cell["prefill_tokens_per_s"] > 0 for cell in curve["curve"]["cell"])
+    (interruption,) = curve["curve"]["interruption"]
+    assert interruption["drain_ms"] > 0
+    assert interruption["rest_tokens"] > 0
+    start(repository, "partial_rollout.advise", str(path), "--traces", "uniform", "--json", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["traces"]["uniform"]
+    assert rows["sync"]["time_ratio"] == 1.0
+
+
+def test_the_weight_channel_is_measured_in_all_steps(repository, tmp_path):
+    """On a CPU, with shared memory: equal tensors, and a rate for each mode."""
+    path = tmp_path / "weights.json"
+    start(repository, "benchmarks.bench_weights", "--dry-run", "--rounds", "2", "--json", str(path))
+    found = json.loads(path.read_text())
+    assert all(found["equal"][order]["in_order"] and not found["equal"][order]["different"] for order in ORDERS)
+    assert all(row["channel"]["gb_per_s"] > 0 and row["verl"]["gb_per_s"] > 0 for row in found["speed"])
+    assert found["versions"]["torch"]
+
+
+def test_the_queue_is_measured_through_its_actor(repository, tmp_path):
+    path = tmp_path / "queue.json"
+    words = ["--prompts", "200", "--batch", "8", "--take", "16", "--seconds", "1"]
+    start(repository, "benchmarks.bench_queue", *words, "--json", str(path))
+    found = json.loads(path.read_text())
+    assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
+    assert all(found[name]["conserved"] for name in ("single", "batched"))

@@ -1,0 +1,34 @@
+"""The command that predicts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from partial_rollout.advise import predict
+from partial_rollout.advise.__main__ import main
+from partial_rollout.advise.scheduler import Mode
+
+
+def test_a_result_is_predicted_for_another_batch(monkeypatch, repository, tmp_path):
+    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1)])
+    result = repository / "benchmarks/results/gpu/engine_8b_h200.json"
+    tokens = {}
+    for batch in (4, 8):
+        main([str(result), "--traces", "uniform", "--batch", str(batch), "--json", str(tmp_path / "out.json")])
+        tokens[batch] = json.loads((tmp_path / "out.json").read_text())["traces"]["uniform"]["sync"]["tokens"]
+    assert tokens == {4: 4 * 8 * 1024, 8: 8 * 8 * 1024}
+
+
+def test_a_batch_without_prompts_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["result.json", "--batch", "0"])
+    assert "--batch 0 is not allowed: at least 1" in capsys.readouterr().err
+
+
+def test_a_result_without_a_curve_is_an_error(capsys, repository):
+    path = repository / "benchmarks/results/gpu/engine_8b_modes_h200.json"
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert f"{path} has no latency curve" in capsys.readouterr().err
