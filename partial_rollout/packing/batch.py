@@ -19,9 +19,7 @@ from tensordict import TensorDict
 from partial_rollout.errors import InternalError
 from partial_rollout.packing import (
     CostModel,
-    FixedCountPlanner,
     GlobalPlanner,
-    TokenBudgetPlanner,
     plan_statistics,
 )
 from partial_rollout.packing.plan import sample_padding_share
@@ -139,16 +137,11 @@ def make_batch_packer(config: DictConfig, settings: PartialRolloutConfig) -> Bat
 def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_rows: bool) -> Planner:
     packing, actor = settings.packing, config.actor_rollout_ref.actor
     mini_batch_size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    if packing.planner == "fixed":
-        per_rank = packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu
-        return FixedCountPlanner(mini_batch_size=mini_batch_size, per_rank_batch_size=per_rank)
     budget, source = token_budget(config, packing.token_budget)
     logger.info("packing: rows of at most %d tokens, from %s", budget, source)
     if pads_rows:
         return PaddedPlanner(mini_batch_size=mini_batch_size, token_budget=budget)
-    if packing.planner == "budget":
-        return TokenBudgetPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True)
-    cost = _cost_model(config, settings.packing.cost_model)
+    cost = _cost_model(config)
     return GlobalPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True, cost=cost)
 
 
@@ -171,9 +164,7 @@ def token_budget(config: DictConfig, given: int | None) -> tuple[int, str]:
     return limit * devices, f"{source} x {devices} devices that share a row"
 
 
-def _cost_model(config: DictConfig, name: str) -> CostModel:
-    if name == "verl":
-        return CostModel.verl()
+def _cost_model(config: DictConfig) -> CostModel:
     model = _text_config(config)
     missing = [size for size in MODEL_SIZES if not getattr(model, size, None)]
     if missing:

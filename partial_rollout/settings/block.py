@@ -19,10 +19,17 @@ logger = logging.getLogger(__name__)
 BLOCK = "partial_rollout"
 RETIRED_KEYS = {
     "tail.boundary": "leave it out: the end of a step interrupts what is unfinished, as tail.boundary=now did",
+    "packing.per_rank_batch_size": f"leave it out: {BLOCK}.packing.token_budget bounds what a row holds",
+    "packing.cost_model": "leave it out: the model's own sizes say what a row costs, and verl's formula does where the "
+    "model has none",
     "costs": "leave the block out: only tail.boundary=cost read it, which is retired as well",
 }
 """Keys of release 0.1 below the block, and what to do instead; 0.3 knows them no more."""
 RETIRED_VALUES = {
+    **{
+        ("packing.planner", name): f"leave {BLOCK}.packing.planner out, or set it to verl"
+        for name in ("fixed", "budget")
+    },
     (
         "tail.interrupt_mode",
         "keep",
@@ -79,8 +86,7 @@ class TimeoutConfig:
             _require(value > 0, f"timeouts.{item.name}", value, "a number of seconds above 0")
 
 
-PLANNERS = ("global", "budget", "fixed", "verl")
-COST_MODELS = ("model", "verl")
+PLANNERS = ("global", "verl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +95,13 @@ class PackingConfig:
 
     planner: str = "global"
     token_budget: int | None = None
-    per_rank_batch_size: int | None = None
-    cost_model: str = "model"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown name or a size below 1."""
+        _refuse_retired("packing.planner", self.planner)
         _require(self.planner in PLANNERS, "packing.planner", self.planner, f"one of {', '.join(PLANNERS)}")
-        _require(self.cost_model in COST_MODELS, "packing.cost_model", self.cost_model, " or ".join(COST_MODELS))
-        for name in ("token_budget", "per_rank_batch_size"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"packing.{name}", value, "null or at least 1")
+        budget = self.token_budget
+        _require(budget is None or budget >= 1, "packing.token_budget", budget, "null or at least 1")
 
 
 OLD_NAME_OF_WAIT = "sync"

@@ -243,11 +243,6 @@ def _check_packing(config: DictConfig) -> None:
     samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
     _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
-    _require(
-        packing.planner != "fixed" or bool(packing.per_rank_batch_size or actor.ppo_micro_batch_size_per_gpu),
-        f"{BLOCK}.packing.per_rank_batch_size=None with actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=None",
-        f"at least 1 with {BLOCK}.packing.planner=fixed (set {BLOCK}.packing.per_rank_batch_size=...)",
-    )
 
 
 def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:

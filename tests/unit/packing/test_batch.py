@@ -167,11 +167,7 @@ def test_verls_own_path_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     ("name", "remove_padding", "kind"),
     [
         ("global", True, GlobalPlanner),
-        ("budget", True, TokenBudgetPlanner),
-        ("fixed", True, FixedCountPlanner),
         ("global", False, PaddedPlanner),
-        ("budget", False, PaddedPlanner),
-        ("fixed", False, FixedCountPlanner),
     ],
 )
 def test_the_planner_fits_the_rows(monkeypatch: pytest.MonkeyPatch, name: str, remove_padding: bool, kind: type):
@@ -180,11 +176,6 @@ def test_the_planner_fits_the_rows(monkeypatch: pytest.MonkeyPatch, name: str, r
     assert getattr(packer.planner, "equal_counts", True), "verl cuts ranks equally"
     assert packer.planner.mini_batch_size == 32
     assert packer.pads_rows is not remove_padding
-
-
-def test_a_count_not_given_is_verls(monkeypatch: pytest.MonkeyPatch):
-    assert made(monkeypatch, planner="fixed").planner.per_rank_batch_size == 3
-    assert made(monkeypatch, planner="fixed", per_rank_batch_size=5).planner.per_rank_batch_size == 5
 
 
 @pytest.mark.parametrize(
@@ -204,19 +195,19 @@ def test_a_count_not_given_is_verls(monkeypatch: pytest.MonkeyPatch):
         ),
     ],
 )
-@pytest.mark.parametrize(("planner", "remove_padding"), [("global", True), ("budget", True), ("global", False)])
+@pytest.mark.parametrize("remove_padding", [True, False])
 def test_rows_fit_into_the_memory_that_verl_was_given(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes, budget, source, planner, remove_padding
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes, budget, source, remove_padding
 ):
     with caplog.at_level("INFO", packing.__name__):
-        packer = made(monkeypatch, changes | {"model.use_remove_padding": remove_padding}, planner=planner)
+        packer = made(monkeypatch, changes | {"model.use_remove_padding": remove_padding})
     assert packer.planner.token_budget == budget
     assert f"packing: rows of at most {budget} tokens, from {source}" in caplog.text
 
 
 def test_a_budget_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", packing.__name__):
-        assert made(monkeypatch, planner="budget", token_budget=7).planner.token_budget == 7
+        assert made(monkeypatch, token_budget=7).planner.token_budget == 7
     assert "packing: rows of at most 7 tokens, from partial_rollout.packing.token_budget" in caplog.text
 
 
@@ -226,8 +217,8 @@ def test_a_budget_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch, caplog
         ({}, {"planner": "global"}, "packing: planner=global (GlobalPlanner), rows are packed"),
         (
             {"model.use_remove_padding": False},
-            {"planner": "budget"},
-            "packing: planner=budget (PaddedPlanner), rows are padded to their longest sample, because"
+            {},
+            "packing: planner=global (PaddedPlanner), rows are padded to their longest sample, because"
             " model.use_remove_padding=False",
         ),
     ],
@@ -238,9 +229,8 @@ def test_the_log_says_what_runs(monkeypatch, caplog: pytest.LogCaptureFixture, c
     assert line in caplog.messages
 
 
-def test_the_cost_is_the_models_or_verls(monkeypatch: pytest.MonkeyPatch):
-    assert made(monkeypatch, cost_model="verl").planner.cost == packing.CostModel.verl()
-    models = made(monkeypatch, cost_model="model").planner.cost
+def test_the_cost_is_the_models(monkeypatch: pytest.MonkeyPatch):
+    models = made(monkeypatch).planner.cost
     assert models.linear > 1000 * models.quadratic > 0
     assert models != packing.CostModel.verl()
 

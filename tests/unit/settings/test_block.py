@@ -40,6 +40,12 @@ def test_an_unknown_key_is_named_with_the_known_ones(block: dict, key: str):
     ("block", "message"),
     [
         ({"tail": {"interrupt_mode": "keep"}}, "tail.interrupt_mode=keep was retired .*=abort, .* or keep_kv"),
+        (
+            {"packing": {"planner": "fixed"}},
+            "packing.planner=fixed was retired .*: leave .*packing.planner out, or set",
+        ),
+        ({"packing": {"per_rank_batch_size": 4}}, "packing.per_rank_batch_size was retired .*packing.token_budget"),
+        ({"packing": {"cost_model": "verl"}}, "packing.cost_model was retired .*: leave it out"),
         ({"tail": {"boundary": "cost"}}, r"partial_rollout\.tail\.boundary was retired in release 0\.2: leave it out"),
         (
             {"costs": {"decode_step_ms": 1.0}},
