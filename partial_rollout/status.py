@@ -45,9 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--address", default="auto", help="Ray cluster, host:port (default: the one on this machine)")
     parser.add_argument("--name", default=defaults.name, help="partial_rollout.manager.name (default: %(default)s)")
-    parser.add_argument(
-        "--namespace", default=defaults.namespace, help="partial_rollout.manager.namespace (default: %(default)s)"
-    )
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
     parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help="repeat until interrupted")
     return parser
@@ -98,7 +95,7 @@ def _fetch(options: argparse.Namespace) -> ManagerStatus:
 
     from partial_rollout.runtime.prompt_manager import find_manager
 
-    manager = find_manager(options.name, options.namespace)
+    manager = find_manager(options.name)
     try:
         return ray.get(manager.status.remote(), timeout=ANSWER_TIMEOUT_S)
     except (RayActorError, GetTimeoutError) as error:

@@ -47,7 +47,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = read_settings(self.config)
-        self._prompt_manager = find_manager(self._settings.manager.name, self._settings.manager.namespace)
+        self._prompt_manager = find_manager(self._settings.manager.name)
         self._validations: list[ray.ObjectRef] = []
         self.loops: dict[ray.ObjectRef, str] = {}
 

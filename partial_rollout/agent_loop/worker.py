@@ -36,9 +36,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
         self._worker_id = worker_id
-        manager = RemoteManager(
-            find_manager(settings.manager.name, settings.manager.namespace), settings.timeouts.call_s
-        )
+        manager = RemoteManager(find_manager(settings.manager.name), settings.timeouts.call_s)
         store = TransferQueueStore(tq, worker_id, settings.timeouts.call_s)
         self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
         client = cast("ResumingLLMServerClient", self.llm_client)

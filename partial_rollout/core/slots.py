@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DECREASE = 0.75
 """A preempted request is computed again from its prompt on, so it pays to leave the pressure quickly."""
+KV_HIGH = 0.9
+"""Share of the KV cache from which on it counts as full: running requests still grow, and beyond it they preempt."""
 WORTH = 0.1
 """A raise must bring this share of what it would if decode steps took no longer: more slots also mean older tokens."""
 STEP_SHARE = 8
@@ -57,11 +59,10 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class SlotBounds:
-    """Between what the budget moves, and when the KV cache counts as full; multiples of `group`."""
+    """Between what the budget moves; multiples of `group`."""
 
     least: int
     most: int
-    kv_high: float
     group: int = 1
     """Trajectories of a prompt: the budget is a multiple of it, because they are claimed together."""
     num_workers: int = 1
@@ -109,7 +110,7 @@ class SlotController:
 
     def _next(self, load: EngineLoad, preempted: int, slots_in_use: int) -> tuple[int, str]:
         full = f"KV cache {load.kv_usage:.0%} full"
-        if preempted or load.kv_usage >= self._bounds.kv_high:
+        if preempted or load.kv_usage >= KV_HIGH:
             why = f"{preempted} requests preempted" if preempted else full
             return self._lower(slots_in_use, why)
         if load.waiting:

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 METRICS_INTERVAL_S = 1.0
 """Metrics are exported at most this often, so their cost does not grow with the rate of events."""
 
+NAMESPACE = "partial_rollout"
+"""Ray namespace of the manager, which the names of concurrent runs tell apart."""
 MAX_CONCURRENT_CALLS = 10_000
 """Every worker parks one long poll here; the bound only has to be far above the number of workers."""
 
@@ -332,8 +334,8 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     Raises:
         ClusterError: another manager with this name is running in the namespace.
     """
-    name, namespace = config.manager.name, config.manager.namespace
-    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=namespace, **ACTOR_OPTIONS)
+    name = config.manager.name
+    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=NAMESPACE, **ACTOR_OPTIONS)
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))
@@ -342,18 +344,18 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
         return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, batch_s=batch_s)
     except ValueError as error:
         raise ClusterError(
-            f"a prompt manager named {name!r} is already running in namespace {namespace!r}: end that run, "
+            f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, "
             "or set partial_rollout.manager.name to another name"
         ) from error
 
 
-def find_manager(name: str, namespace: str) -> ActorHandle:
+def find_manager(name: str) -> ActorHandle:
     """The running manager of that name; raises ActorLost if there is none."""
     try:
-        return ray.get_actor(name, namespace=namespace)
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
         raise ActorLost(
-            f"no prompt manager named {name!r} in namespace {namespace!r}: the run has not started, has ended, "
+            f"no prompt manager named {name!r} in namespace {NAMESPACE!r}: the run has not started, has ended, "
             "or was started with another partial_rollout.manager.name"
         ) from error
 

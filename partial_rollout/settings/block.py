@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK = "partial_rollout"
 RETIRED_KEYS = {
+    "manager.namespace": f"leave it out: {BLOCK}.manager.name tells concurrent runs apart",
+    "slots.kv_high": "leave it out: the KV cache counts as full when 90 % are in use",
     "tail.boundary": "leave it out: the end of a step interrupts what is unfinished, as tail.boundary=now did",
     "packing.per_rank_batch_size": f"leave it out: {BLOCK}.packing.token_budget bounds what a row holds",
     "packing.cost_model": "leave it out: the model's own sizes say what a row costs, and verl's formula does where the "
@@ -25,15 +27,11 @@ RETIRED_KEYS = {
     "costs": "leave the block out: only tail.boundary=cost read it, which is retired as well",
 }
 """Keys of release 0.1 below the block, and what to do instead; 0.3 knows them no more."""
+_NO_PLANNER = f"leave {BLOCK}.packing.planner out, or set it to verl"
 RETIRED_VALUES = {
-    **{
-        ("packing.planner", name): f"leave {BLOCK}.packing.planner out, or set it to verl"
-        for name in ("fixed", "budget")
-    },
-    (
-        "tail.interrupt_mode",
-        "keep",
-    ): f"set {BLOCK}.tail.interrupt_mode=abort, which computes as much again and "
+    ("packing.planner", "fixed"): _NO_PLANNER,
+    ("packing.planner", "budget"): _NO_PLANNER,
+    ("tail.interrupt_mode", "keep"): f"set {BLOCK}.tail.interrupt_mode=abort, which computes as much again and "
     "holds no request in the engine, or keep_kv, which computes nothing again",
 }
 """The same for values of keys that stay."""
@@ -60,12 +58,10 @@ class ManagerConfig:
     """Name under which the prompt manager is found from any shell."""
 
     name: str = "rollout_prompt_manager"
-    namespace: str = "partial_rollout"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an empty name."""
         _require(bool(self.name), "manager.name", self.name, "a non-empty string")
-        _require(bool(self.namespace), "manager.namespace", self.namespace, "a non-empty string")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +200,6 @@ class SlotsConfig:
     adaptive: bool = False
     least: int | None = None
     most: int | None = None
-    kv_high: float = 0.9
     interval_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -214,7 +209,6 @@ class SlotsConfig:
             _require(value is None or value >= 1, f"slots.{name}", value, "null or at least 1")
             unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
             _require(value is None or self.adaptive, f"slots.{name}", value, unused)
-        _require(0 < self.kv_high <= 1, "slots.kv_high", self.kv_high, "above 0 and at most 1")
         _require(self.interval_s > 0, "slots.interval_s", self.interval_s, "a number of seconds above 0")
 
 

@@ -108,7 +108,7 @@ def slot_bounds(config: DictConfig) -> SlotBounds:
         f"at least rollout.n={group} for each of {num_workers} agent-loop workers, and with "
         f"{BLOCK}.num_slots between them",
     )
-    return SlotBounds(least - least % group, most - most % group, settings.slots.kv_high, group, num_workers)
+    return SlotBounds(least - least % group, most - most % group, group, num_workers)
 
 
 def slot_shares(config: DictConfig) -> list[int]:

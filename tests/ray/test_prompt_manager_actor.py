@@ -28,7 +28,6 @@ BATCH = 8
 NUM_BATCHES = 12
 NUM_WORKERS = 3
 CALL_TIMEOUT_S = 60.0
-NAMESPACE = "test_manager"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def cluster(ray_cluster: Any) -> str:
 @pytest.fixture
 def settings(cluster: str, request: pytest.FixtureRequest) -> PartialRolloutConfig:
     """A manager name per test."""
-    return PartialRolloutConfig(manager=ManagerConfig(name=request.node.name, namespace=NAMESPACE))
+    return PartialRolloutConfig(manager=ManagerConfig(name=request.node.name))
 
 
 def prompts(step: int, num: int = BATCH) -> list[PromptMeta]:
@@ -53,7 +52,7 @@ def call(ref: ray.ObjectRef) -> Any:
 
 def work(name: str, worker_id: str) -> int:
     """Claim until the manager closes; finish most, fail, give back or lose some. Returns the groups finished."""
-    manager, rng, finished = find_manager(name, NAMESPACE), random.Random(worker_id), 0
+    manager, rng, finished = find_manager(name), random.Random(worker_id), 0
     while not call(manager.status.remote()).closed:
         for claim in call(manager.claim.remote(worker_id, 3 * GROUP, 5.0)):
             fate = rng.random()
@@ -103,11 +102,11 @@ def test_errors_keep_their_type_across_processes(settings: PartialRolloutConfig)
     with pytest.raises(ClusterError, match="already running"):
         create_manager(settings, BATCH)
     with pytest.raises(ActorLost, match="no prompt manager named 'nobody'"):
-        find_manager("nobody", NAMESPACE)
+        find_manager("nobody")
 
 
 def run_status(cluster: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "partial_rollout.status", "--address", cluster, "--namespace", NAMESPACE]
+    command = [sys.executable, "-m", "partial_rollout.status", "--address", cluster]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ)
     )

@@ -148,7 +148,7 @@ async def connected(monkeypatch):
         self.llm_client = client
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
-    monkeypatch.setattr(worker_module, "find_manager", lambda name, namespace: None)
+    monkeypatch.setattr(worker_module, "find_manager", lambda name: None)
     return PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(), 4), client
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController, share_slots
 
-BOUNDS = SlotBounds(least=8, most=128, kv_high=0.9, group=4)
+BOUNDS = SlotBounds(least=8, most=128, group=4)
 
 
 def controller(budget: int = 64) -> SlotController:
@@ -38,7 +38,7 @@ def test_a_decision_and_its_reason(load: EngineLoad, in_use: int, after: int, re
 @pytest.mark.parametrize(("in_use", "after"), [(52, 64), (53, 72)])
 def test_slots_that_are_less_than_a_group_in_each_worker_are_not_free(in_use: int, after: int) -> None:
     """Three workers of groups of 4: each may have 3 slots free that no prompt fits in."""
-    slots = SlotController(64, SlotBounds(least=12, most=128, kv_high=0.9, group=4, num_workers=3))
+    slots = SlotController(64, SlotBounds(least=12, most=128, group=4, num_workers=3))
     assert slots.observe(EngineLoad(num_tokens=1), in_use).after == after
 
 

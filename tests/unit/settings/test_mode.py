@@ -189,7 +189,7 @@ ADAPTIVE = {"partial_rollout.slots": {"adaptive": True}, "partial_rollout.num_sl
 def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group_for_each_worker(composed: Composed):
     config = composed(ADAPTIVE | {"actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)
-    assert slot_bounds(config) == SlotBounds(least=8, most=2 * 16 * 4, kv_high=0.9, group=4, num_workers=2)
+    assert slot_bounds(config) == SlotBounds(least=8, most=2 * 16 * 4, group=4, num_workers=2)
     apply_mode(config)
     assert config.actor_rollout_ref.rollout.disable_log_stats is False
     apply_mode(fixed := composed({}))

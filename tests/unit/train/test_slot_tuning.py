@@ -40,7 +40,7 @@ class World:
     def tuner(self) -> SlotTuner:
         return SlotTuner(
             32,
-            SlotBounds(8, 64, 0.9, 4),
+            SlotBounds(8, 64, 4),
             fleet=cast("Any", self),
             agent_loops=cast("Any", self),
             slots_in_use=lambda: self.resized[-1] if self.resized else 32,
