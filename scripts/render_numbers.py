@@ -10,7 +10,8 @@
 
 `alias` is a stored file, `path` the keys in it, joined by dots (a number is a place in a list), `format` Python's.
 Before the format, `k` multiplies by 1,000, `m` divides by it, and `list` joins the values of a list.
-A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`).
+A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`). A file
+of one engine has `steps.TRACE.MODE`: the seconds of its measured steps.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ def stored(name: str) -> Any:
     return read_result(ROOT / name)
 
 
-def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, float]]:
+def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, Any]]:
     """Of each mode's first job: means over an even number of steps, from step `first` on (step 1 loads everything).
 
     An even number, because every other step of `colocate_async` is a long one. Rates are response tokens for each
     second of generation.
     """
     load, prompt = result["workload"], result["engine"].get("prompt_tokens", PROMPT_TOKENS)
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for job in result["jobs"]:
         steps = (job.get("first_steps", []) + job["steps"])[first - 1 :]
         steps = steps[: len(steps) // 2 * 2]
@@ -68,12 +69,22 @@ def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, float]]:
             continue
         tokens = sum(step["perf/total_num_tokens"] - load["batch"] * load["group"] * prompt for step in steps)
         seconds = sum(step["timing_s/gen"] for step in steps)
-        row = {"num_steps": len(steps), "gen_s": seconds / len(steps), "tokens_per_s": tokens / seconds}
+        row: dict[str, Any] = {"num_steps": len(steps), "gen_s": seconds / len(steps), "tokens_per_s": tokens / seconds}
+        row["each_gen_s"] = [step["timing_s/gen"] for step in steps]
         mean, most = next(names for names in STALENESS if names[0] in steps[0])
         row["staleness_mean"] = statistics.fmean(step[mean] for step in steps)
         row["staleness_max"] = max(step[most] for step in steps)
         rows[job["mode"]] = row
     return rows
+
+
+def engine_steps(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each measured step of one engine, by trace and mode."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for block in result["blocks"]:
+        walls = found.setdefault(block["trace"], {}).setdefault(block["mode"], [])
+        walls += [step["wall_s"] for step in block["steps"] if not step["warmup"]]
+    return found
 
 
 def look_up(value: Any, path: str) -> Any:
@@ -82,6 +93,8 @@ def look_up(value: Any, path: str) -> Any:
     found = FIRST_STEPS.fullmatch(parts[0])
     if found and isinstance(value, dict) and "jobs" in value:
         return look_up(job_rows(value, int(found.group(1))), ".".join(parts[1:]))
+    if parts[0] == "steps" and isinstance(value, dict) and "blocks" in value:
+        return look_up(engine_steps(value), ".".join(parts[1:]))
     while parts:
         if isinstance(value, list):
             value, parts = value[int(parts[0])], parts[1:]
