@@ -10,8 +10,8 @@
 
 `alias` is a stored file, `path` the keys in it, joined by dots (a number is a place in a list), `format` Python's.
 Before the format, `k` multiplies by 1,000, `m` divides by it, and `list` joins the values of a list.
-A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`). A file
-of one engine has `steps.TRACE.MODE`: the seconds of its measured steps.
+A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`).
+A file of one engine has `steps.TRACE.MODE`: the seconds of its measured steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,231 @@
+"""Draw the pictures of the results pages from the stored results.
+
+    python -m scripts.draw_results          # writes docs/img/*.png
+
+One message a picture; its title says it. Where training steps are drawn, they are the axis or are numbered.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+from benchmarks.result import read_result
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, OUT = ROOT / "benchmarks/results", ROOT / "docs/img"
+COLOURS = ("#e45756", "#f58518", "#4c78a8", "#54a24b", "#b279a2")
+WINDOW = 10
+"""Steps over which a reward is averaged: one step's reward says little."""
+FULL_RATE = "uninterrupted"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in one engine over time: its mode, the ends of its steps, and (seconds, share of a batch's slots)."""
+
+    label: str
+    ends_s: Sequence[float]
+    points: Sequence[tuple[float, float]]
+
+
+def job_loads(name: str, labels: dict[str, str]) -> list[Load]:
+    """Of whole jobs; time begins with the first step's end, as that step loads everything."""
+    result = read_result(RESULTS / "gpu" / name)
+    slots = result["workload"]["batch"] * result["workload"]["group"]
+    loads = []
+    for mode, label in labels.items():
+        job = next(job for job in result["jobs"] if job["mode"] == mode)
+        begun = job["ends_s"][0]
+        ends = [end - begun for end in job["ends_s"][1:]]
+        points = [(at - begun, running / slots) for at, running in job["samples"] if at >= begun]
+        loads.append(Load(label, ends, points))
+    return loads
+
+
+def engine_loads(name: str, labels: dict[str, str]) -> list[Load]:
+    """Of one engine, on the long-tailed trace; samples are (seconds, requests, ...)."""
+    result = read_result(RESULTS / "gpu" / name)
+    loads = []
+    for mode, label in labels.items():
+        block = next(each for each in result["blocks"] if (each["mode"], each["trace"]) == (mode, "long_tail"))
+        begun = block["steps"][0]["ended_s"]
+        ends = [step["ended_s"] - begun for step in block["steps"][1:]]
+        points = [(row[0] - begun, row[1] / block["slots"]) for row in block["samples"] if row[0] >= begun]
+        loads.append(Load(label, ends, points))
+    return loads
+
+
+def draw_loads(loads: Sequence[Load], title: str) -> Figure:
+    """A panel for each job, one below the other on one time axis; grey lines and numbers are the ends of steps."""
+    figure, panels = plt.subplots(
+        len(loads), 1, figsize=(9, 1.75 * len(loads) + 0.7), sharex=True, sharey=True, layout="constrained"
+    )
+    for load, panel, colour in zip(loads, panels, COLOURS, strict=False):
+        panel.fill_between(*zip(*load.points, strict=True), color=colour, alpha=0.55, linewidth=0)
+        panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
+        for number, end in enumerate(load.ends_s, start=2):
+            panel.axvline(end, color="#bbbbbb", linewidth=0.8)
+            if len(load.ends_s) <= 20 or number % 5 == 0:
+                panel.text(
+                    end, 1.0, f"{number} ", ha="right", va="top", fontsize=7, transform=panel.get_xaxis_transform()
+                )
+        panel.set_title(load.label, fontsize=9, loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds (grey lines: a training step ends; its number stands left of its line)", fontsize=9)
+    figure.supylabel("requests that generate (1 = a batch's responses)", fontsize=9)
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_xlim(left=0, right=max(load.points[-1][0] for load in loads))
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def draw_steps(name: str, labels: dict[str, str], title: str) -> Figure:
+    """Seconds of generation by training step."""
+    result = read_result(RESULTS / "gpu" / name)
+    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    for (mode, label), colour in zip(labels.items(), COLOURS, strict=False):
+        job = next(job for job in result["jobs"] if job["mode"] == mode)
+        seconds = [step["timing_s/gen"] for step in (job["first_steps"] + job["steps"])[1:]]
+        axes.plot(range(2, 2 + len(seconds)), seconds, "o-", color=colour, label=label, linewidth=1.2, markersize=4)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("seconds of generation")
+    axes.set_ylim(bottom=0)
+    return _finished(figure, title)
+
+
+def draw_learning(what: str, ylabel: str, title: str) -> Figure:
+    """Mean over seeds by training step; the band is from the lowest to the highest seed."""
+    jobs = read_result(RESULTS / "learning_curves.json")["jobs"]
+    labels = {"policy_sync": "wait", "partial_rollout": "partial", "reorder": "reorder"}
+    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    for (mode, label), colour in zip(labels.items(), COLOURS, strict=False):
+        seeds = [_trailing(job[what]) for job in jobs if job["mode"] == mode]
+        steps = range(1, len(seeds[0]) + 1)
+        columns = list(zip(*seeds, strict=True))
+        axes.plot(steps, [statistics.fmean(column) for column in columns], color=colour, label=label)
+        axes.fill_between(
+            steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0
+        )
+    axes.set_xlabel("training step (lines: mean of three seeds; bands: lowest to highest seed)")
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    return _finished(figure, title)
+
+
+def draw_rates(name: str, labels: dict[str, str], title: str) -> Figure:
+    """Useful tokens a second of one engine's modes; the dashed line is the rate of slots that are always full."""
+    rows = read_result(RESULTS / "gpu" / name)["summary"]["long_tail"]
+    figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
+    rates = [rows[mode]["useful_tokens_per_s"] for mode in labels]
+    axes.barh(range(len(rates)), rates, color=COLOURS[2])
+    axes.set_yticks(range(len(rates)), labels.values(), fontsize=9)
+    axes.invert_yaxis()
+    bound = rows[FULL_RATE]["generated_tokens_per_s"]
+    axes.axvline(bound, color="k", linestyle="--", label="slots that are always full")
+    axes.set_xlabel("useful tokens a second")
+    _finished(figure, title).axes[0].legend(fontsize=8, frameon=False, loc="upper center")
+    return figure
+
+
+def _trailing(values: Sequence[float]) -> list[float]:
+    return [statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+
+
+def _finished(figure: Figure, title: str) -> Figure:
+    [axes] = figure.axes
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(title, fontsize=11, loc="left")
+    return figure
+
+
+SYNC, COLOCATED = "verl's sync", "verl's colocate_async"
+
+
+def pictures() -> dict[str, Figure]:
+    """All of them, by file name."""
+    retained = {
+        "sync": SYNC,
+        "colocate_async": COLOCATED,
+        "partial_reuse_kv_prefetch_3": "ours: KV retained, 3 batches",
+    }
+    return {
+        "learning_reward": draw_learning("reward", "reward, mean of 10 steps", "All three policies learn alike"),
+        "learning_time": draw_learning(
+            "gen_s",
+            "seconds of generation, mean of 10 steps",
+            "Steps that do not wait for the longest response are shorter",
+        ),
+        "jobs_8b_load": draw_loads(
+            job_loads("jobs_8b_h200.json", retained),
+            "verl's modes empty their slots in every step; ours keeps most of them full",
+        ),
+        "jobs_8b_steps": draw_steps(
+            "jobs_8b_h200.json", retained, "colocate_async alternates between long and short steps; ours evens them out"
+        ),
+        "jobs_8b_long_load": draw_loads(
+            job_loads(
+                "jobs_8b_long_h200.json",
+                {
+                    "partial_rollout": "defaults: everything computed again, 2 batches",
+                    "partial_adaptive_reuse_kv_prefetch_5": "KV retained, 5 batches, adaptive number of slots",
+                },
+            ),
+            "Five batches in flight keep more slots busy than a batch has; the defaults run empty in every step",
+        ),
+        "jobs_4b_load": draw_loads(
+            job_loads("jobs_4b_h200.json", retained), "With training between the steps: KV retained keeps slots full"
+        ),
+        "engine_8b_load": draw_loads(
+            engine_loads(
+                "engine_8b_h200.json",
+                {"sync": "our policy wait", "partial_reuse_kv_adaptive": "KV retained, 3 batches, adaptive slots"},
+            ),
+            "With three batches in flight prompts run out before the step ends",
+        ),
+        "engine_8b_deep_load": draw_loads(
+            engine_loads(
+                "engine_8b_deep_h200.json",
+                {
+                    "partial_reuse_kv_deep": "KV retained, 6 batches, adaptive slots",
+                    "partial_abort": "abort, 2 batches",
+                },
+            ),
+            "Six batches fill all slots, after 133 seconds in which few responses end",
+        ),
+        "engine_8b_rates": draw_rates(
+            "engine_8b_modes_h200.json",
+            {
+                "sync": "wait",
+                "reorder": "reorder",
+                "partial_abort_cost": "abort, 2 batches (boundary=cost)",
+                "partial_keep_kv": "keep_kv, 2 batches",
+                "uninterrupted": "always prompts,\nnothing interrupted",
+            },
+            "KV retained comes nearest to slots that are always full",
+        ),
+    }
+
+
+def main() -> None:
+    """Draw and save."""
+    for name, figure in pictures().items():
+        figure.savefig(OUT / f"{name}.png", dpi=100)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
