@@ -1,4 +1,4 @@
-"""The model in training: advantages, the clipped loss over SDE steps, and the weights that are sent."""
+"""The model in training: the clipped loss over SDE steps, low-rank adapters (LoRA), and the weights that are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FlowGrpoActor:
     """diffusers' transformer with its optimizer (Flow-GRPO, arXiv 2505.05470)."""
 
     def __init__(self, config: DiffusionConfig, patch: int, device: torch.device) -> None:
-        """Load the transformer to `device`; `patch` is how many pixels a latent token's side has."""
+        """Load the transformer to `device`; `patch` is the number of pixels along a latent token's side."""
         self._config, self._patch = config, patch
         model, actor = config.model, config.actor
         self.device = device
@@ -47,7 +47,7 @@ class FlowGrpoActor:
         self._optimizer = torch.optim.AdamW(trained, lr=actor.lr, weight_decay=actor.weight_decay)
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One training step on whole groups; return its metrics."""
+        """Train one step on whole groups; return its metrics."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
         results = [result for group in groups for result in group.results]
         batch = steps_of(
@@ -62,7 +62,7 @@ class FlowGrpoActor:
         sampled = torch.cat([_known(result) for result in results])
         with torch.no_grad():
             old = torch.cat([log_probs(self.transformer, part).cpu() for part, _ in self._parts(batch, 0, len(batch))])
-        # Under the weights that are trained now, against those that sampled, which are older for resumed samples.
+        # Importance weights: the weights trained now against those that sampled, which are older for resumed samples.
         weights = torch.exp(old - sampled).clamp(max=algorithm.rollout_is_threshold)
         losses = [
             self._optimize(batch, begin, end, gains=gains * weights, old=old)
@@ -75,14 +75,13 @@ class FlowGrpoActor:
         }
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight by its name in the checkpoint, adapters merged into copies; for any number of threads."""
+        """Every weight by its name in the checkpoint, with adapters merged into copies. Several threads may iterate."""
         return merged_weights(self.transformer)
 
     def save(self, folder: Path) -> None:
-        """Write what was trained as safetensors.
+        """Write what was trained, as safetensors: all weights by `save_pretrained`, or the adapters without their base.
 
-        All weights as `save_pretrained` does; adapters without their base as `ADAPTER_FILE`, which the transformer's
-        `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)` takes.
+        The transformer's `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)` reads adapters.
         """
         if self._config.model.lora_rank:
             self.transformer.save_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
@@ -92,7 +91,7 @@ class FlowGrpoActor:
     def _optimize(
         self, batch: StepBatch, begin: int, end: int, *, gains: torch.Tensor, old: torch.Tensor
     ) -> tuple[float, float]:
-        """One optimizer step on steps `begin` to `end`; return its loss and the norm of its gradient."""
+        """Take one optimizer step on denoise steps `begin` to `end`; return its loss and the norm of its gradient."""
         clip, total = self._config.algorithm.clip_ratio, 0.0
         self._optimizer.zero_grad(set_to_none=True)
         for part, rows in self._parts(batch, begin, end):
@@ -110,7 +109,7 @@ class FlowGrpoActor:
         return [(int(begin), int(end)) for begin, end in zip(bounds[:-1], bounds[1:], strict=True) if end > begin]
 
     def _parts(self, batch: StepBatch, begin: int, end: int) -> Iterator[tuple[StepBatch, slice]]:
-        """Micro-batches."""
+        """The micro-batches of denoise steps `begin` to `end`, each with its rows in `batch`."""
         for first in range(begin, end, self._config.actor.micro_batch_size):
             last = min(first + self._config.actor.micro_batch_size, end)
             yield batch.rows(first, last), slice(first, last)
@@ -127,10 +126,10 @@ def add_adapters(transformer: Any, rank: int, alpha: int) -> None:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by its name without adapters, `base + scale * B @ A` where there are some.
+    """Every weight by the name it has without adapters; an adapted weight is `base + scale * B @ A`.
 
-    The sum is made in fp32, one layer at a time and beside the model, which stays as it is: any number of threads may
-    read at the same time, and a bf16 base is rounded in what is sent only.
+    The sum is made in fp32, one layer at a time, in a copy. The model does not change: several threads may read it at
+    the same time, and a bf16 base is rounded only in what is sent.
     """
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in model.state_dict().items():

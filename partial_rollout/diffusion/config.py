@@ -1,4 +1,4 @@
-"""Configuration of a diffusion job, typed and checked before anything is started."""
+"""Settings of an image job, typed and checked before anything is started; configs/diffusion.yaml explains each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ INTERRUPTS = ("hold", "snapshot")
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("cpu", "cuda")
 MAX_STEPS = 200
-"""Denoise steps of an image; far beyond what any schedule is made for, and so a slip."""
+"""Denoise steps of an image. Schedules are made for far fewer: a larger number is a slip of the pen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is trained."""
+    """The model that is trained."""
 
     path: str
     architecture: str = QWEN_IMAGE
@@ -77,7 +77,7 @@ class AlgorithmConfig:
         self.window_plan()
 
     def window_plan(self) -> WindowPlan:
-        """Where windows may lie; ConfigError if nowhere."""
+        """Where SDE windows may lie; raises ConfigError if no window fits."""
         return WindowPlan(self.sde_window_size, self.sde_window_first, self.sde_window_last)
 
 
@@ -136,7 +136,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """How long, and where results go."""
+    """How long the job trains, and where its results go."""
 
     output_dir: str
     reward: str
@@ -158,7 +158,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionConfig:
-    """All of it; a test compares the defaults with configs/diffusion.yaml."""
+    """All settings; a test compares the defaults with configs/diffusion.yaml."""
 
     model: ModelConfig
     data: DataConfig
@@ -168,7 +168,7 @@ class DiffusionConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that do not go together."""
+        """Raise ConfigError for values that contradict each other."""
         last = self.rollout.num_steps - (self.algorithm.sde_type == "cps")
         allowed = f"at most {last}: rollout.num_steps={self.rollout.num_steps}, and the last step of cps adds no noise"
         require(
@@ -180,14 +180,14 @@ class DiffusionConfig:
         require(guided == negative, "data.negative_prompt", self.data.negative_prompt, allowed)
 
     def check_sizes(self, multiple: int) -> None:
-        """Raise ConfigError for an image whose sides are no multiples of the model's pixels per latent token."""
+        """Raise ConfigError unless height and width are multiples of `multiple`, the pixels per latent token."""
         for name in ("height", "width"):
             value = getattr(self.rollout, name)
             require(value % multiple == 0, f"rollout.{name}", value, f"a multiple of {multiple} for this model")
 
     @property
     def shares_device(self) -> bool:
-        """Whether training and rollout compete for one device: the CPU; every server on a GPU has its own."""
+        """Whether training and rollout use one device: the CPU. Each server on a GPU has a GPU of its own."""
         return self.actor.device == "cpu" and self.rollout.gpus_per_server == 0
 
     @classmethod

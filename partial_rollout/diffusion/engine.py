@@ -14,13 +14,13 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 HOLD = "hold_denoising"
 RELEASE = "release_denoising"
 BOUNDARY = "denoising_boundary"
-"""Of the worker extension: answered between two steps."""
+"""Method of the worker extension, which answers between two denoise steps."""
 
 
 class HoldableScheduler(StepScheduler):
-    """vllm-omni's step scheduler, which while held has nothing to do but to report who was aborted.
+    """vllm-omni's step scheduler, with a hold: while held it schedules nothing and only reports aborted requests.
 
-    Called with the engine's lock held, like all of a scheduler.
+    The engine calls each method with its own lock held.
     """
 
     def __init__(self) -> None:
@@ -28,27 +28,27 @@ class HoldableScheduler(StepScheduler):
         super().__init__()
         self._held = False
         self._unreported: set[str] = set()
-        """Finished before or while held: the worker learns of them with the next step, and drops their state."""
+        """Requests that finished before or during the hold: the worker learns of them with the next step."""
 
     def hold(self) -> None:
         """Schedule nothing until `release`; new requests wait."""
         self._held = True
 
     def release(self) -> None:
-        """Go on with every request where it stands."""
+        """Schedule again; every request goes on where it stands."""
         self._held = False
 
     def unstarted(self) -> list[str]:
-        """Names of the requests that no step was taken of."""
+        """Names of the requests that have taken no denoise step."""
         waiting = [self._request_states[request_id] for request_id in self._waiting]
         return [SampleOptions.of(state.req.sampling_params.extra_args).name for state in waiting]
 
     def has_requests(self) -> bool:
-        """Whether `schedule` has anything to say: a held engine must sleep, not spin."""
+        """Whether `schedule` has anything to report; if not, the engine's loop sleeps instead of spinning."""
         return bool(self._aborted()) if self._held else super().has_requests()
 
     def schedule(self) -> DiffusionSchedulerOutput:
-        """One cycle; held, an empty one with the ids of those who were aborted since the last."""
+        """Schedule one cycle; while held, an empty cycle with the ids of the requests aborted since the last."""
         if not self._held:
             output = super().schedule()
             if not output.is_empty:
@@ -68,20 +68,22 @@ class HoldableScheduler(StepScheduler):
         )
 
     def _aborted(self) -> set[str]:
-        """Finished requests that the engine has not answered: those that ended by themselves it has forgotten."""
+        """Aborted requests: the engine still knows them, and has forgotten those that ended by themselves."""
         return {request_id for request_id in self._finished_req_ids if request_id in self._request_states}
 
 
 class HoldableEngine(DiffusionEngine):
-    """Takes two calls of its own among those to the workers: AsyncOmni offers no other way to an engine.
+    """vllm-omni's engine, which can be held between two denoise steps.
 
-    HOLD    from now on no step starts; answered when none is running, with the names of the requests that have not
-            begun and how many steps were computed
+    AsyncOmni offers one way to call an engine, `collective_rpc` to its workers. Two methods of it are answered here:
+
+    HOLD    from now on no step starts; the answer comes when no step is running, and has the names of the requests that
+            have not begun and the number of computed steps
     RELEASE steps go on
 
-    The answer to HOLD is sure because the call behind it is worked off by the thread that takes the steps. When a
-    request has come in, which AsyncOmni does not tell, `SampleOptions.on_arrival` does: the engine of a single stage
-    lives in the process of its caller.
+    No step can be running at the answer to HOLD, because HOLD waits for BOUNDARY, which the thread that takes the steps
+    works off. AsyncOmni does not tell when a request has reached the engine; `SampleOptions.on_arrival` does, which
+    works because the engine of a single stage lives in the process of its caller.
     """
 
     def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -109,12 +111,12 @@ class HoldableEngine(DiffusionEngine):
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call the workers; HOLD and RELEASE are for the scheduler."""
+        """Call a method of the workers; HOLD and RELEASE are answered by the scheduler."""
         if method == HOLD:
             return self._hold(timeout)
         if method == RELEASE:
             with self._cv:
-                # Else the loop may wake to schedule what was aborted, whose state the worker has given away.
+                # Else the loop may schedule an aborted request, whose state the worker has given away.
                 self._drain_abort_queue()
                 self._holdable.release()
                 self._cv.notify_all()

@@ -1,4 +1,4 @@
-"""FlowGRPO with partial rollout: generate, interrupt, train, update, go on.
+"""FlowGRPO with partial rollout: generate, interrupt, train, send the weights, go on.
 
 | loop       | consumes            | produces         | waits for                   | unblocked by           |
 |------------|---------------------|------------------|-----------------------------|------------------------|
@@ -6,9 +6,9 @@
 | `step`     | whole groups        | a weight update  | enough whole groups         | `_sample`, `timeout_s` |
 | `pictures` | the first prompts   | their images     | all of them                 | servers, `timeout_s`   |
 
-More prompts are in flight than a step trains, so that every slot of an engine is busy until the step has its groups.
-What is unfinished then is interrupted between two denoise steps and goes on under the new weights. Engines stand still
-during the update; while the model trains only if they need the device it trains on.
+More prompts are in flight than a step trains, so that every engine runs full batches until the step has its groups.
+Requests that are unfinished then are interrupted between two denoise steps and go on under the new weights. Engines
+always stand still while weights are sent. While the model trains, they stand still only if both use one device.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class _Rollout:
-    """A group before its rewards."""
+    """The images of one prompt, before their rewards."""
 
     prompt: str
     sampled: tuple[Sampled, ...]
 
 
 class DiffusionJob:
-    """One training run on running servers."""
+    """One training run, on servers that run already."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class DiffusionJob:
         prompts: Sequence[str],
         reward: Callable[[Sequence[Any], Sequence[str]], Sequence[float]],
     ) -> None:
-        """Take the parts; nothing runs before the first `step`."""
+        """Keep the parts; nothing is generated before the first `step`."""
         self._config, self._adapter, self._replicas, self._actor = config, adapter, replicas, actor
         self._tokenizer, self._reward, self._prompts = tokenizer, reward, list(prompts)
         self._plan = config.algorithm.window_plan()
         self._order = random.Random(config.trainer.seed)
         self._groups: dict[int, asyncio.Task[_Rollout]] = {}
-        """Unfinished and untrained ones by their number."""
+        """Groups that are unfinished or not trained yet, by the order in which they began."""
         self._group_numbers, self._numbers = itertools.count(), itertools.count()
         self.version = 0
 
     async def step(self) -> dict[str, float]:
-        """One training step; return its metrics."""
+        """Run one training step; return its metrics."""
         started_s = time.perf_counter()
         self._fill()
         rollouts = await self._take_batch()
@@ -115,10 +115,10 @@ class DiffusionJob:
         }
 
     async def pictures(self, number: int) -> list[np.ndarray[Any, Any]]:
-        """Images of the first prompts without noise in between: the same noise at the start, whatever was trained.
+        """Images of the first prompts, by plain ODE steps: all calls start from the same noise and can be compared.
 
         Raises:
-            WaitTimeout: they are not there within `trainer.timeout_s`.
+            WaitTimeout: the images are not finished within `trainer.timeout_s`.
         """
         requests = [
             self._request(f"picture-{index}", self._prompts[index % len(self._prompts)], seed=index, window=NO_WINDOW)
@@ -130,28 +130,28 @@ class DiffusionJob:
         return [sampled.result.image for sampled in found]
 
     def save(self) -> Path:
-        """Write the trained weights; return where they are."""
+        """Write the trained weights; return their folder."""
         folder = Path(self._config.trainer.output_dir) / TRAINED
         self._actor.save(folder)
         return folder
 
     async def end(self) -> None:
-        """Give up what is unfinished."""
+        """Give up the unfinished groups."""
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
 
     def _fill(self) -> None:
-        """Begin as many groups as may be in flight; what cannot be interrupted is not begun ahead."""
+        """Begin as many groups as may be in flight: one batch only, if requests cannot be interrupted."""
         ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
         while len(self._groups) < int(self._config.trainer.train_batch_size * ahead):
             number, prompt = next(self._group_numbers), self._order.choice(self._prompts)
             self._groups[number] = asyncio.ensure_future(self._sample(prompt, self._step_of(number)))
 
     async def _take_batch(self) -> list[_Rollout]:
-        """The oldest whole groups, as many as a step trains; a failed one ends the run.
+        """Wait for as many whole groups as a step trains, and take the oldest; a group that failed ends the run.
 
-        Where a step's samples share their window, it trains the groups that were drawn for it and waits for these.
+        If all samples of a step share one window, the step waits for the groups whose windows were drawn for it.
         """
         trainer = self._config.trainer
         want, deadline_s = trainer.train_batch_size, time.monotonic() + trainer.timeout_s
@@ -165,13 +165,14 @@ class DiffusionJob:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise WaitTimeout(
-                    f"the trainer has {len(taken)} of {want} groups of images after {trainer.timeout_s:g} s"
+                    f"the trainer has {len(taken)} of {want} groups of images after trainer.timeout_s="
+                    f"{trainer.timeout_s:g} seconds"
                 )
             unfinished = [task for number, task in self._groups.items() if number not in whole]
             await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _step_of(self, number: int) -> int:
-        """The training step that a group is drawn for, whichever trains it."""
+        """The training step that the windows of a group are drawn for; another step may train it."""
         return number // self._config.trainer.train_batch_size
 
     def _trains_now(self, number: int) -> bool:
@@ -204,7 +205,7 @@ class DiffusionJob:
         )
 
     async def _gathered(self, calls: Any) -> list[Sampled]:
-        """Results in order; if one fails the others are cancelled, so that nothing goes on unobserved."""
+        """Results in order. If one call fails the others are cancelled: none of them runs unobserved."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             return await asyncio.gather(*tasks)
@@ -218,9 +219,9 @@ class DiffusionJob:
         return Group(rollout.prompt, results, tuple(float(reward) for reward in rewards))
 
     def _mixture(self, rollouts: Sequence[_Rollout]) -> dict[str, float]:
-        """Of the images trained: what interrupted them, and what of them is stale.
+        """Metrics of a batch: how many of its images were interrupted, and how many of its denoise steps are stale.
 
-        A step is stale if other weights predicted it than the ones that are trained now.
+        A denoise step is stale if its weight version is not the one that is trained now.
         """
         versions = [item.result.versions for roll in rollouts for item in roll.sampled]
         return {
@@ -233,7 +234,7 @@ class DiffusionJob:
         }
 
     async def _interrupt(self) -> float:
-        """Stop the engines between two denoise steps; return the seconds that took."""
+        """Stop the engines between two denoise steps; return how many seconds that took."""
         started_s = time.perf_counter()
         if self._adapter.stepwise:
             await (self._replicas.hold() if self._config.rollout.interrupt == "hold" else self._replicas.drain())
@@ -246,7 +247,7 @@ class DiffusionJob:
 
 
 def to_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    """Token ids of the whole template."""
+    """Token ids of the prompt in its template."""
     return tuple(tokenizer(TEMPLATE.format(prompt))["input_ids"])
 
 

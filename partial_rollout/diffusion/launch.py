@@ -1,4 +1,4 @@
-"""Starts what a diffusion job consists of: Ray, the servers, the training model."""
+"""Starts the parts of an image job (Ray, the servers, the training model) and ends them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from partial_rollout.diffusion.contract import Adapter
 
 MAX_CONCURRENCY = 10_000
-"""Calls in one server at the same time: parked and running requests, and the control calls that must get through."""
+"""Calls that one server runs at the same time: all its requests, and control calls, which must never queue behind."""
 CONTROL_TIMEOUT_S = 120.0
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
-    """A job on servers that run; they are gone on exit.
+    """A job whose servers run; on exit they are ended.
 
     Raises:
-        ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is not there, or the
-            model has no images of this size.
+        ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is missing, or the
+            model cannot make images of this size.
         DataError: there are no prompts.
     """
     reward, prompts = load_function(config.trainer.reward), read_prompts(config.data.prompts)
@@ -97,10 +97,10 @@ def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
 
 
 def load_function(path: str) -> Any:
-    """What an import path `package.module.function` names.
+    """Import the function at the path `package.module.function`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such function.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -112,7 +112,7 @@ def load_function(path: str) -> Any:
 
 
 def pixels_per_token(folder: Path) -> int:
-    """Pixels of the side of a latent token: what the VAE halves, and the transformer's patch of 2.
+    """Pixels along the side of one latent token: 2 for each time the VAE halves the image, times the patch of 2.
 
     Raises:
         ConfigError: the folder has no VAE.
@@ -121,18 +121,20 @@ def pixels_per_token(folder: Path) -> int:
     try:
         vae = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"model.path: {path} cannot be read ({error}): a pipeline of diffusers is needed") from error
+        raise ConfigError(
+            f"model.path={str(folder)!r}: {path} cannot be read ({error}); must be a pipeline in diffusers' format"
+        ) from error
     return 2 ** len(vae["temperal_downsample"]) * 2
 
 
 def _resources_here() -> dict[str, float]:
-    """Of the node that this process runs on."""
+    """Resources of the node that this process runs on."""
     here = ray.get_runtime_context().get_node_id()
     return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
 
 
 def _create_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> list[Any]:
-    """Servers that are starting."""
+    """Create the server actors; they are still starting."""
     rollout = config.rollout
     options = ServerOptions(
         model_path=config.model.path,
@@ -154,6 +156,6 @@ def _stop(servers: list[Any]) -> None:
         try:
             ray.get(ref)
         except RayError as error:
-            logger.warning("a server did not shut down in order: %s", error)
+            logger.warning("an image server did not shut down in order: %s", error)
     for server in servers:
         ray.kill(server)

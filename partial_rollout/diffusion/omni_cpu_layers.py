@@ -1,6 +1,6 @@
-"""Attention and linear layers of vllm-omni's models without an accelerator.
+"""Attention and linear layers for vllm-omni's models on a CPU.
 
-They are reached through the platform's choice of an attention backend and the layers of our own pipelines.
+The platform (`omni_cpu_platform.py`) names the attention backend; our pipelines put the layers into their models.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class CpuSdpaImpl(SDPAImpl):
 
 
 class CpuSdpaBackend(SDPABackend):
-    """SDPA with the branch for a CPU."""
+    """vllm-omni's SDPA backend with the implementation for a CPU."""
 
     @staticmethod
     def get_impl_cls() -> type[SDPAImpl]:
-        """The implementation above."""
+        """Return `CpuSdpaImpl`."""
         return CpuSdpaImpl
 
 
@@ -46,7 +46,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep the weight."""
+        """Leave the weight as it is."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute `x W^T + b`."""
@@ -55,10 +55,10 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 def prepare_for_cpu(model: torch.nn.Module) -> None:
-    """Before a model is loaded on a CPU: unquantised linears that take new weights at any time, attention that runs."""
+    """Prepare a model, before its weights are loaded on a CPU, for weight updates at any time and for CPU attention."""
     for module in model.modules():
         if isinstance(module, LinearBase) and isinstance(module.quant_method, UnquantizedLinearMethod):
             module.quant_method = PlainLinearMethod()
         elif isinstance(module, Attention):
-            # What a layer takes for fp32 is vllm-omni's own SDPA, not the platform's backend.
+            # For fp32 a layer would use vllm-omni's own SDPA instead of the platform's backend.
             module.sdpa_fallback = cast("SDPAImpl", module.attention)

@@ -1,6 +1,6 @@
-"""vllm-omni's platform without an accelerator, which its version 0.28.0 lacks; on a GPU none of it is loaded.
+"""A platform for vllm-omni on a CPU, which its version 0.28.0 lacks. On a GPU this file is not imported.
 
-The platform class is made while vllm-omni is being imported, so nothing here may import more of it.
+vllm-omni imports this file while it is being imported itself, so only its platform interface is imported here.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ ATTENTION_BACKEND = "partial_rollout.diffusion.omni_cpu_layers.CpuSdpaBackend"
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """vLLM's CPU platform with what vllm-omni asks of one."""
+    """vLLM's CPU platform with the methods that vllm-omni calls on a platform."""
 
     _omni_enum = OmniPlatformEnum.OOT
 
     @classmethod
     def get_default_stage_config_path(cls) -> str:
-        """Where vllm-omni looks for a model's stages; a model without a file there has one."""
+        """Folder of the files that describe a model's stages; a model without a file has one stage."""
         return "vllm_omni/deploy"
 
     @classmethod
     def get_diffusion_attn_backend_cls(
         cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
     ) -> str:
-        """SDPA, whatever was selected: nothing else runs here."""
+        """SDPA, whatever was selected: no other backend runs on a CPU."""
         return ATTENTION_BACKEND
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
-        """Compiling takes longer than these models run."""
+        """False: on a CPU compiling takes longer than the models run."""
         return False
 
     @classmethod
@@ -56,7 +56,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def is_available(cls) -> bool:
-        """False: vllm-omni means an accelerator with counters of its memory."""
+        """False: vllm-omni asks for an accelerator with counters of its memory."""
         return False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Tells vllm-omni of its platform on a machine without an accelerator; loaded by its group of platform plugins."""
+"""Entry point of vllm-omni's platform plugins: names the platform class for a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PLATFORM_CLASS = "partial_rollout.diffusion.omni_cpu_platform.CpuOmniPlatform"
 
 
 def cpu_platform() -> str | None:
-    """Where the platform class is, on vLLM's CPU platform only; None leaves the choice to vllm-omni."""
+    """Import path of the platform class, if vLLM runs on a CPU; None leaves the choice to vllm-omni."""
     from vllm.platforms import current_platform
 
     return PLATFORM_CLASS if current_platform.is_cpu() else None

@@ -1,4 +1,4 @@
-"""Log-probs of finished trajectories by the training model, diffusers' Qwen-Image transformer."""
+"""Log-probs of finished trajectories under the trained model, diffusers' Qwen-Image transformer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """SDE steps of one size and schedule, taken from any number of trajectories; B steps."""
+    """B SDE steps with one image size, taken from any number of trajectories."""
 
     latents: torch.Tensor
-    """[B, T, C], before the step."""
+    """[B, T, C], latents before the step."""
     following: torch.Tensor
-    """[B, T, C], after it."""
+    """[B, T, C], latents after the step."""
     timesteps: torch.Tensor
-    """[B], of the model's 0 to 1000."""
+    """[B], on the model's scale of 0 to 1000."""
     noises: tuple[StepNoise, ...]
     prompt_embeds: torch.Tensor
-    """[B, L, D], padded; as the mask [B, L] says."""
+    """[B, L, D], padded."""
     prompt_mask: torch.Tensor
+    """[B, L], True where an embedding is no padding."""
     negative_embeds: torch.Tensor | None
     negative_mask: torch.Tensor | None
     img_shape: tuple[int, int, int]
@@ -64,17 +65,19 @@ def steps_of(
     """All SDE steps of trajectories of one image size, trajectory by trajectory.
 
     Args:
-        results: at least one, none with an empty window.
-        patch: pixels of a latent token's side: the VAE's factor times 2.
-        noise_level: of the rollout.
-        sde_type: of the rollout.
-        true_cfg_scale: of the rollout.
+        results: at least one, each with an SDE window that is not empty.
+        patch: pixels along the side of a latent token: the VAE's factor times 2.
+        noise_level: the rollout's.
+        sde_type: the rollout's.
+        true_cfg_scale: the rollout's.
 
     Raises:
-        DataError: a trajectory has no SDE steps, or another image size.
+        DataError: a trajectory has no SDE steps, or their image sizes differ.
     """
     if not results or any(result.latents is None for result in results) or len({r.image.shape for r in results}) != 1:
-        raise DataError("steps of trajectories train together if each has an SDE step and all have one image size")
+        raise DataError(
+            f"{len(results)} trajectories cannot be trained together: each needs an SDE step, and all one image size"
+        )
     repeats = torch.tensor([len(result.window) for result in results])
     embeds, mask = _repeated([result.prompt_embeds for result in results], repeats)
     negatives = [result.negative_prompt_embeds for result in results if result.negative_prompt_embeds is not None]
@@ -99,7 +102,7 @@ def steps_of(
 
 
 def log_probs(transformer: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
-    """Log-prob [B] of each step under the transformer's weights, with gradient where it is enabled."""
+    """Log-prob [B] of each step under the transformer's weights; with a gradient where gradients are enabled."""
     device = next(transformer.parameters()).device
     velocity = _velocity(transformer, batch, device)
     found = []
@@ -111,7 +114,7 @@ def log_probs(transformer: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
 
 
 def _velocity(transformer: torch.nn.Module, batch: StepBatch, device: torch.device) -> torch.Tensor:
-    """Predicted velocity [B, T, C]; with guidance as Qwen-Image combines it, at the positive prediction's norm."""
+    """Predicted velocity [B, T, C]. Guidance is combined as in Qwen-Image: at the norm of the positive prediction."""
     dtype = next(transformer.parameters()).dtype
     shared: dict[str, Any] = {
         "hidden_states": batch.latents.to(device, dtype),
@@ -139,7 +142,7 @@ def _predict(
 
 
 def padded(embeds: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings [1, L, D] of B prompts, as [B, L, D] at the width of the longest, and which positions are real."""
+    """Pad embeddings [1, L, D] of B prompts to [B, longest L, D]; return also which positions are no padding."""
     lengths = torch.tensor([item.shape[1] for item in embeds], device=embeds[0].device)
     together = torch.nn.utils.rnn.pad_sequence([item[0] for item in embeds], batch_first=True)
     return together, torch.arange(together.shape[1], device=together.device)[None] < lengths[:, None]
@@ -152,5 +155,5 @@ def _repeated(embeds: Sequence[torch.Tensor], repeats: torch.Tensor) -> tuple[to
 
 def _some(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise DataError("a trajectory without SDE steps has no log-probs")
+        raise DataError("a trajectory without SDE steps has no log-probs to train on")
     return tensor

@@ -1,6 +1,6 @@
-"""Qwen-Image rollouts on vllm-omni 0.28.0 for FlowGRPO and MixGRPO: whole requests, and one denoise step at a time.
+"""Qwen-Image pipelines on vllm-omni 0.28.0 for FlowGRPO and MixGRPO: whole requests, and one denoise step at a time.
 
-FlowGRPO and MixGRPO differ in where a request's window comes from (`contract.py`), so both run these classes.
+FlowGRPO and MixGRPO differ only in how a request's SDE window is drawn (`contract.py`), so both use these classes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class QwenImageRollout(QwenImagePipeline):
     """Runs a batch of requests from noise to image in one `forward`."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        """Take what QwenImagePipeline takes; weights are loaded afterwards."""
+        """Take the parameters of QwenImagePipeline; vllm-omni loads the weights afterwards."""
         super().__init__(od_config=od_config, prefix=prefix)
         self.weight_version = 0
-        """Of the weights that the transformer holds; the worker extension sets it."""
+        """Version of the transformer's weights; the worker extension sets it after an update."""
         self.num_denoise_steps = 0
-        """Predictions that were computed, each request's counted, whatever became of them."""
+        """Denoise steps computed for all requests, also for those that were aborted."""
         if self.device.type == "cpu":
             from partial_rollout.diffusion.omni_cpu_layers import prepare_for_cpu
 
             prepare_for_cpu(self.transformer)
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
-        """Give a new request its embeddings, noise and schedule, or those of its snapshot."""
+        """Give a request its embeddings, noise and schedule: new ones, or those of its snapshot."""
         options = SampleOptions.of(state.sampling.extra_args)
         self._interrupt, self._attention_kwargs = False, {}
         if options.snapshot is None:
@@ -64,7 +64,7 @@ class QwenImageRollout(QwenImagePipeline):
         return state
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """Run all requests together: as many steps as each has, one forward of the transformer a step."""
+        """Run all requests together from noise to image, with one forward of the transformer for each step."""
         states = [self._new_state(request) for request in req.requests]
         latents = torch.cat([_latents(state) for state in states])
         embeds, mask = padded([_tensor(state.prompt_embeds) for state in states])
@@ -95,7 +95,7 @@ class QwenImageRollout(QwenImagePipeline):
         return [self.post_decode(state) for state in states]
 
     def step_scheduler(self, state: StepRequestState, noise_pred: torch.Tensor, **kwargs: Any) -> None:
-        """Take one step with the model's prediction [1, T, C] for this request."""
+        """Take one denoise step of a request with the model's prediction [1, T, C] for it."""
         state.latents = advance(
             sample_of(state),
             step=state.step_index,
@@ -108,7 +108,7 @@ class QwenImageRollout(QwenImagePipeline):
         state.step_index += 1
 
     def post_decode(self, state: StepRequestState, **kwargs: Any) -> DiffusionOutput:
-        """The image, and all that training needs to compute the log-probs again."""
+        """The image, and everything that training needs to compute the log-probs again."""
         sample, (height, width) = sample_of(state), self._size(state)
         image = self._decode_latents(_latents(state), height, width).output
         trajectory = {
@@ -164,7 +164,7 @@ class QwenImageRollout(QwenImagePipeline):
         """Go on where another request was interrupted.
 
         Raises:
-            DataError: the request asks for another image size, number of steps or guidance than its snapshot has.
+            DataError: image size, number of steps or guidance of the request and of its snapshot differ.
         """
         sampling = state.sampling
         asked = (*self._size(state), sampling.num_inference_steps or DEFAULT_NUM_STEPS, _cfg_scale(state))
@@ -186,7 +186,7 @@ class QwenImageRollout(QwenImagePipeline):
 
     @staticmethod
     def _keep_embeds(state: StepRequestState, name: str, embeds: torch.Tensor) -> None:
-        """Set and keep a copy: vllm-omni pads the state's own in place to the width of whoever shares the batch."""
+        """Set the embeddings and keep a copy: vllm-omni pads the state's own in place, to the width of its batch."""
         setattr(state, name, embeds)
         state.extra[name] = embeds.clone()
 
@@ -204,7 +204,7 @@ class QwenImageRollout(QwenImagePipeline):
         num_steps = state.sampling.num_inference_steps or DEFAULT_NUM_STEPS
         if num_steps == 1:
             scheduler: Any = copy.deepcopy(self.scheduler)
-            # Stretching the schedule to its last level divides by zero when the last level is the first.
+            # vllm-omni stretches a schedule to its last level, which divides by zero if there is one level only.
             scheduler.sigmas = torch.tensor([1.0, 0.0])
             timesteps = torch.tensor([float(scheduler.config["num_train_timesteps"])], device=self.device)
             return timesteps, scheduler
@@ -261,7 +261,7 @@ class QwenImageStepwiseRollout(QwenImageRollout):
 
 
 def sample_of(state: StepRequestState) -> Sample:
-    """Our part of a request's state."""
+    """Our part of a request's state: its trajectory so far."""
     return state.extra[OPTIONS_KEY]
 
 
@@ -275,12 +275,12 @@ def _latents(state: StepRequestState) -> torch.Tensor:
 
 def _tensor(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"a request has tensors here, found {type(value).__name__}")
+        raise TypeError(f"vllm-omni's state of a request has a {type(value).__name__} where a tensor is expected")
     return value
 
 
 def _cfg_scale(state: StepRequestState) -> float:
-    """Guidance scale; vllm-omni takes none for 4, with or without a negative prompt."""
+    """Guidance scale of a request; vllm-omni's default is 4, with and without a negative prompt."""
     return float(state.sampling.true_cfg_scale or 4.0)
 
 

@@ -1,4 +1,4 @@
-"""The servers of a job: each request goes to one of them, and comes back for the next when it is interrupted."""
+"""All servers of an image job: sends each request to one of them, and again after each interruption."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayActorError
+
 from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.sampling import Interrupted, Progress, SampleRequest
+from partial_rollout.errors import ActorLost
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.sender import WeightSender
 
@@ -24,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A finished image, and what it took."""
+    """A finished image, and how often it was interrupted."""
 
     result: SampleResult
     num_interruptions: int
 
 
 class Replicas:
-    """Handles of `DiffusionServer` actors. Requests go where fewest are; so do those that come back."""
+    """Handles of `DiffusionServer` actors. Each request, new or interrupted, goes to the server with the fewest."""
 
     def __init__(
         self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float, sample_timeout_s: float
     ) -> None:
-        """Take running servers; `timeout_s` bounds every control call, `sample_timeout_s` one image."""
+        """Take servers that run; `timeout_s` bounds each control call, `sample_timeout_s` the time for one image."""
         self._servers = list(servers)
         self._load = [0] * len(servers)
         self._workers_per_server = workers_per_server
@@ -44,11 +47,12 @@ class Replicas:
         self._addresses: list[ChannelAddress] | None = None
 
     async def sample(self, request: SampleRequest) -> Sampled:
-        """Generate one image, however often it is interrupted.
+        """Generate one image, however often its request is interrupted.
 
         Raises:
-            ResumeStalled: it comes back again and again without a step in between.
-            WaitTimeout: it is not there in time; names the request, its server and how far it was.
+            ResumeStalled: the request is interrupted again and again without a denoise step in between.
+            WaitTimeout: the image is not finished in time; names the request and its server.
+            ActorLost: the server has died; names its process.
         """
         progress = Progress(request.request_id)
         deadline_s = time.monotonic() + self._sample_timeout_s
@@ -60,19 +64,19 @@ class Replicas:
             request = request.resumed_from(outcome.snapshot)
 
     async def hold(self) -> None:
-        """Stop all servers between two denoise steps, requests in place."""
+        """Stop all engines between two denoise steps; their requests stay where they are."""
         await self._all("hold", lambda server: server.hold.remote())
 
     async def release(self) -> None:
-        """Let them go on."""
+        """Let all engines go on after `hold`."""
         await self._all("release", lambda server: server.release.remote())
 
     async def drain(self) -> int:
-        """Take all requests out of all servers; return how many."""
+        """Interrupt all requests on all servers; return how many."""
         return sum(map(len, await self._all("drain", lambda server: server.drain.remote())))
 
     async def resume(self) -> None:
-        """Open all gates."""
+        """Open the gates of all servers after `drain`."""
         await self._all("resume", lambda server: server.resume.remote())
 
     async def update(
@@ -85,14 +89,15 @@ class Replicas:
         """Send the trained weights to every worker of every server, all at the same time.
 
         Raises:
-            WeightUpdateError: one did not get them whole.
-            WaitTimeout: a server has not said so in `limit_s` and the time of a control call.
+            WeightUpdateError: a worker did not receive all weights.
+            WaitTimeout: a server did not answer within `limit_s` and the time of a control call.
+            ActorLost: a server has died; names its process.
         """
         if self._addresses is None:
             self._addresses = await self._all("weight_channel", lambda server: server.weight_channel.remote())
         channels = [(address, rank) for address in self._addresses for rank in range(self._workers_per_server)]
         loop = asyncio.get_running_loop()
-        # A server bounds the update by itself and names what is missing: it gets the time to say so.
+        # A server ends a late update by itself and names what is missing; it gets the time of a control call to say so.
         receiving_s = limit_s + self._timeout_s
         received = asyncio.ensure_future(
             self._all("receive_weights", lambda server: server.receive_weights.remote(version, limit_s), receiving_s)
@@ -121,16 +126,24 @@ class Replicas:
         self._load[index] += 1
         who_waits = (
             f"request {request.request_id!r} for its image by server {index}, {progress.interruptions} interruptions "
-            f"and rollout.timeout_s={self._sample_timeout_s:g} after it was asked for"
+            f"and rollout.timeout_s={self._sample_timeout_s:g} seconds after it was asked for"
         )
         try:
-            call = self._servers[index].generate.remote(request)
+            call = _named(index, self._servers[index].generate.remote(request))
             return await answer_of(call, timeout_s=max(0.0, deadline_s - time.monotonic()), who_waits=who_waits)
         finally:
             self._load[index] -= 1
 
     async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None) -> list[Any]:
-        """The answers of all servers; without a limit of its own, a call has that of control calls."""
-        calls = asyncio.gather(*(call(server) for server in self._servers))
+        """The answers of all servers, within `limit_s` or the time of a control call."""
+        calls = asyncio.gather(*(_named(index, call(server)) for index, server in enumerate(self._servers)))
         who_waits = f"the job for {what} of {len(self._servers)} server(s)"
         return await answer_of(calls, timeout_s=limit_s or self._timeout_s, who_waits=who_waits)
+
+
+async def _named(index: int, call: Awaitable[Any]) -> Any:
+    """The answer of server `index`. Of a dead server Ray's error has pid and node, but not which server it was."""
+    try:
+        return await call
+    except RayActorError as error:
+        raise ActorLost(f"image server {index} has died: {error}") from error

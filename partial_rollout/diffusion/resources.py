@@ -1,4 +1,4 @@
-"""What a diffusion job needs of a Ray cluster, and the GPU that it trains on itself."""
+"""What an image job needs of the Ray cluster, and the GPU that the job itself trains on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def require_resources(config: DiffusionConfig, total: Mapping[str, float], here:
     """Refuse a job that would wait for resources for ever.
 
     Args:
-        config: of the job.
-        total: resources of the cluster, as `ray.cluster_resources()` has them.
-        here: those of the node that the job runs on.
+        config: settings of the job.
+        total: resources of the cluster, as `ray.cluster_resources()` returns them.
+        here: resources of the node that the job runs on.
 
     Raises:
         ConfigError: names what is missing and the keys that ask for it.
@@ -39,7 +39,7 @@ def require_resources(config: DiffusionConfig, total: Mapping[str, float], here:
         raise ConfigError(_missing(f"{servers} needs", num_cpus, "CPU", total))
     if trains_on_gpu and here.get("GPU", 0) < 1:
         raise ConfigError(
-            "actor.device='cuda' needs a GPU of the node that the job runs on, where Ray has none "
+            "actor.device='cuda' is not allowed: Ray has no GPU on the node that the job runs on "
             "(set actor.device=cpu, or start the job on a node with a GPU)"
         )
     if num_gpus + trains_on_gpu > total.get("GPU", 0):
@@ -48,18 +48,18 @@ def require_resources(config: DiffusionConfig, total: Mapping[str, float], here:
 
 
 class GpuReservation:
-    """An actor that has a GPU and does nothing: Ray does not know that a driver uses one."""
+    """An actor that holds a GPU and does nothing. The driver uses the GPU, which Ray would give to a server too."""
 
     def gpu(self) -> str:
-        """Name of the GPU, as CUDA_VISIBLE_DEVICES has it."""
+        """Name of the GPU, as it stands in CUDA_VISIBLE_DEVICES."""
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
 
 
 def reserve_gpu(timeout_s: float) -> tuple[Any, torch.device]:
-    """Take a GPU of this node from Ray, so that no server gets it too; return who holds it, and the device.
+    """Take a GPU of this node from Ray, so that no server gets it too; return the actor that holds it, and the device.
 
     Raises:
-        WaitTimeout: Ray has given none in time: others use them.
+        WaitTimeout: Ray gave none in time, because others use them all.
         ConfigError: this process does not see the GPU.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -72,21 +72,21 @@ def reserve_gpu(timeout_s: float) -> tuple[Any, torch.device]:
 
 
 def device_of(gpu: str, visible: str | None) -> torch.device:
-    """The device that a GPU is in a process which sees `visible`; None: all.
+    """The device number of `gpu` in a process with CUDA_VISIBLE_DEVICES=`visible`; with None it sees all GPUs.
 
     Raises:
-        ConfigError: it is not among them.
+        ConfigError: the process does not see this GPU.
     """
     names = None if visible is None else [name.strip() for name in visible.split(",")]
     if names is not None and gpu not in names:
         raise ConfigError(
-            f"{VISIBLE}={visible!r} is not allowed: Ray gives the job GPU {gpu}, which it must see (unset {VISIBLE})"
+            f"{VISIBLE}={visible!r} is not allowed: Ray gives the job GPU {gpu}, which must be in it (unset {VISIBLE})"
         )
     return torch.device("cuda", int(gpu) if names is None else names.index(gpu))
 
 
 def _missing(asked: str, number: int, kind: str, total: Mapping[str, float]) -> str:
     return (
-        f"{asked} {number} {kind}s, Ray's cluster has {total.get(kind, 0):g} "
-        "(set rollout.num_servers to fewer, or start Ray with more)"
+        f"{asked} {number} {kind}s, the Ray cluster has {total.get(kind, 0):g} "
+        f"(lower rollout.num_servers, or start Ray with more {kind}s)"
     )

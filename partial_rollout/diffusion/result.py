@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 MIN_STD = 1e-4
-"""A group whose rewards are all equal teaches nothing; its advantages must stay 0 through rounding."""
+"""Added to the standard deviation: a group with equal rewards teaches nothing, so rounding must not make it count."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What a server answers; tensors are on the CPU. K is the number of SDE steps, N that of all steps."""
+    """A server's answer, with tensors on the CPU. K is the number of SDE steps, N the number of all denoise steps."""
 
     request_id: str
     image: np.ndarray[Any, Any]
@@ -32,9 +32,10 @@ class SampleResult:
     """[1, T, C], fp32: the latents that the image was decoded from."""
     window: SdeWindow
     latents: torch.Tensor | None
-    """[K + 1, T, C], fp32: before the window and after each of its steps; None for an empty window, as the next two."""
+    """[K + 1, T, C], fp32: before the window and after each of its steps; None for an empty window.
+    `log_probs` and `timesteps` are None then too."""
     log_probs: torch.Tensor | None
-    """[K], fp32, of the rollout."""
+    """[K], fp32, under the weights of the rollout."""
     timesteps: torch.Tensor | None
     """[K], fp32."""
     sigmas: torch.Tensor
@@ -44,14 +45,14 @@ class SampleResult:
     prompt_embeds: torch.Tensor
     """[1, L, D], without padding."""
     negative_prompt_embeds: torch.Tensor | None
-    """[1, L', D], with guidance only."""
+    """[1, L', D]; None without guidance."""
 
 
 def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
     """Read vllm-omni's output.
 
     Raises:
-        EngineError: it holds no image; the message has its error.
+        EngineError: the output holds no image; the message has the engine's error.
     """
     trajectory = (output.multimodal_output or {}).get("trajectory")
     if not output.images or trajectory is None:

@@ -1,4 +1,4 @@
-"""One image on its way from noise: what an interruption must not lose, and the step that full and step-wise share."""
+"""The trajectory of one image, which an interruption must not lose, and the denoise step that all pipelines share."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from typing import Any
 
     OnArrival = Callable[[Callable[[], None]], None]
-    """Takes what aborts the request, at any time and from any thread."""
+    """Called with a function that aborts the request, which may be called at any time and from any thread."""
 
 OPTIONS_KEY = "partial_rollout"
-"""Where a request's `extra_args` hold our options."""
+"""Key of our options in the `extra_args` of a request, and of our `Sample` in the `extra` of its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What a request asks of our adapters beyond vllm-omni's own parameters."""
+    """What a request asks of our pipelines beyond vllm-omni's own sampling parameters."""
 
     window: SdeWindow = NO_WINDOW
     noise_level: float = 0.0
     sde_type: str = "sde"
     snapshot: bytes | None = None
-    """Go on from here; see `snapshot.py`."""
+    """Sample from which to go on (`snapshot.py`); None starts from noise."""
     name: str = ""
-    """The request's id as its sender knows it; vllm-omni adds a suffix to it."""
+    """The request's id as its server knows it; vllm-omni's own id has a suffix."""
     on_arrival: OnArrival | None = None
-    """Called once, in a thread of the engine, when the engine has the request; no worker gets to see it."""
+    """Called once, in a thread of the engine, when the request has reached the engine; not sent on to workers."""
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> SampleOptions:
-        """Those of a request; of the engine's warm-up, which knows nothing of them, the defaults."""
+        """Options in a request's `extra_args`; the defaults for the engine's warm-up, which has none."""
         return (extra_args or {}).get(OPTIONS_KEY) or cls()
 
 
@@ -45,8 +45,8 @@ class SampleOptions:
 class Sample:
     """The trajectory so far.
 
-    `latents` has the latents before the window and after each of its steps, `log_probs` and `timesteps` one entry for
-    each of its steps, `versions` one for every step that was taken, inside and outside.
+    `latents` has the latents before the SDE window and after each step in it; `log_probs` and `timesteps` have an entry
+    for each step in the window; `versions` has an entry for each step, inside and outside of the window.
     """
 
     options: SampleOptions
@@ -71,10 +71,10 @@ def advance(
     velocity: torch.Tensor,
     weight_version: int,
 ) -> torch.Tensor:
-    """Take one step of one sample and log it; return the next latents [1, T, C] in fp32.
+    """Take one denoise step of one sample and record it; return the next latents [1, T, C] in fp32.
 
-    Full-forward and step-wise execution both call this, so they differ only in how the batch of the model was made.
-    Noise comes from the sample's own generator, which nothing but its own SDE steps advances.
+    Whole requests and step-wise execution both call this, so they differ only in how the model's batch was made. Noise
+    comes from the sample's own generator, and only the sample's SDE steps advance that generator.
     """
     stochastic = step in sample.options.window
     noise_level = sample.options.noise_level if stochastic else 0.0

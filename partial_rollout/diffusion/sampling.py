@@ -1,4 +1,4 @@
-"""Requests for images: what one asks for, which ones an engine takes, and when going on makes no progress. Pure."""
+"""Requests for images: what one asks for, which ones a server accepts, and when an interrupted one is stuck. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SampleRequest:
 
     request_id: str
     prompt_ids: tuple[int, ...]
-    """Token ids of the whole prompt template."""
+    """Token ids of the prompt in its template."""
     seed: int
-    """Of the request's own generator: the same seed and weights give the same image."""
+    """Seed of the request's own noise: the same seed and weights give the same image."""
     height: int
     width: int
     num_steps: int
@@ -36,45 +36,51 @@ class SampleRequest:
     noise_level: float = 0.0
     sde_type: str = "sde"
     snapshot: bytes | None = None
-    """Where to go on; None starts from noise."""
+    """State of the sample from which to go on; None starts from noise."""
 
     def resumed_from(self, snapshot: bytes | None) -> SampleRequest:
-        """The same request, going on where it was interrupted."""
+        """The same request, to go on from `snapshot`."""
         return dataclasses.replace(self, snapshot=snapshot)
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A request came back before its image was done."""
+    """The answer to a request that was interrupted before its image was finished."""
 
     snapshot: bytes | None
-    """None: it had not begun."""
+    """From where to go on; None if the request had not begun."""
     step_index: int
-    """Denoise steps that were taken and are not lost."""
+    """Denoise steps that the snapshot contains."""
     openings: int
     """Number of the gate's openings when the request entered."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """What the requests of one engine must have, so that any of them can share a batch or wait for the next."""
+    """What all requests of one server must comply with, so that any of them can share a batch."""
 
     sizes: tuple[tuple[int, int], ...]
     """(height, width) of the images."""
     multiple: int
-    """Heights and widths are multiples of it: the VAE's factor times the transformer's patch."""
+    """Heights and widths must be multiples of this: the VAE's factor times the transformer's patch."""
     max_steps: int
 
     def check(self, request: SampleRequest) -> None:
-        """Raise DataError for a request that would fail in the engine, and those that share its batch with it."""
+        """Raise DataError for a request that would fail in the engine, and make the requests in its batch fail too."""
         name, size = f"request {request.request_id!r}", (request.height, request.width)
         if size not in self.sizes:
             allowed = ", ".join(f"{height}x{width}" for height, width in self.sizes)
-            raise DataError(f"{name}: size {size[0]}x{size[1]} is unknown here: rollout.sizes has {allowed}", REFUSED)
+            raise DataError(
+                f"{name}: size {size[0]}x{size[1]} is not allowed: rollout.height and width here are {allowed}", REFUSED
+            )
         if request.height % self.multiple or request.width % self.multiple:
-            raise DataError(f"{name}: size {size[0]}x{size[1]} is not a multiple of {self.multiple}", REFUSED)
+            raise DataError(
+                f"{name}: size {size[0]}x{size[1]} is not allowed: must be multiples of {self.multiple}", REFUSED
+            )
         if not 1 <= request.num_steps <= self.max_steps:
-            raise DataError(f"{name}: num_steps={request.num_steps} must be 1 to {self.max_steps}", REFUSED)
+            raise DataError(
+                f"{name}: num_steps={request.num_steps} is not allowed: must be 1 to {self.max_steps}", REFUSED
+            )
         if not request.prompt_ids:
             raise DataError(f"{name}: the prompt has no tokens", REFUSED)
         if (request.negative_ids is not None) != (request.true_cfg_scale > NO_CFG):
@@ -99,10 +105,10 @@ def _check_window(name: str, request: SampleRequest) -> None:
 
 
 class Progress:
-    """Tells a request that is interrupted again and again for a reason from one that is stuck."""
+    """Tells a request that makes progress between its interruptions from one that is stuck."""
 
     def __init__(self, request_id: str) -> None:
-        """Nothing has happened yet."""
+        """Begin without interruptions."""
         self._request_id = request_id
         self._last: Interrupted | None = None
         self._fruitless = 0

@@ -1,13 +1,13 @@
 """Stochastic denoise steps of a flow-matching model and their densities.
 
-A flow-matching model predicts the velocity `v = noise - data` at noise level `sigma`. Two SDEs have
-the marginals of its ODE:
+A flow-matching model predicts the velocity `v = noise - data` at noise level `sigma`. Two SDEs have the same marginals
+as the model's ODE:
 
     sde   Flow-GRPO, arXiv 2505.05470, equation 9: Euler-Maruyama with std eta * sqrt(sigma / (1 - sigma)) * sqrt(dt)
     cps   Flow-CPS, arXiv 2509.05952: keeps the coefficients of data and noise, std sigma_next * sin(eta * pi / 2)
 
-The density is the Gaussian's own for both, averaged over the latent's elements, so that the difference of two
-log-probs is the log of a ratio per element.
+Both take steps with Gaussian noise. The log-density of a step is averaged over the latent's elements, so the difference
+of two log-probs is the log of a probability ratio per element.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 @dataclass(frozen=True, slots=True)
 class StepNoise:
-    """One step's noise levels, and how much noise it adds."""
+    """The noise levels of one denoise step, and how much noise the step adds."""
 
     sigma: float
     sigma_next: float
     sigma_max: float
-    """Stands for `sigma` in 1 - sigma at the first step, where sigma is 1: the second level of the schedule."""
+    """Second level of the schedule. It replaces `sigma` in 1 - sigma at the first step, where sigma is 1."""
     noise_level: float
     """eta; 0 is the ODE."""
     sde_type: str = "sde"

@@ -1,13 +1,12 @@
-"""One replica: AsyncOmni behind the gate of the text replicas, with the same words for interrupting it.
+"""One server: vllm-omni's AsyncOmni behind the same gate that text engines have, and the calls that interrupt it.
 
 Two ways to interrupt the requests between denoise steps:
 
-    hold / release           in place: requests stay in the engine's memory; for updates of weights alone
-    drain / resume           out of it: each request comes back as a snapshot, and new ones park at the gate; for
-                             releasing the engine's memory (sleep / wake in between) and moving requests to another
-                             replica
+    hold / release           requests stay in the engine's memory; enough for an update of weights
+    drain / resume           each request comes back as a snapshot, and new requests wait at the gate; for releasing the
+                             engine's memory (sleep and wake in between) and for moving requests to another server
 
-Everything runs on one event loop; AsyncOmni keeps its engine and the thread of the denoise steps behind queues.
+All methods run on one event loop; AsyncOmni runs its engine and the denoise steps in threads behind queues.
 
 | waits                       | for                                   | unblocked by                          |
 |-----------------------------|---------------------------------------|---------------------------------------|
@@ -55,9 +54,9 @@ SLEEP_LEVEL = 1
 WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
 DRAIN = "drain"
 PACK, FORGET = "pack_samples", "forget_samples"
-"""Of the worker extension."""
+"""Methods of the worker extension."""
 SLACK_S = 5.0
-"""Bounded calls to the engine bound themselves; this much later the wait for their answer ends as well."""
+"""A bounded call to the engine ends by itself; the wait for its answer ends this much later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +68,34 @@ class ServerOptions:
     limits: SamplingLimits
     dtype: str = "bfloat16"
     max_num_seqs: int = 8
-    """Requests that share a batch."""
+    """Most requests in one batch of the engine."""
     num_gpus: int = 1
     engine_backend: str = "partial_rollout.diffusion.engine.HoldableEngine"
     """Import path of the engine class."""
     timeout_s: float = 60.0
-    """Of a hold, a drain, a release, and of putting the engine to sleep or waking it."""
+    """Most seconds for each hold, drain, release, sleep and wake."""
     sleep_mode: bool = False
-    """Whether the engine can give its memory back (`sleep`): on CUDA only, on a CPU it does not start then."""
+    """Whether the engine can give its memory back (`sleep`). Works on CUDA; on a CPU such an engine does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """Counts of one server at one moment."""
+    """The state of one server and its counts so far."""
 
     gate: GateStatistics
     version: int
-    """Weight version the engine holds."""
+    """Weight version of the engine."""
     holders: list[str]
-    """Who wants the engine held."""
+    """Who wants the engine held: "update", "drain"."""
     num_finished: int
     num_interrupted: int
     num_denoise_steps: int
-    """Computed by the engine up to its last hold, drain or `count_steps`, each request's counted; warm-up included."""
+    """Denoise steps of all requests and the warm-up, up to the last hold, drain or `count_steps`."""
     last_drain_s: float
 
 
 class DiffusionServer:
-    """Plain class; becomes an actor where it is created. Used from one event loop."""
+    """A plain class, used from one event loop; `launch.py` makes an actor of it."""
 
     def __init__(self, options: ServerOptions) -> None:
         """Start the engine, which takes seconds to minutes."""
@@ -108,7 +107,7 @@ class DiffusionServer:
         self._interrupted: dict[str, bytes | None] = {}
         self._asleep = False
         self._version = self._num_finished = self._num_interrupted = self._num_denoise_steps = 0
-        # Inherited, it would be the port of every server on this machine.
+        # All servers on this machine would inherit the same port from their parent.
         os.environ.pop("MASTER_PORT", None)
         self._omni = AsyncOmni(
             model=options.model_path,
@@ -124,11 +123,11 @@ class DiffusionServer:
         )
 
     async def generate(self, request: SampleRequest) -> SampleResult | Interrupted:
-        """Generate one image; a request that is interrupted comes back with where to go on.
+        """Generate one image; an interrupted request comes back with the snapshot from which it can go on.
 
         Raises:
-            DataError: the request would break the batch it shares.
-            EngineError: the engine failed, or holds half an update, which the image or its snapshot may be made with.
+            DataError: the request would make its whole batch fail.
+            EngineError: the engine failed, or holds half an update of weights, with which the image may be made.
         """
         self.options.limits.check(request)
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -152,30 +151,30 @@ class DiffusionServer:
         return to_result(request.request_id, output)
 
     async def hold(self, holder: str = "update") -> None:
-        """Stop taking denoise steps, in place; requests stay where they are, new ones wait in the engine.
+        """Stop taking denoise steps. Requests stay in the engine, where new ones wait too.
 
         Raises:
-            WaitTimeout: the running step did not end in time.
+            WaitTimeout: the running step did not end within `timeout_s`.
         """
         self._require_stepwise()
         async with self._control:
             await self._hold_engine(holder)
 
     async def release(self, holder: str = "update") -> None:
-        """Go on taking steps, unless somebody else wants the engine held.
+        """Go on taking steps, unless another holder wants the engine held.
 
         Raises:
-            EngineDead: the engine holds half an update.
+            EngineDead: the engine holds half an update of weights.
         """
         async with self._control:
             self._weights.require_settled(ENGINE_NAME)
             await self._release_engine(holder)
 
     async def drain(self) -> list[str]:
-        """Close the gate and interrupt every request; return their names. Afterwards the engine holds none.
+        """Close the gate and interrupt every request; return their names. Afterwards the engine holds no request.
 
         Raises:
-            DrainTimeout: some are still there after `timeout_s`; names them. The gate stays shut.
+            DrainTimeout: requests are left in the engine after `timeout_s`; names them. The gate stays closed.
         """
         self._require_stepwise()
         async with self._control:
@@ -186,24 +185,24 @@ class DiffusionServer:
 
         Raises:
             IllegalTransition: a drain has not finished.
-            EngineDead: the engine holds half an update.
-            EngineError: it sleeps.
+            EngineDead: the engine holds half an update of weights.
+            EngineError: the engine sleeps.
         """
         async with self._control:
             self._weights.require_settled(ENGINE_NAME)
             self._require_awake()
-            # What an unfinished drain took has no state in the engine any more, or will soon have none.
+            # After an unfinished drain some requests have lost their state in the engine, or are about to.
             self._admission.require_openable()
             await self._release_engine(DRAIN)
             self._admission.open_nowait()
 
     async def sleep(self) -> None:
-        """Let the drained engine give its memory back; its weights wait in host memory. Repeating it is allowed.
+        """Let the drained engine give its memory back; its weights wait in host memory. May be called again.
 
         Raises:
-            IllegalTransition: it was not drained: what requests have in its memory would be lost.
-            EngineError: it was not started with `sleep_mode`, or failed; then it counts as asleep until it is woken.
-            WaitTimeout: it did not answer in time; the same.
+            IllegalTransition: the engine was not drained, so requests have state in its memory.
+            EngineError: the engine was not started with `sleep_mode`, or it failed, and counts as asleep.
+            WaitTimeout: the engine did not answer in time; it counts as asleep.
         """
         if not self.options.sleep_mode:
             raise EngineError(f"{ENGINE_NAME} cannot sleep: it was started with sleep_mode=False (needs a CUDA GPU)")
@@ -216,8 +215,8 @@ class DiffusionServer:
         """Give the engine its memory and its weights again; `resume` lets it run.
 
         Raises:
-            EngineError: it failed.
-            WaitTimeout: it did not answer in time.
+            EngineError: the engine failed.
+            WaitTimeout: the engine did not answer in time.
         """
         async with self._control:
             if self._asleep:
@@ -225,10 +224,10 @@ class DiffusionServer:
                 self._asleep = False
 
     async def receive_weights(self, version: int, timeout_s: float) -> int:
-        """Receive one whole update by the channel to each worker; later steps carry `version`.
+        """Receive one whole update of weights by the channel to each worker; later steps carry `version`.
 
         Raises:
-            WeightUpdateError: it did not arrive whole; from now on the engine refuses requests.
+            WeightUpdateError: the update did not arrive whole; from now on the engine refuses requests.
             EngineError: the engine sleeps and has no memory for them.
         """
         async with self._control:
@@ -245,16 +244,16 @@ class DiffusionServer:
             return version
 
     async def count_steps(self) -> int:
-        """Denoise steps that the engine has computed, each request's counted, with that of its warm-up."""
+        """Denoise steps that the engine has computed for all requests and its warm-up."""
         self._num_denoise_steps = await self._call(BOUNDARY, self.options.timeout_s)
         return self._num_denoise_steps
 
     def weight_channel(self) -> ChannelAddress:
-        """Where a sender meets this server's workers."""
+        """The address at which the trainer's senders meet this server's workers."""
         return self._channels.address
 
     def statistics(self) -> ServerStatistics:
-        """Counts."""
+        """The server's state and counts; asks the engine nothing."""
         return ServerStatistics(
             gate=self._admission.statistics(),
             version=self._version,
@@ -266,7 +265,7 @@ class DiffusionServer:
         )
 
     def shutdown(self) -> None:
-        """Turn away who waits, end the engine."""
+        """Turn away the waiting requests, then end the engine."""
         self._admission.reject()
         self._omni.shutdown()
         self._channels.remove()
@@ -283,7 +282,7 @@ class DiffusionServer:
             async for item in self._omni.generate(_prompt(request), _sampling_params(name, request, on_arrival), name):
                 output = item
         except asyncio.CancelledError:
-            # AsyncOmni's own abort may have come to the engine before the request did.
+            # AsyncOmni's own abort may have reached the engine before the request did, and then does nothing.
             for abort in arrived:
                 abort()
             raise
@@ -294,25 +293,25 @@ class DiffusionServer:
     def _arrived(self, ticket: Ticket, abort: Callable[[], None]) -> None:
         if self._admission.is_arriving(ticket):
             self._admission.arrived(ticket)
-        else:  # it was given up on its way, and would run for nobody
+        else:  # nobody waits for the request any more: its caller gave up while it was on its way
             abort()
 
     async def _interrupt_all(self) -> None:
-        """Take every request out of the engine; those that were done by then end by themselves.
+        """Take every request out of the engine; those that are finished by then end by themselves.
 
-        The deadline of a drain may fall between any two lines: the next drain finds what this one has not taken note of
-        still with the workers, and what it has in `_interrupted`, until its caller has it.
+        The time for a drain may be over between any two lines. Then the next drain finds the remaining requests at the
+        workers, and those that this one has noted in `_interrupted` until their callers have taken them.
         """
         unstarted = await self._hold_engine(DRAIN)
         taken: dict[str, bytes] = await self._call(PACK, self.options.timeout_s)
-        for name in self._admission.in_flight_ids():  # nobody waits for what a request left that was given up
+        for name in self._admission.in_flight_ids():  # a request that was given up has state, and no caller
             if name in taken or name in unstarted:
                 self._interrupted[name] = taken.get(name)
         await self._omni.abort(list(self._interrupted))
         await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
     async def _hold_engine(self, holder: str) -> list[str]:
-        """Hold; return the names of the requests in the engine that have not begun."""
+        """Hold the engine for `holder`; return the names of its requests that have not begun."""
         self._hold.hold(holder)
         answer = await self._call(HOLD, self.options.timeout_s)
         self._num_denoise_steps = answer["num_denoise_steps"]
@@ -341,7 +340,7 @@ class DiffusionServer:
         return getattr(reports[0], "value", reports[0])
 
     async def _acknowledged(self, what: str, call: Awaitable[list[Any]]) -> None:
-        """Wait for all workers to say that it was done: vllm-omni raises nothing where one says that it was not."""
+        """Wait for all workers to report success of `what`; vllm-omni raises nothing if one reports a failure."""
         for report in await _answer(what, call, self.options.timeout_s):
             if report.status != "SUCCESS":
                 raise EngineError(f"{what!r} failed in {ENGINE_NAME}: {report.error_msg}")
@@ -359,7 +358,7 @@ class DiffusionServer:
 
 
 async def _answer(what: str, call: Awaitable[list[Any]], limit_s: float, *, slack_s: float = 0.0) -> list[Any]:
-    """AsyncOmni's answer; its own deadline is a bare TimeoutError, an orchestrator that is gone a RuntimeError."""
+    """AsyncOmni's answer. AsyncOmni raises TimeoutError after its own deadline, RuntimeError if its engine is gone."""
     who_waits = f"the server waits for {ENGINE_NAME} to answer {what!r}"
     try:
         return await answer_of(call, timeout_s=limit_s + slack_s, who_waits=who_waits)
@@ -385,7 +384,7 @@ def _sampling_params(name: str, request: SampleRequest, on_arrival: OnArrival) -
         width=request.width,
         num_inference_steps=request.num_steps,
         seed=request.seed,
-        # A generator on the CPU draws the same noise everywhere, and its state can go to any replica.
+        # A generator on the CPU draws the same noise on every machine, and its state can go to any server.
         generator_device="cpu",
         true_cfg_scale=request.true_cfg_scale,
         extra_args={OPTIONS_KEY: options},

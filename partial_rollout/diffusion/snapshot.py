@@ -1,8 +1,8 @@
-"""An interrupted sample as bytes: safetensors with a JSON header, so that reading one runs nobody's code.
+"""An interrupted sample as bytes: safetensors with a JSON header, because reading them runs nobody's code.
 
-All that later steps depend on is in it: latents, schedule, generator, embeddings, guidance, window and the trajectory.
-Restored and continued with the same weights, on the same kind of device, a sample ends bit for bit as if it had not
-been interrupted.
+A snapshot has everything that later steps depend on: latents, schedule, generator, embeddings, guidance, window and the
+trajectory so far. A sample that goes on from its snapshot with the same weights, on the same kind of device, ends bit
+for bit as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class SampleState:
 
     sample: Sample
     step_index: int
-    """Steps that were taken."""
+    """Denoise steps taken so far."""
     height: int
     width: int
     do_true_cfg: bool
     true_cfg_scale: float
     tensors: Mapping[str, torch.Tensor]
-    """latents [1, T, C] fp32; sigmas [num_steps + 1]; timesteps [num_steps]; prompt_embeds, negative_prompt_embeds
-    [1, L, D], the latter with CFG only; guidance [1], for distilled models only."""
+    """latents [1, T, C] fp32; sigmas [num_steps + 1]; timesteps [num_steps]; prompt_embeds [1, L, D];
+    negative_prompt_embeds [1, L, D], with CFG only; guidance [1], for distilled models only."""
 
     @property
     def num_steps(self) -> int:
-        """Steps in all."""
+        """Denoise steps of the whole sample."""
         return int(self.tensors["timesteps"].shape[0])
 
 
 def pack(state: SampleState) -> bytes:
-    """Serialise; tensors go to the CPU."""
+    """The sample as bytes; tensors are copied to the CPU."""
     sample, options = state.sample, state.sample.options
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     tensors["generator"] = sample.generator.get_state().cpu()
@@ -73,12 +73,12 @@ def pack(state: SampleState) -> bytes:
 
 
 def unpack(data: bytes, device: torch.device, name: str) -> SampleState:
-    """The sample with its tensors on `device`; its generator is where it was.
+    """The sample, with its tensors on `device` and its generator on the kind of device that it had.
 
-    `name` is that of the request which goes on: every attempt has a name of its own, and is found by it.
+    `name` is the name of the request that goes on, because each attempt has a name of its own.
 
     Raises:
-        DataError: no snapshot, one of another format, or one whose generator belongs to a device that is not here.
+        DataError: `data` is no snapshot, has another format, or needs a kind of device that is not here.
     """
     header, tensors = read_header(data), _load(data)
     generator = _generator(header["generator_device"], tensors.pop("generator"))
@@ -100,10 +100,10 @@ def unpack(data: bytes, device: torch.device, name: str) -> SampleState:
 
 
 def read_header(data: bytes) -> dict[str, Any]:
-    """What a snapshot says of itself, without its tensors.
+    """The header of a snapshot: all but its tensors.
 
     Raises:
-        DataError: these bytes are no snapshot, or one of another format.
+        DataError: these bytes are no snapshot, or a snapshot of another format.
     """
     try:
         length = int.from_bytes(data[:HEADER_BYTES], "little")
@@ -123,7 +123,7 @@ def _load(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def _generator(device: str, state: torch.Tensor) -> torch.Generator:
-    """A generator's state means something on its own kind of device only."""
+    """A generator with this state, which has a meaning only on the kind of device that it was made on."""
     try:
         generator = torch.Generator(device=device)
         generator.set_state(state)

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 PREFIX = "transformer."
-"""Of the trained component's parameters in the pipeline."""
+"""Begins the names of the trained parameters in the pipeline; the trainer sends names without it."""
 NUM_NAMED_PARAMETERS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """A worker's answer."""
+    """A worker's answer to a call."""
 
     value: Any = None
     error: str | None = None
-    """Class and message of what went wrong; None: nothing did."""
+    """Class and message of the exception; None if there was none."""
 
 
 class DiffusionWorkerExtension(CustomPipelineWorkerExtension):

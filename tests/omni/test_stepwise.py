@@ -99,7 +99,7 @@ def test_one_step_and_two_sizes_and_both_kinds_of_guidance_at_once(rig):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"height": 48}, "48x64 is unknown here"),
+        ({"height": 48}, "48x64 is not allowed"),
         ({"true_cfg_scale": 4.0}, "no negative prompt mixes"),
         ({"window": SdeWindow(5, 11)}, "must stop at step 10"),
         ({"num_steps": 51}, "must be 1 to 50"),

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
 
 from partial_rollout.diffusion import replicas as replicas_module
 from partial_rollout.diffusion.replicas import Replicas
 from partial_rollout.diffusion.sampling import Interrupted, SampleRequest
-from partial_rollout.errors import DrainTimeout, ResumeStalled, WaitTimeout
+from partial_rollout.errors import ActorLost, DrainTimeout, ResumeStalled, WaitTimeout
 from tests.unit.diffusion.results import make_result
 
 
@@ -119,6 +120,20 @@ async def test_an_image_that_does_not_come_is_named():
     silent.gate.clear()
     with pytest.raises(WaitTimeout, match=r"request 'r' for its image by server 0, .* rollout\.timeout_s=0\.01"):
         await replicas(silent, sample_timeout_s=0.01).sample(request())
+
+
+@pytest.mark.parametrize("method", ["hold", "generate"])
+async def test_a_server_that_has_died_is_named(method):
+    async def dead(*_):
+        raise RayActorError(error_msg="pid 7 on 10.0.0.2")
+
+    server = FakeServer("x")
+    setattr(server, method, Call(dead))
+    both = replicas(FakeServer("y"), server)
+    with pytest.raises(ActorLost, match=r"image server 1 has died: .*pid 7 on 10\.0\.0\.2"):
+        await (
+            both.hold() if method == "hold" else asyncio.gather(both.sample(request("a")), both.sample(request("b")))
+        )
 
 
 async def test_what_a_server_raises_is_not_taken_for_silence():

@@ -29,7 +29,12 @@ def make_config(**rollout: Any) -> DiffusionConfig:
     [
         ({"num_servers": 3}, {"CPU": 2, "GPU": 8}, {"GPU": 8}, r"rollout.num_servers=3 needs 3 CPUs, .* has 2 "),
         ({"num_servers": 8}, {"CPU": 9, "GPU": 8}, {"GPU": 8}, r"rollout.num_servers=8 .*'cuda' need 9 GPUs, .* has 8"),
-        ({"num_servers": 1}, {"CPU": 9, "GPU": 8}, {}, r"actor.device='cuda' needs a GPU of the node"),
+        (
+            {"num_servers": 1},
+            {"CPU": 9, "GPU": 8},
+            {},
+            r"actor.device='cuda' is not allowed: Ray has no GPU on the node",
+        ),
         ({"num_servers": 2, "device": "cpu"}, {"CPU": 9}, {}, r"gpus_per_server=1 .*'cpu' need 2 GPUs, .* has 0"),
     ],
 )

@@ -32,8 +32,8 @@ def test_what_is_taken(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"height": 128}, "128x64 is unknown here: rollout.sizes has 64x64, 60x64"),
-        ({"height": 60}, "not a multiple of 8"),
+        ({"height": 128}, "128x64 is not allowed: rollout.height and width here are 64x64, 60x64"),
+        ({"height": 60}, "must be multiples of 8"),
         ({"num_steps": 0}, "must be 1 to 20"),
         ({"num_steps": 21}, "must be 1 to 20"),
         ({"prompt_ids": ()}, "no tokens"),
