@@ -1,4 +1,4 @@
-"""The gate of one engine with its waits, and the drain. Everything here lives on one event loop: the engine's."""
+"""The waits at an engine's gate, and the drain. Everything here lives on one event loop: the engine's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.core.gate import Gate, GateState, GateStatistics, Ticket, Verdict
 from partial_rollout.errors import DrainTimeout
-from partial_rollout.rollout.time_mean import TimeWeightedMean
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 NUM_NAMED_REQUESTS = 8
-"""Request ids an error message spells out."""
+"""How many request ids an error message names."""
 
 
 class Broadcast:
-    """Wakes every waiter; each re-checks its own predicate, so a wake-up is never taken for the thing itself."""
+    """Wakes every waiter; each checks its own predicate again, because a wake-up alone proves nothing."""
 
     def __init__(self) -> None:
         """Start with no waiter."""
@@ -35,11 +34,60 @@ class Broadcast:
             await self._event.wait()
 
 
+class TimeWeightedMean:
+    """Mean of a value that holds between changes, e.g. running requests; times in seconds, never going back."""
+
+    def __init__(self, now_s: float, value: float = 0.0) -> None:
+        """Start measuring at `now_s`."""
+        self._since_s = self._last_s = now_s
+        self._value = value
+        self._area = 0.0
+
+    def change(self, delta: float, now_s: float) -> None:
+        """Add `delta` to the value from `now_s` on."""
+        self._advance(now_s)
+        self._value += delta
+
+    def restart(self, now_s: float) -> None:
+        """Forget the past; the present value stays."""
+        self._since_s = self._last_s = now_s
+        self._area = 0.0
+
+    def mean(self, now_s: float) -> float:
+        """Mean since the start or the last restart; the present value if no time has passed."""
+        self._advance(now_s)
+        elapsed_s = self._last_s - self._since_s
+        return self._area / elapsed_s if elapsed_s > 0 else self._value
+
+    def _advance(self, now_s: float) -> None:
+        if now_s < self._last_s:
+            raise ValueError(f"time went back from {self._last_s} to {now_s} s")
+        self._area += self._value * (now_s - self._last_s)
+        self._last_s = now_s
+
+
 class Admission:
     """Parks, admits and drains requests.
 
-    enter ......... waits at the gate; ended by open_nowait or reject
-    close_and_drain waits for `arrived` of every admitted request, then for the engine, then for `leave`; bounded
+    `enter` waits at the gate, until `open_nowait` or `reject`. `close_and_drain` waits until every admitted request has
+    `arrived`, pauses the engine, and waits until every request has called `leave`; all of it within a limit.
+
+    >>> async def interrupt_a_request():
+    ...     admission = Admission()
+    ...     ticket = await admission.enter("a")
+    ...     admission.arrived(ticket)
+    ...
+    ...     async def pause_engine():
+    ...         admission.leave(ticket)  # the engine hands the request back
+    ...
+    ...     interrupted = await admission.close_and_drain(pause_engine, limit_s=1.0)
+    ...     coming = asyncio.create_task(admission.enter("b"))
+    ...     await asyncio.sleep(0)
+    ...     parked = admission.statistics().parked
+    ...     admission.open_nowait()
+    ...     return interrupted, parked, (await coming).request_id
+    >>> asyncio.run(interrupt_a_request())
+    (['a'], 1, 'b')
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,9 +106,9 @@ class Admission:
         return self._gate.openings
 
     async def enter(self, request_id: str) -> Ticket | None:
-        """Wait until the request may go to the engine; None means that it was turned away.
+        """Wait until the request may go to the engine; return its ticket, or None if the request was turned away.
 
-        The caller owns the ticket and must give it back with `leave`.
+        The caller must give the ticket back with `leave`.
         """
         ticket = self._gate.park(request_id, self._clock())
         try:
@@ -76,7 +124,7 @@ class Admission:
         return ticket
 
     def arrived(self, ticket: Ticket) -> None:
-        """The engine has accepted the request: a pause from now on covers it."""
+        """Note that the engine has accepted the request: a pause from now on includes it."""
         self._gate.arrived(ticket)
         if self._gate.num_arriving == 0:
             self._request_moved.notify()
@@ -90,7 +138,7 @@ class Admission:
         await self._request_moved.wait_for(lambda: self._gate.num_arriving == 0)
 
     def leave(self, ticket: Ticket) -> None:
-        """The request is done, interrupted or failed."""
+        """Note that the request is complete, interrupted or failed."""
         self._gate.leave(ticket)
         self._running.change(-1, self._clock())
         if self._gate.num_in_flight == 0 or self._gate.num_arriving == 0:
@@ -123,7 +171,7 @@ class Admission:
         self._gate.require_drained()
 
     def open_nowait(self) -> None:
-        """Admit all who wait and all who come.
+        """Admit all requests that wait and all that come.
 
         Raises:
             IllegalTransition: a drain has not finished.
@@ -138,7 +186,7 @@ class Admission:
         return self._gate.in_flight_ids()
 
     def reject(self) -> int:
-        """Turn away all who wait and all who come until the next opening or closing; return how many waited."""
+        """Turn away waiting requests and all that come before the gate next moves; return how many were waiting."""
         num_parked = self._gate.reject()
         self._gate_moved.notify()
         return num_parked

@@ -1,4 +1,4 @@
-"""The client an agent loop calls: it resumes interrupted generations by itself, so that nobody above notices."""
+"""The client that an agent loop calls. It resumes interrupted generations by itself: callers see whole responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNRESUMABLE = (
     "repetition_detection",
     "thinking_token_budget",
 )
-"""Sampling parameters whose state in the engine covers the response only; a resumed request would start it afresh."""
+"""Sampling parameters whose state in the engine covers one request's output; a resumed request would restart it."""
 FINGERPRINT = (
     "logprobs",
     "temperature",
@@ -47,22 +47,22 @@ FINGERPRINT = (
     "stop_token_ids",
     "ignore_eos",
 )
-"""Sampling parameters that saved tokens must have been sampled with, to be gone on from after a restart."""
+"""Sampling parameters that must be the same when a restarted run goes on from saved tokens."""
 SEEN = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
-"""What a model sees beside tokens; two pictures of one size have the same ones."""
+"""Inputs that a model sees beside tokens, which do not tell them apart: pictures of one size have equal tokens."""
 _SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
 
 
 class ResumingLLMServerClient(LLMServerClient):
-    """LLMServerClient whose `generate` returns complete responses, whatever happens to the gate meanwhile.
+    """LLMServerClient whose `generate` returns complete responses, however often a server's gate closes meanwhile.
 
-    Holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
+    The client holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
     """
 
     before_segment: Callable[[], Awaitable[None]] | None = None
-    """Awaited before every request to a server; set by a worker that may hold generations back."""
+    """Awaited before every request to a server; a worker sets it to hold generations back."""
     on_generation: Callable[[ResumableGeneration], None] | None = None
-    """Called with every new generation, which it may give tokens to go on from; set by a worker."""
+    """Called with every new generation; a worker sets it to give a generation the tokens to go on from."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -144,7 +144,7 @@ class ResumingLLMServerClient(LLMServerClient):
 
 
 class MergedFields:
-    """What verl's TokenOutput carries beside tokens, over all segments."""
+    """Merges what verl's TokenOutput carries beside tokens, over all segments."""
 
     def __init__(self) -> None:
         """Start with nothing."""
@@ -164,7 +164,7 @@ class MergedFields:
             self._add_routed_experts(output)
 
     def _add_routed_experts(self, output: TokenOutput) -> None:
-        # A segment reports prompt and response; what the tokens before it were routed by stands already.
+        # A segment reports prompt and response; the routing of the tokens before the segment is known already.
         experts: Any = output.routed_experts
         if self._routed_experts is None:
             self._routed_experts = experts
@@ -197,7 +197,7 @@ class MergedFields:
 
 
 class _ByContent(cloudpickle.CloudPickler):
-    """torch pickles a storage with its address, which is another one after a restart."""
+    """Pickles tensors by content: torch pickles a storage with its address, which differs after a restart."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -212,7 +212,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _digests(seen: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of each value; a hundred megabytes of video take a third of a second."""
+    """SHA-256 of each value; 100 MB of video take a third of a second."""
     return {key: _digest(value) for key, value in seen.items()}
 
 

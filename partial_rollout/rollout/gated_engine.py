@@ -1,75 +1,73 @@
-"""vLLM's AsyncLLM as verl's server sees it: `generate` reports to the gate and hands over segments of deltas."""
+"""vLLM's AsyncLLM as verl's server sees it: `generate` reports to the gate and returns a segment of a response.
+
+A segment ends when the response is complete, or when the server interrupts the engine. With an interrupt mode of which
+requests stay in the engine, a request lives on between two of its segments:
+
+    add -> running -ends-> gone
+            |  ^
+         cut|  |claimed, then taken by the request that goes on
+            v  |
+           kept -not claimed when the engine goes on-> aborted
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.errors import EngineError
-from partial_rollout.rollout.engine_request import EngineRequest, KeptRequests, OutputQueue
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator
 
-    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
     from partial_rollout.core.engine_meter import EngineMeter
     from partial_rollout.core.gate import Ticket
     from partial_rollout.core.interrupt import InterruptMode, Retained
     from partial_rollout.rollout.admission import Admission
 
+INTERRUPTED = "abort"
+"""vLLM's finish reason of an interrupted request, which verl's server turns into "aborted"."""
 NUM_SETTLING_TURNS = 64
-"""Turns of the event loop in which vLLM's front end takes in its last message: 128 requests in each."""
+"""How many turns of the event loop vLLM's front end gets to take in its last message, 128 requests in each turn."""
 
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """What one call of the server's `generate` and the engine tell each other: verl's code lies in between."""
+    """What the server's `generate` and the engine tell each other of one request, past verl's code in between."""
 
     ticket: Ticket
     cache_salt: str | None
-    """Under which blocks are found and left in the prefix cache; None leaves it to vLLM."""
+    """Salt with which the prefix cache finds and stores blocks of the request; None leaves caching to vLLM."""
     retained: Retained | None
-    """What the segment before this one has left behind."""
+    """What the segment before this one has left in the engine."""
     went_on: bool = False
-    """The request was still in the engine."""
+    """Whether the request was still in the engine when this segment began."""
     kept_id: str | None = None
-    """The request is still in the engine now."""
+    """The engine's id of the request, if the request stays in the engine after this segment."""
 
 
 CURRENT_PASSAGE: ContextVar[Passage] = ContextVar("partial_rollout_passage")
-"""Of the request that the present task carries: verl's server has no argument to hand it through."""
-
-
-class Engine(Protocol):
-    """The part of AsyncLLM used here."""
-
-    errored: bool
-    engine_core: Any
-
-    async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> OutputQueue: ...
-    async def abort(self, request_id: str | Sequence[str], internal: bool = False) -> None: ...
-    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool: ...
-    async def sleep(self, level: int = 1) -> None: ...
-    async def wake_up(self, tags: list[str] | None = None) -> None: ...
-    async def collective_rpc(self, method: str, **options: Any) -> Any: ...
+"""The passage of the request that the current task serves: verl's server has no argument to pass it on."""
 
 
 class GatedEngine:
-    """Everything but what is below goes straight to the engine.
+    """The engine behind a gate; calls that are not defined here go straight to the engine.
 
     `add_request` is called directly instead of `AsyncLLM.generate`, because its return is the only sign that the
     engine has accepted a request; the first output may come much later.
     """
 
-    def __init__(self, engine: Engine, admission: Admission, mode: InterruptMode, meter: EngineMeter) -> None:
+    def __init__(self, engine: AsyncLLM, admission: Admission, mode: InterruptMode, meter: EngineMeter) -> None:
         """Wrap a started engine; `meter` is told of every request and its tokens."""
         self._meter = meter
         self._engine = engine
@@ -122,7 +120,7 @@ class GatedEngine:
         self._meter.tokens(request_id, num_tokens, time.monotonic())
 
     async def interrupt(self, *, clear_cache: bool) -> None:
-        """Pause the engine and end all segments; requests stay in it or leave it as the mode says."""
+        """Pause the engine and end all segments; the interrupt mode says whether requests stay in it or leave it."""
         clear_cache = clear_cache and self._mode.clears_cache
         if not self._mode.stays:
             await self._engine.pause_generation(mode="abort", clear_cache=clear_cache)
@@ -136,11 +134,11 @@ class GatedEngine:
     async def _take_in_everything(self) -> None:
         """Let the front end take in all that a paused engine has sent.
 
-        vLLM answers the pause after the last tokens, but a task of its own takes these in, some requests a turn. A
-        token that is late would count as one of the next weights.
+        vLLM sends the last tokens before it answers the pause, but a task of its own takes them in, some requests a
+        turn. A token that is taken in late would count as a token of the next weights.
 
         Raises:
-            EngineDeadError: the engine is gone, and nobody takes in anything.
+            EngineDeadError: the engine is gone, and its messages will not be taken in.
         """
         messages: asyncio.Queue[Any] = self._engine.engine_core.outputs_queue
         while not messages.empty():
@@ -151,14 +149,14 @@ class GatedEngine:
             await asyncio.sleep(0)
 
     async def resume_generation(self) -> None:
-        """Let the engine go on with those kept requests that somebody is here for; the others leave it."""
+        """Let the engine go on with the kept requests that a caller has claimed; abort the others."""
         unclaimed = self.kept.drop_unclaimed()
         if unclaimed:
             await self._engine.abort(unclaimed, internal=True)
         await self._engine.resume_generation()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As vLLM's, but what is to be retained is not forgotten: salts keep it from everybody else."""
+        """As vLLM's, but KV that is to be retained stays in the cache: its salt hides it from all other requests."""
         if self._mode.retains_kv and not self._mode.releases_memory:
             return True
         return await self._engine.reset_prefix_cache(
@@ -167,10 +165,10 @@ class GatedEngine:
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """As vLLM's, which would also forget what has been moved to host memory; the engine is paused already.
+        """As vLLM's, but without forgetting the KV that has been moved to host memory; the engine is paused already.
 
         Raises:
-            EngineError: a request still holds blocks, so that later ones would find what memory has lost.
+            EngineError: a request still holds cached blocks, so later requests would find blocks whose memory is gone.
         """
         if self._mode.releases_memory:
             if not await self._engine.reset_prefix_cache(reset_connector=False):
@@ -185,3 +183,115 @@ class GatedEngine:
             await self._engine.collective_rpc("wake_up", kwargs={"tags": tags})
         else:
             await self._engine.wake_up(tags=tags)
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One request in the engine, whose output is handed over in segments."""
+
+    queue: RequestOutputCollector
+    may_stay: bool
+    """Whether the request can go on in the engine after an interruption; a request with images is sent again."""
+    has_tokens: bool = False
+    """Whether the request has handed over any tokens."""
+    is_cut: bool = False
+    """Whether the current segment was ended while the request stayed in the engine."""
+
+    async def segment(self, count: Callable[[int], None]) -> RequestOutput:
+        """The next segment, to the request's end or to where it is cut.
+
+        `count` is told the number of tokens as they come.
+        """
+        merged: RequestOutput | None = None
+        while merged is None or not merged.finished:
+            output = self.queue.get_nowait() or await self.queue.get()
+            for completion in output.outputs:
+                drop_repeated_logprobs(completion)
+                self.has_tokens = self.has_tokens or len(completion.token_ids) > 0
+                count(len(completion.token_ids))
+            if merged is None:
+                merged = output
+            else:
+                merged.add(output, aggregate=True)
+        return merged
+
+    def cut(self) -> bool:
+        """End the segment here, after all that the engine has sent; False if the request is not worth keeping.
+
+        A request that has ended by itself stays as it is.
+        """
+        waiting = self.queue.output
+        if isinstance(waiting, Exception) or (waiting is not None and waiting.finished):
+            return True
+        has_tokens = self.has_tokens or (waiting is not None and any(c.token_ids for c in waiting.outputs))
+        if not (self.may_stay and has_tokens):
+            return False
+        self.is_cut = True
+        self.queue.put(_cut_mark(self.queue.request_id))
+        return True
+
+
+class KeptRequests:
+    """Interrupted requests that wait in a paused engine, by the engine's own id."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._kept: dict[str, EngineRequest] = {}
+        self._claimed: set[str] = set()
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self._kept)
+
+    def keep(self, request: EngineRequest) -> None:
+        """Note that a request was cut and stays in the engine."""
+        request.is_cut = False
+        self._kept[request.queue.request_id] = request
+
+    @contextlib.contextmanager
+    def claimed(self, kept_id: str | None) -> Iterator[None]:
+        """While the block runs, a caller is here to go on with the request; None is no request."""
+        if kept_id is None:
+            yield
+            return
+        self._claimed.add(kept_id)
+        try:
+            yield
+        finally:
+            self._claimed.discard(kept_id)
+
+    def take(self, kept_id: str | None) -> EngineRequest | None:
+        """Remove and return a kept request, which runs from here on; None if it is not kept."""
+        return self._kept.pop(kept_id, None) if kept_id is not None else None
+
+    def drop_unclaimed(self) -> list[str]:
+        """Forget the kept requests that no caller has claimed; return the engine's ids of these."""
+        unclaimed = [kept_id for kept_id in self._kept if kept_id not in self._claimed]
+        for kept_id in unclaimed:
+            del self._kept[kept_id]
+        return unclaimed
+
+
+def _cut_mark(request_id: str) -> RequestOutput:
+    """An output without tokens that ends a segment; the queue adds it to those before it."""
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], cumulative_logprob=None, logprobs=[], finish_reason=INTERRUPTED
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+    )
+
+
+def drop_repeated_logprobs(completion: CompletionOutput) -> None:
+    """Cut log-probs that belong to no token of this delta.
+
+    vLLM cuts a delta's log-probs with `logprobs[-len(token_ids):]`, which is the whole history when an abort brings no
+    new token. The surplus stands at the end.
+    """
+    if completion.logprobs is not None and len(completion.logprobs) > len(completion.token_ids):
+        completion.logprobs = completion.logprobs[: len(completion.token_ids)]

@@ -1,4 +1,4 @@
-"""What one server does with the interrupt mode: salts, engine settings, and what it tells the client."""
+"""How one server carries out its interrupt mode: cache salts, engine settings, and what it tells the client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from partial_rollout.settings.block import PartialRolloutConfig
 
 EVERY_TOKEN = 1
-"""Stream interval of an engine whose requests stay: vLLM hands over a rest only of a request that leaves."""
+"""Stream interval for modes whose requests stay: vLLM hands over tokens between two intervals only when one leaves."""
 
 
 class Interruption:
@@ -41,31 +41,31 @@ class Interruption:
         return retained.cache_salt if retained is not None else f"{self._engine}-{openings}-{version}"
 
     def engine_arguments(self, given: dict[str, Any]) -> None:
-        """Add what the mode needs to an engine's arguments, in place."""
+        """Add the arguments that the mode needs to an engine's arguments, in place."""
         given.setdefault("stream_interval", EVERY_TOKEN if self.mode.stays else self._stream_interval)
         if self.mode.releases_memory:
             given["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
                 "engine_id": self._engine,
-                # vLLM's default keeps prompts only: of an interrupted response nothing would come back.
+                # vLLM's default offloads prompts only: the KV of an interrupted response would be lost.
                 "kv_connector_extra_config": {"cpu_bytes_to_use": self._offload_bytes, "offload_prompt_only": False},
             }
 
     def unlink_host_memory(self) -> None:
-        """Take the name from the file that an engine which is up holds its host memory by (vLLM 0.28).
+        """Unlink the file that maps a running engine's host memory (vLLM 0.28).
 
-        The memory then goes with the engine's processes, however they end, and a relaunched engine starts an own file.
+        The memory is freed when the engine's processes end, however they end; a relaunched engine makes a new file.
         """
         for path in SHARED_MEMORY.glob(f"vllm_offload_{self._engine}*.mmap"):
             path.unlink(missing_ok=True)
 
     def nothing(self, version: int) -> dict[str, Any]:
-        """Fields of an output that no engine has seen."""
+        """Fields of an output for which no engine was asked."""
         return {"context": Context(version, FRESH), "retained": None}
 
     def fields(self, passage: Passage, output: TokenOutput, *, version: int, context_len: int) -> dict[str, Any]:
-        """Fields of a segment: how its context came about, and what it leaves behind if it was interrupted.
+        """Fields of a segment: how its context was computed, and what the segment leaves behind if it was interrupted.
 
         `context_len` is 0 for a first segment.
         """
@@ -83,7 +83,7 @@ class Interruption:
     def _retained(self, passage: Passage, output: TokenOutput, version: int) -> Retained | None:
         before = passage.retained
         if before is None and not output.token_ids:
-            return None  # nothing but a prompt, which new weights had better read anew
+            return None  # only a prompt, which new weights should compute again
         if passage.kept_id is None and passage.cache_salt is None:
             return None
         return Retained(passage.cache_salt, before.kv_version if before else version, passage.kept_id)

@@ -1,4 +1,4 @@
-"""Replicas for verl's registry: one with the gate, and one that only makes verl's own modes work on a CPU."""
+"""Replicas for verl's registry: one whose servers have a gate, and one that makes verl's own modes work on a CPU."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.rollout.statistics import RolloutStatistics
+    from partial_rollout.rollout.engine_process import RolloutStatistics
 
 NAME = "vllm"
 """verl asks for rollout.name == "vllm" in many places, so the replacement keeps the name."""
 NUM_CONTROL_CALLS = 64
-"""Control calls that one server runs at the same time."""
+"""How many control calls one server runs at the same time."""
 MIN_GENERATE_CONCURRENCY = 4096
-"""Requests one server holds, parked ones included; more wait in Ray, which delays only themselves."""
+"""How many requests one server holds, parked ones included. Further requests wait in Ray, and delay no other call."""
 MARGIN_S = 10.0
-"""A server's own deadline passes first, because its error knows more."""
+"""Added to a server's own deadline, whose error says more than that of the caller."""
 
 
 class PartialRolloutReplica(vLLMReplica):

@@ -1,14 +1,14 @@
-"""verl's vLLM server with a gate that cannot leak.
+"""verl's vLLM server with a gate before its engine: no request passes a closed gate.
 
 Two Ray concurrency groups, and so two event-loop threads:
 
 | group            | runs                          | waits for                  | unblocked by            |
 |------------------|-------------------------------|----------------------------|-------------------------|
 | (default)        | launch_server, generate, HTTP | the gate, the engine       | control: resume, reject |
-| control          | everything else that is awaited by a trainer | the engine, a drain | engine, deadlines |
+| control          | all calls that a trainer awaits | the engine, a drain     | the engine, deadlines   |
 
 AsyncLLM and the gate belong to the default group's loop, where the engine was launched; a control call hops there. So
-parked requests can use up their own group's concurrency without stopping the call that would free them.
+parked requests can use up the concurrency of the default group, and the call that frees them still gets through.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
-from partial_rollout.rollout.control import control
-from partial_rollout.rollout.engine_calls import while_healthy
-from partial_rollout.rollout.engine_load import engine_load
-from partial_rollout.rollout.engine_processes import end_processes, engine_processes
+from partial_rollout.rollout.control import control, while_healthy
+from partial_rollout.rollout.engine_process import RolloutStatistics, end_processes, engine_load, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
 from partial_rollout.rollout.interruption import Interruption
-from partial_rollout.rollout.statistics import RolloutStatistics
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer
@@ -45,15 +42,15 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
 HTTP_STOP_S = 5.0
-"""The task of the HTTP server ends at once when it is cancelled, unless the event loop does not come to it."""
+"""How long the HTTP server's task may take to end. It ends at once when cancelled, unless the event loop is stuck."""
 ENGINE_STOP_S = 20.0
-"""An engine core gets this long to end by itself before it is killed."""
+"""How long an engine core may take to end by itself before it is killed."""
 BROKEN_ENGINE_STOP_S = 2.0
-"""The same for one that is relaunched: it has nothing to end in order, and may be waiting for a stuck worker."""
+"""The same for an engine that is relaunched: it has nothing to save, and may be waiting for a stuck worker."""
 WORKER_STOP_S = 5.0
-"""The engine's workers get this long after their core has ended."""
+"""How long the engine's workers may take to end after their core has."""
 INITIAL_VERSION = 0
-"""Weight version before the first update: what the engine loaded by itself."""
+"""Weight version of what the engine loaded by itself, before the first update."""
 
 
 class PartialRolloutServer(ChannelServer):
@@ -74,8 +71,6 @@ class PartialRolloutServer(ChannelServer):
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
-        self._num_aborted = 0
-        self._num_finished = 0
 
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, then put the gate in front of the engine."""
@@ -86,7 +81,7 @@ class PartialRolloutServer(ChannelServer):
     def _attach_engine(self, engine: Any) -> None:
         self._engine_loop = asyncio.get_running_loop()
         self._engine_processes = engine_processes()
-        # verl sets the engine without a gate first and then waits for its HTTP server; requests may come meanwhile.
+        # verl sets the engine without a gate first, and then waits for its HTTP server; requests may come meanwhile.
         self.engine = self._gated = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
         self._interruption.unlink_host_memory()
 
@@ -96,7 +91,7 @@ class PartialRolloutServer(ChannelServer):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._engine_loop))
 
     async def _while_alive(self, call: Coroutine[Any, Any, Any]) -> None:
-        engine: Any = self.engine  # asked for its health, which a GatedEngine passes on
+        engine: Any = self.engine  # a GatedEngine passes `check_health` on to the engine
         try:
             await while_healthy(engine, call)
         except EngineDeadError as error:
@@ -158,7 +153,7 @@ class PartialRolloutServer(ChannelServer):
         raise DataError(f"a prompt of {prompt_len} tokens leaves no room in max_model_len={self.config.max_model_len}")
 
     def _engine_params(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """Stream deltas and skip what only text needs; verl hands unknown keys to vLLM's SamplingParams."""
+        """Add options for streaming deltas without text; verl hands keys it does not know to vLLM's SamplingParams."""
         return {
             "output_kind": self._output_kind,
             "detokenize": bool(sampling_params.get("stop")),
@@ -171,17 +166,13 @@ class PartialRolloutServer(ChannelServer):
         return TokenOutput(token_ids=[], stop_reason=stop_reason, extra_fields=fields)
 
     def _count(self, output: TokenOutput, context_len: int) -> None:
-        if output.stop_reason == ABORTED:
-            self._num_aborted += 1
-        else:
-            self._num_finished += 1
         if context_len and output.token_ids:
             num_reused = output.extra_fields["context"].num_reused_tokens
             self._num_reprefilled_tokens += context_len - num_reused
 
     @property
     def _output_kind(self) -> RequestOutputKind:
-        """Deltas, except for what vLLM reports with a request's last output and loses when it merges deltas."""
+        """Deltas; except where vLLM reports with a request's last output what it loses when it merges deltas."""
         mtp = self.config.mtp
         if self.config.enable_rollout_routing_replay or (mtp is not None and mtp.enable and mtp.enable_rollout):
             return RequestOutputKind.FINAL_ONLY
@@ -268,9 +259,6 @@ class PartialRolloutServer(ChannelServer):
             num_generated_tokens=num_generated_tokens,
             num_reprefilled_tokens=self._num_reprefilled_tokens,
             kept=len(self._gated.kept) if self.node_rank == 0 else 0,
-            num_aborted=self._num_aborted,
-            num_finished=self._num_finished,
-            last_drain_s=self._admission.last_drain_s,
             load=engine_load(num_generated_tokens),
             speed=self._meter.speed(),
         )
@@ -303,7 +291,7 @@ class PartialRolloutServer(ChannelServer):
         self._server_task.cancel()
         if not (await asyncio.wait([self._server_task], timeout=HTTP_STOP_S))[0]:
             raise WaitTimeout(f"{self._name}: the HTTP server did not end within {HTTP_STOP_S:g} s")
-        # Who has lost its parent, as workers do whose core was killed, is not below this process any more.
+        # Workers whose core was killed have lost their parent, and are no descendants of this process any more.
         processes = {*self._engine_processes, *engine_processes()}
         stop = asyncio.to_thread(self.engine.shutdown, timeout=grace_s)
         try:
@@ -316,12 +304,12 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def relaunch(self) -> None:
-        """End the engine and start it again in this actor; it generates nothing until it was sent weights.
+        """End the engine and start it again in this actor; the new engine generates nothing before it was sent weights.
 
-        The gate stays as it is, and so does everything but the port of the HTTP server.
+        The gate and everything else stays as it is; only the port of the HTTP server changes.
 
         Raises:
-            EngineDead: it did not start, or runs on several nodes, of which this actor can only start its own.
+            EngineDead: the engine did not start; or it runs on several nodes, of which this actor can start only one.
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
@@ -332,7 +320,7 @@ class PartialRolloutServer(ChannelServer):
             raise EngineDead(f"{self._name} did not start again: {error}; {self._weights.failure}") from error
         self._weights.relaunched()
         if self._admission.statistics().state is not GateState.OPEN:
-            # What the HTTP server lets in waits in the engine, as it did in the one before.
+            # Requests that come by the HTTP server wait in the paused engine, as they did in the engine before.
             await self._while_alive(self.engine.pause_generation(mode="abort", clear_cache=True))
 
     # ---- the rest of verl's control calls ---------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
+    from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.rollout.replica import PartialRolloutReplica
-    from partial_rollout.rollout.statistics import RolloutStatistics
     from partial_rollout.settings.block import TimeoutConfig
 
 

@@ -8,14 +8,36 @@ from typing import TYPE_CHECKING, Any
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from partial_rollout.errors import WeightUpdateError
-from partial_rollout.rollout.control import control
-from partial_rollout.rollout.engine_calls import GivenUpUpdates, while_healthy
+from partial_rollout.rollout.admission import Broadcast
+from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
 from partial_rollout.weights.sender import ANSWER_SHARE
 
 if TYPE_CHECKING:
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
+
+
+class GivenUpUpdates:
+    """Ends the call of a weight update when a training rank has lost its worker.
+
+    vLLM waits for all workers of a call, and only the rank of a stuck worker knows that it is stuck.
+    """
+
+    def __init__(self) -> None:
+        """Start with no update given up."""
+        self._reasons: dict[int, str] = {}
+        self._changed = Broadcast()
+
+    def give_up(self, update_number: int, reason: str) -> None:
+        """Note that update `update_number` is lost, whether its call has begun or not."""
+        self._reasons.setdefault(update_number, reason)
+        self._changed.notify()
+
+    async def wait(self, update_number: int) -> None:
+        """Raise WeightUpdateError as soon as update `update_number` is given up."""
+        await self._changed.wait_for(lambda: update_number in self._reasons)
+        raise WeightUpdateError(self._reasons[update_number])
 
 
 async def _take_weights(engine: Any, options: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from partial_rollout.rollout.client import ResumingLLMServerClient
-    from partial_rollout.rollout.statistics import RolloutStatistics
+    from partial_rollout.rollout.engine_process import RolloutStatistics
 
 VOCAB_SIZE = 64
 EOS_ID = 1

@@ -14,8 +14,8 @@ from partial_rollout.errors import ConfigError, DataError, RunEnded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.rollout.replica import PartialRolloutReplica
-    from partial_rollout.rollout.statistics import RolloutStatistics
     from tests.engine.conftest import EngineUnderTest
 
 pytestmark = pytest.mark.engine

@@ -21,6 +21,7 @@ CENTRAL = [
     "partial_rollout.observability.events.EventWriter",
     "partial_rollout.packing.plan.CostModel",
     "partial_rollout.packing.planners.GlobalPlanner",
+    "partial_rollout.rollout.admission.Admission",
     "partial_rollout.train.resources.Need",
     "partial_rollout.train.stale_mask.masked",
     "partial_rollout.weights.protocol.buckets.BucketPlan",

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from vllm.v1.metrics.reader import Counter, Gauge
 
 from partial_rollout.core.slots import EngineLoad
-from partial_rollout.rollout import engine_load as module
+from partial_rollout.rollout import engine_process as module
 
 
 def test_requests_of_data_parallel_engines_add_up_and_the_fullest_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from partial_rollout.rollout import server as server_module
-from partial_rollout.rollout.engine_processes import end_processes
+from partial_rollout.rollout.engine_process import end_processes
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched
 

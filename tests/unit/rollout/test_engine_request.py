@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from partial_rollout.rollout.engine_request import EngineRequest, KeptRequests
+from partial_rollout.rollout.gated_engine import EngineRequest, KeptRequests
 from tests.fake_engine import output
 
 

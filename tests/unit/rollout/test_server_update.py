@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
-from partial_rollout.rollout import engine_calls
+from partial_rollout.rollout import control
 from partial_rollout.rollout import server as server_module
 from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
@@ -33,7 +33,7 @@ FAILURE = RuntimeError("tensor 'a' does not fit")
 
 
 async def test_an_engine_that_dies_before_it_answers_an_update_is_noticed(monkeypatch):
-    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
     server = await launched()
     server.fake.answers_rpc, server.fake.is_dead = False, True
     with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
@@ -82,7 +82,7 @@ async def test_an_update_that_a_rank_gives_up_after_the_engine_took_it_is_to_be_
 
 
 async def test_an_engine_that_dies_while_it_forgets_its_caches_is_noticed(monkeypatch):
-    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
     server = await launched()
     server.fake.answers_reset, server.fake.is_dead = False, True
     with pytest.raises(WeightUpdateError, match=r"update 1 \(version 5\) failed: EngineCore encountered an issue"):
@@ -91,7 +91,7 @@ async def test_an_engine_that_dies_while_it_forgets_its_caches_is_noticed(monkey
 
 @pytest.mark.parametrize("fault", ["dead", "stuck"])
 async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched(monkeypatch, fault):
-    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
     server = await launched(PartialRolloutConfig(weights=WeightsConfig(timeout_s=20.0 if fault == "dead" else 0.05)))
     server.fake.answers_wake_up, server.fake.is_dead = False, fault == "dead"
     with pytest.raises(WeightUpdateError, match=r"did not wake up \(\['weights'\]\)"):
@@ -265,7 +265,7 @@ async def test_a_request_that_comes_while_an_engine_is_relaunched_waits_at_the_g
 
 
 async def test_a_relaunched_engine_that_dies_before_it_pauses_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(engine_calls, "HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
     server = await after_a_failed_update()
 
     async def run_server(_) -> None:

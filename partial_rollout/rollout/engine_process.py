@@ -1,0 +1,91 @@
+"""The engine's processes as their server sees them: how they are ended, their load, and what the server reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
+
+from partial_rollout.core.slots import EngineLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from partial_rollout.core.engine_meter import EngineSpeed
+    from partial_rollout.core.gate import GateStatistics
+
+TITLE = "VLLM::"
+"""vLLM's engine core and workers have this in their command lines."""
+KV_USAGE = "vllm:kv_cache_usage_perc"
+"""A share from 0 to 1, despite its name."""
+
+
+def engine_processes() -> list[psutil.Process]:
+    """The engine core and its workers, as descendants of this process."""
+    return [child for child in psutil.Process().children(recursive=True) if _is_engine(child)]
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return any(TITLE in word for word in process.cmdline())
+    except psutil.Error:
+        return False  # ended meanwhile
+
+
+def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> None:
+    """Wait for processes to end by themselves; kill those that do not, and wait for their end."""
+    _, left = psutil.wait_procs(processes, timeout=grace_s)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, and its id may be another's
+            process.kill()
+    psutil.wait_procs(left, timeout=grace_s)
+
+
+def engine_load(num_tokens: int) -> EngineLoad:
+    """The load at the last step, summed over this process' data-parallel engines; they have generated `num_tokens`.
+
+    vLLM counts only with `rollout.disable_log_stats=false`; otherwise all but `num_tokens` is 0.
+    """
+    totals: defaultdict[str, float] = defaultdict(float)
+    fullest = 0.0
+    for metric in get_metrics_snapshot():
+        if isinstance(metric, Gauge | Counter):
+            totals[metric.name] += metric.value
+        if isinstance(metric, Gauge) and metric.name == KV_USAGE:
+            fullest = max(fullest, metric.value)
+    return EngineLoad(
+        running=int(totals["vllm:num_requests_running"]),
+        waiting=int(totals["vllm:num_requests_waiting"]),
+        kv_usage=fullest,
+        num_preemptions=int(totals["vllm:num_preemptions"]),
+        num_tokens=num_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatistics:
+    """What one server reports about itself at one moment; tokens are counted from its start on."""
+
+    replica_rank: int
+    gate: GateStatistics
+    version: int
+    """Weight version the engine holds."""
+    parked: int
+    running: int
+    """Requests that the engine holds, decoding or waiting in it; after a drain none."""
+    kept: int
+    """Interrupted requests that have stayed in the paused engine."""
+    mean_running: float
+    """Time-weighted mean of `running` from the gate's last opening until now, or until it closed."""
+    num_generated_tokens: int
+    """Tokens streamed by the engine; lags by up to `stream_interval` for each running request."""
+    num_reprefilled_tokens: int
+    """Prompt and response tokens computed again for resumed requests (prefix-cache hits are not counted)."""
+    load: EngineLoad
+    """What vLLM's own statistics say; zeros where they are off."""
+    speed: EngineSpeed
+    """How fast the engine decodes, measured by the tokens that it hands over."""
