@@ -43,7 +43,7 @@ class Gates:
         self[key].set_exception(error)
 
 
-async def _pass() -> None:
+async def _pass(claim_id: int) -> None:
     """Nothing holds a trajectory back."""
 
 
@@ -59,9 +59,9 @@ class FakeWorker:
         self.free_slots: list[int] = []
         self.running = 0
         self.forgotten: list[str] = []
-        self.before_trajectory: Callable[[], Awaitable[None]] = _pass
+        self.before_trajectory: Callable[[int], Awaitable[None]] = _pass
         self._max_attempts = max_attempts
-        self.loop = ClaimLoop(WORKER, self, self, trajectories=self, num_slots=num_slots)
+        self.loop = ClaimLoop(WORKER, self, self, worker=self, num_slots=num_slots)
 
     # ---- manager ----
 
@@ -121,7 +121,7 @@ class FakeWorker:
         key = f"{claim.uid}_{session}"
         self.running += 1
         try:
-            await self.before_trajectory()
+            await self.before_trajectory(claim.claim_id)
             await self.gates[key]
         finally:
             self.running -= 1

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from partial_rollout.agent_loop.holds import CURRENT_CLAIM, Holds
-from partial_rollout.agent_loop.reporter import Manager, Reporter
-from partial_rollout.agent_loop.slots import SlotBudget
+from partial_rollout.agent_loop.slots import Holds, SlotBudget
 from partial_rollout.errors import (
     ClusterError,
     ConfigError,
@@ -32,17 +30,15 @@ from partial_rollout.errors import (
     RunEnded,
     TooStale,
 )
-from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.runtime.supervisor import Supervisor
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
+    from collections.abc import Callable, Sequence
 
     from partial_rollout.agent_loop.store import RowStore
+    from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
+    from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 
 logger = logging.getLogger(__name__)
 
@@ -53,53 +49,55 @@ FATAL_ERRORS = (EngineDead, DrainTimeout, ResumeStalled, ClusterError, InternalE
 """What another attempt would meet again; a bare EngineError is the failure of one request and is retried."""
 
 
-class ClaimManager(Manager, Protocol):
-    """The prompt manager as a worker sees it."""
+class Reporter:
+    """Tells the manager of finished groups and of the worker's status, in as few calls as the load allows.
 
-    async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
-        """Claims that fit in `free_slots`, and own ones that go on; waits up to `timeout_s` for one."""
-        ...
+    finish / changed -> outbox -> run() -> manager
 
-    async def fail(self, claim: Claim, reason: str) -> bool:
-        """Charge a failed attempt; False when that was the last one and the prompt is dropped."""
-        ...
+    One call is under way at a time, and what comes meanwhile goes with the next one: under light load every group is a
+    call of its own, under heavy load groups are sent together, without a timer.
+    """
 
-    async def drop(self, claim: Claim, reason: str) -> None:
-        """Let the prompt go for good."""
-        ...
+    def __init__(
+        self,
+        manager: RolloutPromptManager,
+        worker_id: str,
+        status: Callable[[], WorkerStatus],
+        acknowledged: Callable[[Claim], None],
+    ) -> None:
+        """`acknowledged` is called with each claim whose group the manager has taken in or refused."""
+        self._acknowledged = acknowledged
+        self._manager = manager
+        self._worker_id = worker_id
+        self._status = status
+        self._finished: list[tuple[Claim, Sequence[TrajectorySummary]]] = []
+        self._news = asyncio.Event()
 
-    async def give_back(self, claim: Claim) -> None:
-        """Make the prompt pending again."""
-        ...
+    def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
+        """Queue a finished group."""
+        self._finished.append((claim, trajectories))
+        self._news.set()
 
-    async def expire(self, claim: Claim) -> bool:
-        """Its tokens are past the staleness bound; False when the prompt is dropped."""
-        ...
+    def changed(self) -> None:
+        """The worker's status is not what was last reported."""
+        self._news.set()
 
-    async def release_worker(self, worker_id: str) -> list[str]:
-        """Give back all claims of a worker; returns their uids."""
-        ...
+    async def run(self) -> None:
+        """Send for ever; raises what a call to the manager raises."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self._send()
 
-
-class Trajectories(Protocol):
-    """What generates; the worker actor."""
-
-    @property
-    def requests_in_flight(self) -> int:
-        """Generate calls that have not returned."""
-        ...
-
-    def prepare(self, claim: Claim, row: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the agent loop from a prompt's row; raises DataError for a prompt that cannot be used."""
-        ...
-
-    async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
-        """One trajectory, stored; one summary per row that was written."""
-        ...
-
-    def forget(self, claim: Claim) -> None:
-        """The claim has ended and the manager knows; until then a checkpoint needs its tokens."""
-        ...
+    async def _send(self) -> None:
+        finished, self._finished = self._finished, []
+        if finished:
+            stale = await self._manager.finish_many(finished)
+            if stale:
+                logger.warning("worker %s finished prompts that are no longer its own: %s", self._worker_id, stale)
+            for claim, _ in finished:
+                self._acknowledged(claim)
+        await self._manager.report_worker(self._worker_id, self._status())
 
 
 class ClaimLoop:
@@ -115,15 +113,21 @@ class ClaimLoop:
     """
 
     def __init__(
-        self, worker_id: str, manager: ClaimManager, store: RowStore, *, trajectories: Trajectories, num_slots: int
+        self,
+        worker_id: str,
+        manager: RolloutPromptManager,
+        store: RowStore,
+        *,
+        worker: PartialRolloutAgentLoopWorker,
+        num_slots: int,
     ) -> None:
-        """Create it where `run` will be awaited: in the event loop's thread."""
+        """Create it where `run` will be awaited: in the event loop's thread. `worker` generates the trajectories."""
         self.slots = SlotBudget(num_slots)
         self._worker_id = worker_id
         self._manager = manager
         self._store = store
-        self._trajectories = trajectories
-        self._reporter = Reporter(manager, worker_id, self._status, trajectories.forget)
+        self._worker = worker
+        self._reporter = Reporter(manager, worker_id, self._status, worker.forget)
         self.holds = Holds(self.slots, self._reporter.changed)
         self._claiming: asyncio.Task[None] | None = None
         self._supervisor: Supervisor | None = None
@@ -166,7 +170,7 @@ class ClaimLoop:
     async def _claim_for_ever(self, supervisor: Supervisor, num_per_prompt: int) -> None:
         while True:
             await self.slots.wait_free(num_per_prompt)
-            claims = await self._manager.claim(self._worker_id, self.slots.free, CLAIM_POLL_S)
+            claims = await self._manager.claim(self._worker_id, self.slots.free, timeout_s=CLAIM_POLL_S)
             for claim in claims:
                 if self.holds.begin(claim.claim_id):
                     self.slots.reserve(claim.num_trajectories)
@@ -177,7 +181,7 @@ class ClaimLoop:
         return WorkerStatus(
             inflight_trajectories=self.slots.in_use,
             slot_budget=self.slots.budget,
-            requests_in_flight=self._trajectories.requests_in_flight - self.holds.num_waiting,
+            requests_in_flight=self._worker.requests_in_flight - self.holds.num_waiting,
             held_trajectories=self.holds.num_waiting,
         )
 
@@ -195,16 +199,16 @@ class ClaimLoop:
         await self._report(claim, outcomes)
 
     async def _row(self, claim: Claim) -> dict[str, Any]:
-        return self._trajectories.prepare(claim, await self._store.read_prompt(claim.uid))
+        return self._worker.prepare(claim, await self._store.read_prompt(claim.uid))
 
     async def _run_trajectory(
         self, supervisor: Supervisor, claim: Claim, row: dict[str, Any], session: int
     ) -> list[TrajectorySummary]:
-        CURRENT_CLAIM.set(claim.claim_id)
         try:
-            return await self._trajectories.generate(claim, row, session)
+            return await self._worker.generate(claim, row, session)
         except FATAL_ERRORS as error:
-            supervisor.fail(error)  # its siblings may be long, or held back over rounds
+            # At once: the trajectory's siblings may run for long, or be held back over rounds.
+            supervisor.fail(error)
             raise
         finally:
             await self.slots.release()
@@ -220,7 +224,7 @@ class ClaimLoop:
         if not errors:
             self._reporter.finish(claim, summaries)
             return
-        self._trajectories.forget(claim)
+        self._worker.forget(claim)
         # Before the claim is given back: from then on another worker may write these keys.
         await self._store.clear([summary.key for summary in summaries])
         if any(isinstance(error, RunEnded) for error in errors):
@@ -250,47 +254,3 @@ class ClaimLoop:
         logger.warning("prompt %s dropped: %s", claim.uid, error)
         await self._manager.drop(claim, error.reason)
         await self._store.clear([claim.uid])
-
-
-class RemoteManager:
-    """The manager actor behind plain async methods; every call raises its death, and WaitTimeout if it is silent."""
-
-    def __init__(self, handle: ActorHandle, call_s: float) -> None:
-        self._handle = handle
-        self._call_s = call_s
-
-    async def claim(self, worker_id: str, free_slots: int, timeout_s: float) -> list[Claim]:
-        """See ClaimManager."""
-        return await self._answer(self._handle.claim.remote(worker_id, free_slots, timeout_s), also_s=timeout_s)
-
-    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
-        """See ClaimManager."""
-        return await self._answer(self._handle.finish_many.remote(list(groups)))
-
-    async def fail(self, claim: Claim, reason: str) -> bool:
-        """See ClaimManager."""
-        return await self._answer(self._handle.fail.remote(claim, reason))
-
-    async def drop(self, claim: Claim, reason: str) -> None:
-        """See ClaimManager."""
-        await self._answer(self._handle.drop.remote(claim, reason))
-
-    async def give_back(self, claim: Claim) -> None:
-        """See ClaimManager."""
-        await self._answer(self._handle.give_back.remote(claim))
-
-    async def expire(self, claim: Claim) -> bool:
-        """See ClaimManager."""
-        return await self._answer(self._handle.expire.remote(claim))
-
-    async def release_worker(self, worker_id: str) -> list[str]:
-        """See ClaimManager."""
-        return await self._answer(self._handle.release_worker.remote(worker_id))
-
-    async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
-        """See ClaimManager."""
-        await self._answer(self._handle.report_worker.remote(worker_id, status))
-
-    async def _answer(self, ref: ObjectRef[Any], *, also_s: float = 0.0) -> Any:
-        who_waits = "agent-loop worker waits for the prompt manager"
-        return await answer_of(ref, timeout_s=self._call_s + also_s, who_waits=who_waits)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from tensordict import TensorDict
 
-    from partial_rollout.agent_loop.journal import Saved
+    from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.types import Claim
 
 HOLD_TIMEOUT_S = 60.0

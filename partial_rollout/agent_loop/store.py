@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from partial_rollout.agent_loop.rows import prompt_row
+import torch
+
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Iterable, Sequence
 
     from tensordict import TensorDict
 
@@ -18,49 +19,26 @@ T = TypeVar("T")
 PARTITION = "train"
 
 
-class RowStore(Protocol):
-    """Prompt rows and trajectories by key."""
+class RowStore:
+    """Rows of prompts and trajectories by key, in TransferQueue.
 
-    async def read_prompt(self, uid: str) -> dict[str, Any]:
-        """The row of one prompt."""
-        ...
-
-    async def clear(self, keys: Sequence[str]) -> None:
-        """Forget rows; unknown keys are allowed."""
-        ...
-
-
-class AsyncQueue(Protocol):
-    """The part of the `transfer_queue` module used here."""
-
-    async def async_kv_batch_get(self, keys: list[str], partition_id: str) -> TensorDict:
-        """Rows of `keys`."""
-        ...
-
-    async def async_kv_clear(self, keys: list[str], partition_id: str) -> None:
-        """Forget `keys`."""
-        ...
-
-
-class TransferQueueStore:
-    """`RowStore` over TransferQueue, whose client waits for ever when the controller is gone.
-
-    Every call raises WaitTimeout after `timeout_s`.
+    TransferQueue's own client waits for ever when its controller is gone; here every call raises WaitTimeout after
+    `timeout_s`.
     """
 
     def __init__(self, queue: Any, worker_id: str, timeout_s: float) -> None:
         """`queue` is the `transfer_queue` module."""
-        self._queue: AsyncQueue = queue
+        self._queue = queue
         self._worker_id = worker_id
         self._timeout_s = timeout_s
 
     async def read_prompt(self, uid: str) -> dict[str, Any]:
-        """See RowStore."""
+        """The row of one prompt as a plain dict, which agent loops take."""
         call = self._queue.async_kv_batch_get(keys=[uid], partition_id=PARTITION)
-        return prompt_row(await self._bounded(call, f"read prompt {uid!r}"))
+        return _only_row(await self._bounded(call, f"read prompt {uid!r}"))
 
     async def clear(self, keys: Sequence[str]) -> None:
-        """See RowStore."""
+        """Forget rows; unknown keys are allowed."""
         if keys:
             call = self._queue.async_kv_clear(keys=list(keys), partition_id=PARTITION)
             await self._bounded(call, f"clear {len(keys)} rows from {keys[0]!r} on")
@@ -71,3 +49,14 @@ class TransferQueueStore:
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             who = f"worker {self._worker_id} waited {self._timeout_s:g} s"
             raise WaitTimeout(f"{who} for TransferQueue to {what}") from None
+
+
+def _only_row(batch: TensorDict) -> dict[str, Any]:
+    """The single row of `batch`: tensors lose the batch dimension, other values are unwrapped."""
+    names = cast("Iterable[str]", batch.keys())  # only nested keys, which are left out, are tuples
+    return {name: _unwrap(batch.get(name)) for name in names}
+
+
+def _unwrap(column: Any) -> Any:
+    first = column[0]
+    return first if isinstance(first, torch.Tensor) else getattr(first, "data", first)

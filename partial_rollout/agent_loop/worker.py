@@ -11,23 +11,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
 
-from partial_rollout.agent_loop.claim_loop import ClaimLoop, RemoteManager
-from partial_rollout.agent_loop.journal import Journals, Saved
-from partial_rollout.agent_loop.rows import active_tool_schemas, rollout_sampling_params
-from partial_rollout.agent_loop.store import TransferQueueStore
-from partial_rollout.agent_loop.trace import RecordingClient, TrajectoryTrace, start_trace
+from partial_rollout.agent_loop.claim_loop import ClaimLoop
+from partial_rollout.agent_loop.store import RowStore
+from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
 from partial_rollout.errors import DataError
 from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
 from partial_rollout.runtime.prompt_manager import find_manager
+from partial_rollout.runtime.remote_call import RemoteActor
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tensordict import TensorDict
 
+    from partial_rollout.core.resume import ResumableGeneration
     from partial_rollout.rollout.client import ResumingLLMServerClient
+    from partial_rollout.runtime.prompt_manager import RolloutPromptManager
     from partial_rollout.settings.block import PartialRolloutConfig
+
+TOOLLESS_AGENT = "single_turn_agent"
+"""verl's agent loop that is given the tools and renders none."""
 
 
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
@@ -36,13 +40,19 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
         self._worker_id = worker_id
-        manager = RemoteManager(find_manager(settings.manager.name), settings.timeouts.call_s)
-        store = TransferQueueStore(tq, worker_id, settings.timeouts.call_s)
-        self._claim_loop = ClaimLoop(worker_id, manager, store, trajectories=self, num_slots=num_slots)
+        handle, call_s = find_manager(settings.manager.name), settings.timeouts.call_s
+        manager = RemoteActor(handle, call_s, who_waits=f"{worker_id} waits for the prompt manager")
+        self._claim_loop = ClaimLoop(
+            worker_id,
+            cast("RolloutPromptManager", manager),
+            RowStore(tq, worker_id, call_s),
+            worker=self,
+            num_slots=num_slots,
+        )
+        self._trajectories = Trajectories()
         client = cast("ResumingLLMServerClient", self.llm_client)
-        self._journals = Journals()
-        client.before_segment, client.on_generation = self._before_segment, self._journals.record
-        self.llm_client = RecordingClient(client)
+        client.before_segment, client.on_generation = self._before_segment, self._on_generation
+        self.llm_client = CountingClient(client)
 
     async def ping(self) -> str:
         """Answer once the constructor has succeeded."""
@@ -59,7 +69,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
         """Hold back trajectories of those `claims` that are this worker's, and end those with tokens that are older."""
         self._claim_loop.hold(claims)
-        self._journals.oldest_version = oldest_version
+        self._trajectories.oldest_version = oldest_version
 
     async def resize(self, num_slots: int) -> None:
         """Change the slot budget."""
@@ -67,25 +77,33 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def _before_segment(self) -> None:
         """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
-        await self._claim_loop.holds.pass_by()
-        self._journals.require_fresh()
+        trajectory = CURRENT.get()
+        if trajectory is not None:
+            await self._claim_loop.holds.pass_by(trajectory.claim.claim_id)
+            self._trajectories.require_fresh(trajectory)
+
+    def _on_generation(self, generation: ResumableGeneration) -> None:
+        """An agent loop makes a generate call."""
+        trajectory = CURRENT.get()
+        if trajectory is not None:
+            self._trajectories.record(trajectory, generation)
 
     async def unclaimed(self) -> frozenset[str]:
         """Restored trajectories that have not started here."""
-        return self._journals.unclaimed()
+        return self._trajectories.unclaimed()
 
     async def journals(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
         """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` those of restored ones.
 
         Restored tokens of trajectories that are not in `unclaimed` are forgotten.
         """
-        restored = self._journals.keep_unclaimed(unclaimed)
-        return self._journals.states() | (restored if with_unclaimed else {})
+        restored = self._trajectories.keep_unclaimed(unclaimed)
+        return self._trajectories.states() | (restored if with_unclaimed else {})
 
     async def restore_journals(self, saved: Saved) -> None:
         """Let trajectories go on from the tokens of a checkpoint, except where routed experts would be missing."""
         if not self.rollout_config.enable_rollout_routing_replay:
-            self._journals.restore(saved)
+            self._trajectories.restore(saved)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
@@ -134,8 +152,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         """One trajectory by verl's agent loop, scored and stored."""
-        trace = start_trace()
-        self._journals.start(claim, session)
+        trajectory = self._trajectories.start(claim, session)
+        CURRENT.set(trajectory)
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -145,11 +163,11 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         if not outputs:
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
-        return summaries(f"{claim.uid}_{session}", outputs, trace)
+        return summaries(trajectory, outputs)
 
     def forget(self, claim: Claim) -> None:
         """The claim has ended."""
-        self._journals.forget(claim.claim_id)
+        self._trajectories.forget(claim.claim_id)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""
@@ -157,26 +175,69 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return output if isinstance(output, list) else [output]
 
 
-def summaries(prefix: str, outputs: list[Any], trace: TrajectoryTrace) -> list[TrajectorySummary]:
-    """One summary per output; the last one carries the trajectory's interruptions and spans, so that sums hold."""
-    nothing, last = TrajectoryTrace(), len(outputs) - 1
-    return [
-        _summary(f"{prefix}_{index}", output, trace, trace if index == last else nothing)
-        for index, output in enumerate(outputs)
-    ]
+class CountingClient:
+    """An LLM client that counts its generate calls; everything else is the wrapped client's."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.num_in_flight = 0
+        """Generate calls that have not returned; while the gate is closed, the parked ones."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Delegate to the wrapped client."""
+        return getattr(self._client, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Same contract as the wrapped client's `generate`."""
+        self.num_in_flight += 1
+        try:
+            return await self._client.generate(*args, **kwargs)
+        finally:
+            self.num_in_flight -= 1
 
 
-def _summary(key: str, output: Any, whole: TrajectoryTrace, counted: TrajectoryTrace) -> TrajectorySummary:
-    extra = output.extra_fields
-    versions = [span.version for span in whole.spans] or [extra["min_global_steps"], extra["max_global_steps"]]
+def rollout_sampling_params(rollout: Any) -> dict[str, Any]:
+    """Sampling parameters of a training rollout, a fresh dict per trajectory because agent loops may change it."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": rollout.calculate_log_probs,
+    }
+
+
+def active_tool_schemas(row: dict[str, Any], tools: Iterable[Any]) -> list[dict[str, Any]] | None:
+    """Schemas of the tools that verl's agent loop renders into this prompt; None when it renders none."""
+    if row["agent_name"] == TOOLLESS_AGENT:
+        return None
+    by_name = {tool.name: tool for tool in tools}
+    selection = (row.get("extra_info") or {}).get("tool_selection")
+    chosen = [by_name[name] for name in selection if name in by_name] if selection else by_name.values()
+    return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in chosen] or None
+
+
+def summaries(trajectory: Trajectory, outputs: Sequence[Any]) -> list[TrajectorySummary]:
+    """One summary per output of the trajectory's agent loop.
+
+    The last one carries the trajectory's interruptions and spans, so that sums over summaries hold.
+    """
+    last = len(outputs) - 1
+    return [_summary(trajectory, index, output, is_last=index == last) for index, output in enumerate(outputs)]
+
+
+def _summary(trajectory: Trajectory, index: int, output: Any, *, is_last: bool) -> TrajectorySummary:
+    spans, extra = trajectory.version_spans, output.extra_fields
+    # An agent loop that did not ask our client for tokens has no spans; then verl's own versions are all there is.
+    versions = [span.version for span in spans] or [extra["min_global_steps"], extra["max_global_steps"]]
     return TrajectorySummary(
-        key=key,
+        key=f"{trajectory.key}_{index}",
         prompt_len=len(output.prompt_ids),
         response_len=len(output.response_ids),
         min_version=min(versions),
         max_version=max(versions),
-        num_interruptions=counted.num_interruptions,
-        num_reprefilled_tokens=counted.num_reprefilled_tokens,
-        version_spans=tuple(counted.spans),
-        context_spans=tuple(counted.context_spans),
+        num_interruptions=trajectory.num_interruptions if is_last else 0,
+        num_reprefilled_tokens=trajectory.num_reprefilled_tokens if is_last else 0,
+        version_spans=spans if is_last else (),
+        context_spans=trajectory.context_spans if is_last else (),
     )

@@ -11,7 +11,9 @@ from ray.exceptions import GetTimeoutError
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from ray.actor import ActorHandle
 
 
 def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> Any:
@@ -48,3 +50,30 @@ async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) ->
         return answer.result()
     finally:
         answer.cancel()
+
+
+class RemoteActor:
+    """An actor's methods as coroutines that wait no longer than they may; for callers a plain object of its class.
+
+    A call raises what the method raised, Ray's error when the actor is dead, and WaitTimeout when no answer has come
+    after `call_s`. A method that itself waits for up to `timeout_s`, given by keyword, may take so much longer.
+    """
+
+    def __init__(self, handle: ActorHandle, call_s: float, who_waits: str) -> None:
+        """`who_waits` names both ends, for WaitTimeout."""
+        self._handle = handle
+        self._call_s = call_s
+        self._who_waits = who_waits
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """The actor's method `name`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = getattr(self._handle, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            timeout_s = self._call_s + kwargs.get("timeout_s", 0.0)
+            who_waits = f"{self._who_waits} to answer {name!r}"
+            return await answer_of(method.remote(*args, **kwargs), timeout_s=timeout_s, who_waits=who_waits)
+
+        return call

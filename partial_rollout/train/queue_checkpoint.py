@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from ray.actor import ActorHandle
 
-    from partial_rollout.agent_loop.journal import Saved
+    from partial_rollout.agent_loop.trajectory import Saved
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

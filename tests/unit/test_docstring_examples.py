@@ -9,6 +9,7 @@ import pytest
 
 CENTRAL = [
     "partial_rollout.advise.workload.Workload",
+    "partial_rollout.agent_loop.slots.SlotBudget",
     "partial_rollout.core.gate.Gate",
     "partial_rollout.core.queue.ledger.Ledger",
     "partial_rollout.core.queue.lifecycle.next_state",

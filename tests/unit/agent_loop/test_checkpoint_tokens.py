@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ import pytest
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.agent_loop.journal import Journals, Saved
 from partial_rollout.agent_loop.manager import JOURNAL_TIMEOUT_S, PartialRolloutAgentLoopManager
+from partial_rollout.agent_loop.trajectory import Saved, Trajectories
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import GenerationState, ResumableGeneration, Segment
@@ -31,30 +30,26 @@ NUM_ANSWERS = 2 * NUM_WORKERS
 
 
 class Worker(PartialRolloutAgentLoopWorker):
-    """The real worker's journals."""
+    """The real worker's trajectories."""
 
     def __init__(self, *, replays_routing: bool = False) -> None:
-        self._journals = Journals()
+        self._trajectories = Trajectories()
         self.rollout_config: Any = SimpleNamespace(enable_rollout_routing_replay=replays_routing)
 
     @property
     def unstarted(self) -> frozenset[str]:
-        return self._journals.unclaimed()
+        return self._trajectories.unclaimed()
 
     def start(self, uid: str, *, claim_id: int = 1, goes_on: bool = True) -> ResumableGeneration:
-        """One more token for the trajectory, in a context of its own."""
+        """One more token for the trajectory."""
         generation = ResumableGeneration([1, 2], 8)
-
-        def run() -> None:
-            self._journals.start(Claim(uid, claim_id, "w", 1, 1, 1, goes_on), 0)
-            self._journals.record(generation)
-
-        copy_context().run(run)
+        trajectory = self._trajectories.start(Claim(uid, claim_id, "w", 1, 1, 1, goes_on), 0)
+        self._trajectories.record(trajectory, generation)
         generation.add(Segment([6], [-0.5], "aborted", version=4, openings=0, context=Context(4, FRESH)))
         return generation
 
     def end(self, claim_id: int = 1) -> None:
-        self._journals.forget(claim_id)
+        self._trajectories.forget(claim_id)
 
     @property
     def handle(self) -> Any:

@@ -189,9 +189,9 @@ async def test_such_an_error_does_not_wait_for_its_siblings():
 async def test_such_an_error_does_not_wait_until_a_sibling_that_is_held_back_goes_on():
     worker, claim, sessions = FakeWorker(), make_claim(), itertools.count()
 
-    async def hold_the_second() -> None:
+    async def hold_the_second(claim_id: int) -> None:
         if next(sessions):
-            await worker.loop.holds.pass_by()
+            await worker.loop.holds.pass_by(claim_id)
 
     worker.before_trajectory = hold_the_second
     worker.loop.hold([claim])
@@ -229,7 +229,7 @@ async def test_stop_before_run_releases_too():
 async def test_a_claim_call_cancelled_by_somebody_else_is_not_a_stop():
     worker = FakeWorker()
 
-    async def claim(*_):
+    async def claim(*_, **__):
         raise asyncio.CancelledError
 
     worker.claim = claim

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-from partial_rollout.agent_loop.holds import CURRENT_CLAIM, Holds
-from partial_rollout.agent_loop.slots import SlotBudget
+from partial_rollout.agent_loop.slots import Holds, SlotBudget
 from tests.unit.runtime.virtual_time import settle
 
 
@@ -24,18 +23,17 @@ class World:
     def changed(self) -> None:
         self.changes += 1
 
-    async def trajectory(self, claim_id: int | None) -> None:
-        CURRENT_CLAIM.set(claim_id)
+    async def trajectory(self, claim_id: int) -> None:
         self.slots.reserve(1)
         try:
-            await self.holds.pass_by()
-            self.passed.append(claim_id or 0)
+            await self.holds.pass_by(claim_id)
+            self.passed.append(claim_id)
         finally:
             await self.slots.release()
 
 
 @asynccontextmanager
-async def waiting(world: World, *claim_ids: int | None):
+async def waiting(world: World, *claim_ids: int):
     tasks = [asyncio.create_task(world.trajectory(claim_id)) for claim_id in claim_ids]
     await settle()
     yield tasks
@@ -48,8 +46,8 @@ async def waiting(world: World, *claim_ids: int | None):
 async def test_only_held_claims_wait_and_their_slots_are_free() -> None:
     world = World(1, 2)
     world.holds.hold([1])
-    async with waiting(world, 1, 1, 2, None):
-        assert (world.passed, world.holds.num_waiting, world.slots.in_use) == ([2, 0], 2, 0)
+    async with waiting(world, 1, 1, 2, 3):
+        assert (world.passed, world.holds.num_waiting, world.slots.in_use) == ([2, 3], 2, 0)
         assert world.changes == 2
 
 

@@ -27,7 +27,7 @@ class Worker:
     """A claim loop and the engine behind it: requests run until they are complete or the engine is drained."""
 
     def __init__(self, name: str, manager: RolloutPromptManager) -> None:
-        self.loop = ClaimLoop(name, manager, self, trajectories=self, num_slots=GEN_BATCH * GROUP)
+        self.loop = ClaimLoop(name, manager, self, worker=self, num_slots=GEN_BATCH * GROUP)
         self.tokens: Counter[str] = Counter()
         self.running: dict[str, asyncio.Future[None]] = {}
 
@@ -66,7 +66,7 @@ class Worker:
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         key = f"{claim.uid}_{session}"
         while self.tokens[key] < self._length(key):
-            await self.loop.holds.pass_by()
+            await self.loop.holds.pass_by(claim.claim_id)
             self.running[key] = asyncio.get_running_loop().create_future()
             await self.running[key]
             del self.running[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from partial_rollout.agent_loop.reporter import Reporter
+from partial_rollout.agent_loop.claim_loop import Reporter
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from partial_rollout.agent_loop.store import TransferQueueStore
+from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.errors import WaitTimeout
 from tests.unit.runtime.virtual_time import run_virtual
 
@@ -34,7 +34,7 @@ class LostQueue:
 
 async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
     queue = Queue()
-    store = TransferQueueStore(queue, "w3", 60)
+    store = RowStore(queue, "w3", 60)
     assert await store.read_prompt("a") == {"index": torch.tensor(7), "raw_prompt": "hello"}
     await store.clear(["a_0_0", "a_1_0"])
     await store.clear([])
@@ -50,4 +50,4 @@ async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
 )
 def test_a_queue_that_never_answers_is_named(call, what):
     with pytest.raises(WaitTimeout, match=f"worker w3 waited 60 s for TransferQueue to {what}"):
-        run_virtual(call(TransferQueueStore(LostQueue(), "w3", 60)))
+        run_virtual(call(RowStore(LostQueue(), "w3", 60)))

@@ -12,9 +12,8 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
 from partial_rollout.agent_loop import worker as worker_module
-from partial_rollout.agent_loop.holds import CURRENT_CLAIM
-from partial_rollout.agent_loop.trace import TrajectoryTrace
-from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker, summaries
+from partial_rollout.agent_loop.trajectory import CURRENT, Trajectory
+from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgentLoopWorker, summaries
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ClusterError, DataError, TooStale
@@ -22,6 +21,7 @@ from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
 from tests.fake_worker import make_claim
+from tests.unit.runtime.virtual_time import settle
 
 
 class WordTokenizer:
@@ -98,19 +98,43 @@ def output(num_tokens, **extra):
     return SimpleNamespace(prompt_ids=[1, 2], response_ids=[7] * num_tokens, extra_fields=extra)
 
 
+def trajectory_of(*calls):
+    trajectory = Trajectory(make_claim("a"), 0)
+    trajectory.generations += calls
+    return trajectory
+
+
 def test_interruptions_of_a_trajectory_with_several_outputs_are_counted_once():
-    spans = [VersionSpan(3, 5), VersionSpan(4, 2)]
-    trace = TrajectoryTrace(num_interruptions=1, num_reprefilled_tokens=9, spans=spans)
-    first, last = summaries("a_0", [output(5), output(2)], trace)
+    call = ResumableGeneration([1, 2], 8)
+    call.add(Segment([7] * 5, None, "aborted", 3, 0, Context(3, FRESH)))
+    call.add(Segment([7] * 2, None, "completed", 4, 1, Context(4, "abort")))
+    spans = (VersionSpan(3, 5), VersionSpan(4, 2))
+    first, last = summaries(trajectory_of(call), [output(5), output(2)])
     assert (first.key, last.key) == ("a_0_0", "a_0_1")
     assert (first.num_interruptions, first.num_reprefilled_tokens, first.version_spans) == (0, 0, ())
-    assert (last.num_interruptions, last.num_reprefilled_tokens, last.version_spans) == (1, 9, tuple(spans))
+    assert (last.num_interruptions, last.num_reprefilled_tokens, last.version_spans) == (1, 7, spans)
     assert {(item.min_version, item.max_version) for item in (first, last)} == {(3, 4)}
 
 
 def test_an_agent_loop_that_asked_somebody_else_reports_verls_versions():
-    (only,) = summaries("a_0", [output(5, min_global_steps=2, max_global_steps=6)], TrajectoryTrace())
+    (only,) = summaries(trajectory_of(), [output(5, min_global_steps=2, max_global_steps=6)])
     assert (only.min_version, only.max_version, only.response_len, only.prompt_len) == (2, 6, 5, 2)
+
+
+async def test_generate_calls_are_counted_until_they_return_and_all_else_is_the_wrapped_clients():
+    ends = asyncio.get_running_loop().create_future()
+
+    async def generate(request_id, *, prompt_ids):
+        await ends
+        return request_id, prompt_ids
+
+    client = CountingClient(SimpleNamespace(generate=generate, tokenizer="tokenizer"))
+    call = asyncio.create_task(client.generate("r", prompt_ids=[1]))
+    await settle()
+    assert (client.num_in_flight, client.tokenizer) == (1, "tokenizer")
+    ends.set_result(None)
+    assert await call == ("r", [1])
+    assert client.num_in_flight == 0
 
 
 class ValidatingWorker(Worker):
@@ -157,8 +181,7 @@ async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_
     claim, call = make_claim("a"), ResumableGeneration([1], 8)
 
     async def trajectory():
-        CURRENT_CLAIM.set(claim.claim_id)
-        worker._journals.start(claim, 0)
+        CURRENT.set(worker._trajectories.start(claim, 0))
         client.on_generation(call)
         await client.before_segment()
         call.add(Segment([5], [-0.5], "aborted", version=3, openings=0, context=Context(3, FRESH)))
@@ -200,3 +223,25 @@ def test_a_prompt_missing_after_validation_is_an_error_and_not_a_wait():
         ReplayBuffer(7).sample(5, "val", 8)
     with pytest.raises(InterruptedError):
         ReplayBuffer(8).sample(5, "val", 8)
+
+
+async def test_outside_of_a_trajectory_nothing_is_held_back_recorded_or_too_stale(connected):
+    worker, client = connected
+    await worker.hold([], 9)
+    client.on_generation(ResumableGeneration([1], 8))
+    await client.before_segment()
+    assert await worker.journals(frozenset(), with_unclaimed=True) == {}
+
+
+async def test_trajectories_that_run_side_by_side_record_their_own_calls(connected):
+    worker, client = connected
+
+    async def trajectory(session):
+        CURRENT.set(worker._trajectories.start(claim, session))
+        await asyncio.sleep(0)
+        client.on_generation(ResumableGeneration([session], 8))
+
+    claim = make_claim("a")
+    await asyncio.gather(trajectory(0), trajectory(1))
+    saved = await worker.journals(frozenset(), with_unclaimed=False)
+    assert {key: [call.prompt_ids for call in calls] for key, calls in saved.items()} == {"a_0": [[0]], "a_1": [[1]]}

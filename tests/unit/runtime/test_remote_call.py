@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from partial_rollout.errors import WaitTimeout
-from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.runtime.remote_call import RemoteActor, answer_of
+from tests.unit.runtime.virtual_time import run_virtual
 
 
 async def test_an_answer_in_time_is_returned():
@@ -27,3 +29,35 @@ async def test_silence_is_told_with_both_ends():
     never = asyncio.get_running_loop().create_future()
     with pytest.raises(WaitTimeout, match=r"worker waits for the manager: no answer within 0\.01 s"):
         await answer_of(never, timeout_s=0.01, who_waits="worker waits for the manager")
+
+
+class SilentActor:
+    """An actor handle whose calls are noted and never answered."""
+
+    def __init__(self):
+        self.calls = []
+        self.claim = SimpleNamespace(remote=self._call)
+
+    def _call(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize(("given", "waited_s"), [({}, 60), ({"timeout_s": 30.0}, 90)])
+def test_a_long_poll_may_take_its_own_time_beside_the_bound_of_any_call(given, waited_s):
+    actor = SilentActor()
+
+    async def main():
+        manager = RemoteActor(actor, 60.0, "worker-0 waits for the prompt manager")
+        message = f"worker-0 waits for the prompt manager to answer 'claim': no answer within {waited_s} s"
+        with pytest.raises(WaitTimeout, match=message):
+            await manager.claim("worker-0", 4, **given)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(waited_s)
+    assert actor.calls == [(("worker-0", 4), given)]
+
+
+async def test_an_actor_without_the_method_is_an_error_at_the_call():
+    with pytest.raises(AttributeError, match="finish"):
+        RemoteActor(SilentActor(), 60.0, "worker-0 waits for the prompt manager").finish  # noqa: B018

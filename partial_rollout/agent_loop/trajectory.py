@@ -1,0 +1,166 @@
+"""The trajectories that a worker runs, with the generate calls that each has made.
+
+A checkpoint holds these calls, so that a restarted run does not generate them twice: it runs the agent loop again, and
+each generate call that asks what the saved call asked is answered from it; the last saved one goes on from its tokens.
+From the first call on that asks something else (after a tool that answers differently), all is generated anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from partial_rollout.core.resume import extend
+from partial_rollout.errors import TooStale
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from partial_rollout.core.resume import GenerationState, ResumableGeneration
+    from partial_rollout.types import Claim, ContextSpan, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+Saved = dict[str, list["GenerationState"]]
+"""Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made."""
+
+CURRENT: ContextVar[Trajectory | None] = ContextVar("partial_rollout_trajectory", default=None)
+"""The trajectory that the running task belongs to; None in validation.
+
+verl's agent loops stand between the worker, which starts a trajectory, and the client, which is asked for tokens; they
+pass on no argument of ours. Everywhere else the trajectory is passed.
+"""
+
+
+class Trajectory:
+    """One agent loop that runs for a claimed prompt: one response, or several in turns."""
+
+    def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
+        """`session` numbers the trajectories of a prompt; `saved` are the generate calls of a checkpoint."""
+        self.claim = claim
+        self.key = f"{claim.uid}_{session}"
+        self.generations: list[ResumableGeneration] = []
+        """The generate calls made."""
+        self._saved = deque(saved)
+
+    @property
+    def finished(self) -> list[ResumableGeneration]:
+        """The generate calls whose responses are complete."""
+        return [generation for generation in self.generations if generation.finished]
+
+    @property
+    def num_interruptions(self) -> int:
+        """Interruptions of all complete responses."""
+        return sum(generation.num_interruptions for generation in self.finished)
+
+    @property
+    def num_reprefilled_tokens(self) -> int:
+        """Tokens that engines computed again after interruptions, over all complete responses."""
+        return sum(generation.num_reprefilled_tokens for generation in self.finished)
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Which weights sampled the tokens of all complete responses."""
+        spans: list[VersionSpan] = []
+        for generation in self.finished:
+            for span in generation.spans:
+                extend(spans, span)
+        return tuple(spans)
+
+    @property
+    def context_spans(self) -> tuple[ContextSpan, ...]:
+        """In which contexts the tokens of all complete responses were sampled."""
+        spans: list[ContextSpan] = []
+        for generation in self.finished:
+            for span in generation.context_spans:
+                extend(spans, span)
+        return tuple(spans)
+
+    def record(self, generation: ResumableGeneration) -> GenerationState | None:
+        """A generate call begins; it goes on from the saved one, if that asked the same.
+
+        Returns a saved call that `generation` does not go on from.
+        """
+        self.generations.append(generation)
+        if not self._saved:
+            return None
+        saved = self._saved.popleft()
+        if generation.adopt(saved):
+            return None
+        self._saved.clear()
+        return saved
+
+    def versions(self) -> Iterator[int]:
+        """Weight versions that sampled the tokens so far."""
+        return (span.version for generation in self.generations for span in generation.spans)
+
+    def states(self) -> list[GenerationState]:
+        """Calls made, then saved ones that are still ahead."""
+        return [*(generation.state() for generation in self.generations), *self._saved]
+
+
+class Trajectories:
+    """The trajectories of one worker, from `start` until `forget` when the manager knows that their group has ended."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, dict[str, Trajectory]] = {}
+        """By claim id and key."""
+        self._saved: Saved = {}
+        self._warned = False
+        self.oldest_version: int | None = None
+        """Tokens that older weights sampled are past the staleness bound; None: there is no bound."""
+
+    def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
+        """Let trajectories whose claims say so go on from `saved`; other workers have the same calls."""
+        self._saved = dict(saved)
+
+    def start(self, claim: Claim, session: int) -> Trajectory:
+        """A trajectory begins; one of a further attempt begins afresh."""
+        saved = self._saved.pop(f"{claim.uid}_{session}", ())
+        trajectory = Trajectory(claim, session, saved if claim.goes_on else ())
+        self._running.setdefault(claim.claim_id, {})[trajectory.key] = trajectory
+        return trajectory
+
+    def forget(self, claim_id: int) -> None:
+        """The claim's group has ended; a later claim on the same prompt has trajectories of its own."""
+        self._running.pop(claim_id, None)
+
+    def record(self, trajectory: Trajectory, generation: ResumableGeneration) -> None:
+        """The trajectory begins a generate call, which may be given saved tokens."""
+        refused = trajectory.record(generation)
+        if refused is not None and refused.settings != generation.settings and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the checkpoint's tokens were sampled with (%s), now it is (%s): they are generated anew",
+                refused.settings,
+                generation.settings,
+            )
+
+    def require_fresh(self, trajectory: Trajectory) -> None:
+        """Raise TooStale if the trajectory, or another one of its group, has tokens past the staleness bound."""
+        if self.oldest_version is None:
+            return
+        claim = trajectory.claim
+        group = self._running.get(claim.claim_id, {}).values()
+        oldest = min((version for each in group for version in each.versions()), default=self.oldest_version)
+        if oldest < self.oldest_version:
+            raise TooStale(f"prompt {claim.uid} has tokens of version {oldest}, allowed: {self.oldest_version}")
+
+    def states(self) -> Saved:
+        """All generate calls of trajectories whose groups have not ended."""
+        return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
+
+    def unclaimed(self) -> frozenset[str]:
+        """Saved trajectories that have not started again here."""
+        return frozenset(self._saved)
+
+    def keep_unclaimed(self, unclaimed: AbstractSet[str]) -> Saved:
+        """Forget the saved calls of all but `unclaimed`, which no worker has started; returns those left here.
+
+        What another worker has started is never gone on from here: a further claim begins afresh.
+        """
+        self._saved = {key: calls for key, calls in self._saved.items() if key in unclaimed}
+        return dict(self._saved)
