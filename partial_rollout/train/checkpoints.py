@@ -1,0 +1,171 @@
+"""Which checkpoints of a run are whole, which one to go on from, and which ones to remove.
+
+verl writes `ROOT/global_step_N/` part by part (actor, critic, data, TransferQueue) and names the latest one in
+`ROOT/latest_checkpointed_iteration.txt`. A run that is killed in between, or a disk that is full, leaves a folder with
+some of its parts, or a tracker file without a number, which verl cannot start from.
+
+    save all parts ──> read back, write the manifest ──> (tracker names it) ──> prune older ones
+
+The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, so a
+folder with a manifest that its files agree with is whole. Checkpoints of release 0.1, and those of verl's own modes, have
+no manifest: they count as whole if all parts are there that their mode writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+from partial_rollout.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl's name."""
+MANIFEST = "partial_rollout/whole.json"
+QUEUE = "partial_rollout/queue.json"
+"""Written first by this package's mode; verl's `sync` mode writes neither this nor TransferQueue's dump."""
+PARTS = ("actor", "data.pt")
+PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+def mark_whole(folder: Path) -> None:
+    """Write the manifest of a checkpoint of which every part has been saved.
+
+    Raises:
+        DataError: a part of the folder is missing or empty.
+    """
+    for part in PARTS_WITH_QUEUE:
+        _require_content(folder / part)
+    sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
+    _write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}))
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """What a checkpoint lacks to be whole, as relative paths; empty for a whole one."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        parts = PARTS_WITH_QUEUE if (folder / QUEUE).exists() else PARTS
+        return [part for part in parts if not _has_content(folder / part)]
+    try:
+        expected: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
+    except (ValueError, KeyError, TypeError):
+        return [MANIFEST]
+    found = _sizes(folder)
+    return sorted(name for name, size in expected.items() if found.get(name) != size)
+
+
+def choose_checkpoint(root: Path) -> int | None:
+    """Let verl's tracker name the newest whole checkpoint below `root`, and return its step; None if there is none.
+
+    A tracker that names a whole checkpoint stays as it is: it may name an older one because a user wrote it.
+
+    Raises:
+        DataError: there are checkpoints, and none is whole.
+    """
+    steps = _steps(root)
+    if not steps:
+        return None
+    named = _read_tracker(root)
+    if named in steps and not (missing := missing_parts(steps[named])):
+        return named
+    for step in sorted(steps, reverse=True):
+        if not missing_parts(steps[step]):
+            logger.warning("%s: %s; this run goes on from step %d", root, _what_is_wrong(root, named, steps), step)
+            write_tracker(root, step)
+            return step
+    newest = steps[max(steps)]
+    missing = ", ".join(missing_parts(newest)[:3])
+    raise DataError(
+        f"no checkpoint in {root} is whole: {newest.name} lacks {missing}; start afresh with "
+        "trainer.resume_mode=disable, or set trainer.default_local_dir to another folder"
+    )
+
+
+def require_whole(folder: Path) -> None:
+    """Raise DataError for a checkpoint that was chosen by hand and lacks a part."""
+    if missing := missing_parts(folder):
+        raise DataError(
+            f"checkpoint {folder} is not whole, it lacks {', '.join(missing[:3])}: choose another one with "
+            "trainer.resume_from_path, or let trainer.resume_mode=auto find the newest whole one"
+        )
+
+
+def write_tracker(root: Path, step: int) -> None:
+    """Name the checkpoint that the next run goes on from; the tracker always holds a number, whatever happens."""
+    _write_durably(root / TRACKER, str(step))
+
+
+def prune(root: Path, keep: int | None) -> list[Path]:
+    """Remove whatever is older than the `keep` newest whole checkpoints; None keeps all. Returns what was removed.
+
+    A folder that is newer than the newest whole one is being written, or was when a run was killed: it stays until a
+    newer one is whole. The folders go with everything in them, the dumps of queue and TransferQueue included.
+    """
+    steps = _steps(root)
+    whole = sorted((step for step, folder in steps.items() if not missing_parts(folder)), reverse=True)
+    if keep is None or len(whole) < keep:
+        return []
+    removed = [steps[step] for step in sorted(steps) if step < whole[keep - 1]]
+    for folder in removed:
+        shutil.rmtree(folder)
+    return removed
+
+
+def _steps(root: Path) -> dict[int, Path]:
+    """Checkpoint folders by step."""
+    if not root.is_dir():
+        return {}
+    named = ((STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    return {int(match[1]): path for match, path in named if match}
+
+
+def _read_tracker(root: Path) -> int | None:
+    try:
+        return int((root / TRACKER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _what_is_wrong(root: Path, named: int | None, steps: dict[int, Path]) -> str:
+    if named is None:
+        return f"{TRACKER} names no step" if (root / TRACKER).exists() else f"{TRACKER} is missing"
+    if named not in steps:
+        return f"{TRACKER} names step {named}, which has no folder"
+    return f"the checkpoint of step {named} lacks {', '.join(missing_parts(steps[named])[:3])}"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def _has_content(part: Path) -> bool:
+    if part.is_dir():
+        return any(path.is_file() and path.stat().st_size for path in part.rglob("*"))
+    return part.is_file() and part.stat().st_size > 0
+
+
+def _require_content(part: Path) -> None:
+    if not _has_content(part):
+        raise DataError(
+            f"the checkpoint in {part.parent} was not saved whole: {part.name} is missing or empty. The checkpoints "
+            "before it are kept; is the disk full (trainer.default_local_dir)?"
+        )
+
+
+def _write_durably(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,165 @@
+"""Whole checkpoints are found, torn ones are not gone on from, and only what is older than whole ones is removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.errors import DataError
+from partial_rollout.train import checkpoints
+from partial_rollout.train.checkpoints import (
+    MANIFEST,
+    TRACKER,
+    choose_checkpoint,
+    mark_whole,
+    missing_parts,
+    prune,
+    require_whole,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ("actor/model.pt", "actor/optim.pt", "data.pt", "transfer_queue/state.pkl", "partial_rollout/queue.json")
+
+
+def save(root: Path, step: int, *, whole: bool = True, without: str | None = None) -> Path:
+    """A checkpoint as verl and this package write it; `whole`: with its manifest."""
+    folder = root / f"global_step_{step}"
+    for name in FILES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name} of step {step}")
+    if without is not None:
+        target = folder / without
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    if whole:
+        mark_whole(folder)
+    return folder
+
+
+def track(root: Path, text: str) -> None:
+    (root / TRACKER).write_text(text)
+
+
+def tracked(root: Path) -> str:
+    return (root / TRACKER).read_text()
+
+
+def test_a_marked_checkpoint_is_whole_until_one_of_its_files_changes_or_goes(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    assert missing_parts(folder) == []
+    (folder / "actor/optim.pt").write_text("cut")
+    (folder / "data.pt").unlink()
+    assert missing_parts(folder) == ["actor/optim.pt", "data.pt"]
+
+
+@pytest.mark.parametrize("part", ["actor", "data.pt", "transfer_queue"])
+def test_a_checkpoint_with_a_part_missing_is_not_marked(tmp_path: Path, part: str) -> None:
+    with pytest.raises(DataError, match=part):
+        save(tmp_path, 1, without=part)
+    assert not (tmp_path / "global_step_1" / MANIFEST).exists()
+
+
+def test_an_empty_part_is_a_missing_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    (folder / "data.pt").write_text("")
+    with pytest.raises(DataError, match=r"data\.pt is missing or empty"):
+        mark_whole(folder)
+
+
+def test_a_full_disk_while_the_manifest_is_written_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 1, whole=False)
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        mark_whole(folder)
+    assert not (folder / MANIFEST).exists()
+
+
+def test_a_checkpoint_of_0_1_has_no_manifest_and_is_whole_with_all_its_parts(tmp_path: Path) -> None:
+    assert missing_parts(save(tmp_path, 1, whole=False)) == []
+    assert missing_parts(save(tmp_path, 2, whole=False, without="transfer_queue")) == ["transfer_queue"]
+
+
+def test_a_checkpoint_of_verls_sync_mode_is_whole_without_queue_and_transfer_queue(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False, without="transfer_queue")
+    (folder / "partial_rollout/queue.json").unlink()
+    assert missing_parts(folder) == []
+    (folder / "data.pt").unlink()
+    assert missing_parts(folder) == ["data.pt"]
+
+
+@pytest.mark.parametrize("tracker", ["", "\x00", "seven", "3", "9", None])
+def test_the_next_run_goes_on_from_the_newest_whole_checkpoint(
+    tmp_path: Path, tracker: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a full disk or a killed run left in the tracker: nothing, a torn checkpoint, one without a folder."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    save(tmp_path, 3, whole=False, without="data.pt")
+    if tracker is not None:
+        track(tmp_path, tracker)
+    assert choose_checkpoint(tmp_path) == 2
+    assert tracked(tmp_path) == "2"
+    assert len(caplog.records) == 1
+
+
+def test_a_tracker_that_names_a_whole_checkpoint_is_the_users_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    track(tmp_path, "1\n")
+    assert choose_checkpoint(tmp_path) == 1
+    assert tracked(tmp_path) == "1\n"
+    assert caplog.records == []
+
+
+def test_without_a_checkpoint_a_run_begins_afresh(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path / "nowhere") is None
+    (tmp_path / "global_step_x").mkdir()
+    assert choose_checkpoint(tmp_path) is None
+
+
+def test_checkpoints_of_which_none_is_whole_are_not_silently_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 4, whole=False, without="actor")
+    with pytest.raises(DataError, match=r"global_step_4 lacks actor"):
+        choose_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_chosen_by_hand_must_be_whole(tmp_path: Path) -> None:
+    require_whole(save(tmp_path, 1))
+    with pytest.raises(DataError, match=r"lacks transfer_queue"):
+        require_whole(save(tmp_path, 2, whole=False, without="transfer_queue"))
+
+
+def test_a_broken_manifest_is_not_taken_for_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    for content in ("", "[]", json.dumps({"format": 1})):
+        (folder / MANIFEST).write_text(content)
+        assert missing_parts(folder) == [MANIFEST]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [4, 5]), (2, [3, 4, 5]), (3, [1, 2, 3, 4, 5]), (9, None), (None, None)])
+def test_only_what_is_older_than_the_whole_ones_kept_is_removed(
+    tmp_path: Path, keep: int | None, left: list[int] | None
+) -> None:
+    """Steps 1, 3 and 4 are whole; 2 is torn, 5 is being written."""
+    for step in (1, 3, 4):
+        save(tmp_path, step)
+    for step in (2, 5):
+        save(tmp_path, step, whole=False, without="data.pt")
+    removed = prune(tmp_path, keep)
+    kept = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir())
+    assert kept == (left or [1, 2, 3, 4, 5])
+    assert [path.name for path in removed] == [f"global_step_{step}" for step in range(1, 6) if step not in kept]
+    assert missing_parts(tmp_path / "global_step_4") == []
