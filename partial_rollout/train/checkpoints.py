@@ -7,8 +7,8 @@ some of its parts, or a tracker file without a number, which verl cannot start f
     save all parts ──> read back, write the manifest ──> (tracker names it) ──> prune older ones
 
 The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, so a
-folder with a manifest that its files agree with is whole. Checkpoints of release 0.1, and those of verl's own modes, have
-no manifest: they count as whole if all parts are there that their mode writes.
+folder with a manifest that its files agree with is whole. Checkpoints of release 0.1 and of verl's own modes have no
+manifest: they count as whole if all parts are there that their mode writes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import logging
 import os
 import re
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf, open_dict
 
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from omegaconf import DictConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,65 @@ QUEUE = "partial_rollout/queue.json"
 PARTS = ("actor", "data.pt")
 PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+class CheckpointKeeper:
+    """Stands around verl's saving and loading of checkpoints, and takes the removal of old ones over from verl.
+
+    verl removes the old actor once all ranks have saved the new one, before the rest of the new checkpoint is written,
+    and forgets over a restart which ones it has saved.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        """Tell verl in `config` to keep all, where this class removes old ones: on one node, if verl saves at once.
+
+        On several nodes each rank may save to a disk of its own, which only verl's ranks can reach.
+        """
+        self._trainer = config.trainer
+        saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
+        self._marks = not saves_later
+        self._removes = self._marks and config.trainer.nnodes == 1
+        self._keep: int | None = None
+        if self._removes:
+            self._keep = _largest(config)
+            with open_dict(config):
+                config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
+                config.trainer.remove_previous_ckpt_in_save = False
+
+    def before_load(self) -> None:
+        """Let verl find a whole checkpoint.
+
+        Raises:
+            DataError: the chosen checkpoint is not whole, or there are checkpoints and none is whole.
+        """
+        if self._trainer.resume_mode == "auto":
+            choose_checkpoint(self._root)
+        elif self._trainer.resume_mode == "resume_path":
+            require_whole(Path(self._trainer.resume_from_path).absolute())
+
+    def after_save(self, step: int) -> None:
+        """Mark the checkpoint that verl has saved, then remove older ones that nobody asked to keep."""
+        if self._marks:
+            mark_whole(self._root / f"global_step_{step}")
+        if self._removes:
+            prune(self._root, self._keep)
+
+    @property
+    def _root(self) -> Path:
+        return Path(self._trainer.default_local_dir).absolute()
+
+
+def _largest(config: DictConfig) -> int | None:
+    """The larger of verl's two limits, since a checkpoint is removed as a whole; None: one of them keeps all."""
+    trainer = config.trainer
+    if trainer.get("remove_previous_ckpt_in_save"):
+        return 1
+    limits = [trainer.get("max_actor_ckpt_to_keep")]
+    if OmegaConf.select(config, "critic.enable") or OmegaConf.select(config, "algorithm.adv_estimator") == "gae":
+        limits.append(trainer.get("max_critic_ckpt_to_keep"))
+    # verl reads whatever is no positive number as "all".
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return max(known) if len(known) == len(limits) else None
 
 
 def mark_whole(folder: Path) -> None:

@@ -68,6 +68,7 @@ from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.settings.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
+from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.metrics import queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
@@ -112,6 +113,7 @@ class PartialRolloutTrainer(PPOTrainer):
         # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
+        self._checkpoints = CheckpointKeeper(config)
         self.is_shut_down = False
         super().__init__(config)
 
@@ -231,14 +233,20 @@ class PartialRolloutTrainer(PPOTrainer):
         logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
         return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
+    def _load_checkpoint(self) -> None:
+        """Missing hook: before load. verl trusts its tracker file, which may be empty or name a torn checkpoint."""
+        self._checkpoints.before_load()
+        super()._load_checkpoint()
+
     def _save_checkpoint(self) -> None:
-        """Missing hook: before a save. Tokens and queue are written before TransferQueue and verl's tracker file.
+        """Missing hook: before and after a save. Tokens and queue are written before TransferQueue and the tracker file.
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
         save_tokens(self.agent_loop_manager.journals(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
+        self._checkpoints.after_save(self.global_steps)
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int

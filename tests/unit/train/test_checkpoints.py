@@ -9,12 +9,14 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from partial_rollout.errors import DataError
 from partial_rollout.train import checkpoints
 from partial_rollout.train.checkpoints import (
     MANIFEST,
     TRACKER,
+    CheckpointKeeper,
     choose_checkpoint,
     mark_whole,
     missing_parts,
@@ -163,3 +165,53 @@ def test_only_what_is_older_than_the_whole_ones_kept_is_removed(
     assert kept == (left or [1, 2, 3, 4, 5])
     assert [path.name for path in removed] == [f"global_step_{step}" for step in range(1, 6) if step not in kept]
     assert missing_parts(tmp_path / "global_step_4") == []
+
+
+def config(root: Path, *, estimator: str = "grpo", async_save: bool = False, **trainer: object) -> DictConfig:
+    return OmegaConf.create({
+        "algorithm": {"adv_estimator": estimator},
+        "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": async_save}}},
+        "trainer": {"default_local_dir": str(root), "nnodes": 1, "resume_mode": "auto", **trainer},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({"max_actor_ckpt_to_keep": 1}, [3]),
+        ({"max_actor_ckpt_to_keep": 2}, [2, 3]),
+        ({"remove_previous_ckpt_in_save": True}, [3]),
+        ({"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2, "estimator": "gae"}, [2, 3]),
+        ({"max_actor_ckpt_to_keep": 1, "estimator": "gae"}, [1, 2, 3]),
+        ({}, [1, 2, 3]),
+        ({"max_actor_ckpt_to_keep": 0}, [1, 2, 3]),
+        ({"max_actor_ckpt_to_keep": 1, "nnodes": 2}, [1, 2, 3]),
+        ({"max_actor_ckpt_to_keep": 1, "async_save": True}, [1, 2, 3]),
+    ],
+)
+def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
+    tmp_path: Path, changes: dict, left: list[int]
+) -> None:
+    """Over a restart, too: a keeper knows what earlier runs have saved."""
+    settings = config(tmp_path, **changes)
+    keeper = CheckpointKeeper(settings)
+    is_verls = bool({"nnodes", "async_save"} & changes.keys())
+    assert settings.trainer.get("max_actor_ckpt_to_keep") == (1 if is_verls else None)
+    for step in (1, 2):
+        save(tmp_path, step)
+    save(tmp_path, 3, whole=False)
+    keeper.after_save(3)
+    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir()) == left
+    assert (tmp_path / "global_step_3" / MANIFEST).exists() is not changes.get("async_save", False)
+
+
+def test_a_run_is_led_to_a_whole_checkpoint_before_verl_looks_for_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    torn = save(tmp_path, 2, whole=False, without="actor")
+    track(tmp_path, "")
+    CheckpointKeeper(config(tmp_path, resume_mode="disable")).before_load()
+    assert tracked(tmp_path) == ""
+    CheckpointKeeper(config(tmp_path)).before_load()
+    assert tracked(tmp_path) == "1"
+    with pytest.raises(DataError, match="lacks actor"):
+        CheckpointKeeper(config(tmp_path, resume_mode="resume_path", resume_from_path=str(torn))).before_load()
