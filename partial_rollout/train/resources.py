@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import ray
 from omegaconf import OmegaConf
+from ray._private import state as ray_state
 from ray._private.state import available_resources_per_node
 from verl.plugin.platform import get_platform
 
@@ -25,6 +27,8 @@ POOLS_OF_THEIR_OWN = {"reward.reward_model": "enable_resource_pool", "distillati
 """Configuration blocks that add a pool of devices, and the key of the block that turns the pool on."""
 CHECK_INTERVAL_S = 1.0
 """Free resources are asked for at this interval: Ray has no event for a node that joins or a job that ends."""
+TRANSFER_QUEUE = ("TransferQueueController", "transfer_queue")
+"""Name and namespace of TransferQueue's controller, literals in TransferQueue: each Ray cluster has one at most."""
 ADVICE = (
     "Raise ray_kwargs.ray_init.num_cpus, add nodes, end other jobs, or lower trainer.n_gpus_per_node, trainer.nnodes "
     "or transfer_queue.backend.SimpleStorage.num_data_storage_units"
@@ -125,5 +129,44 @@ def require_resources(
         if clock() >= deadline:
             raise ResourcesUnavailable(
                 f"the Ray cluster lacks {missing} (waited partial_rollout.timeouts.resources_s={timeout_s:g}). {ADVICE}"
+            )
+        sleep(CHECK_INTERVAL_S)
+
+
+def transfer_queue_holder() -> str | None:
+    """Whose TransferQueue the Ray cluster has, in words; None if it has none."""
+    name, namespace = TRANSFER_QUEUE
+    try:
+        controller = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    job_id = controller._actor_id.job_id.hex()
+    job = next((job for job in ray_state.jobs() if job["JobID"] == job_id), {})
+    where = f"process {job.get('DriverPid', '?')} on {job.get('DriverIPAddress', '?')}"
+    return f"Ray job {job_id} ({where}: {job.get('Entrypoint', 'command unknown')})"
+
+
+def require_own_transfer_queue(
+    timeout_s: float,
+    *,
+    holder: Callable[[], str | None] = transfer_queue_holder,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait at most `timeout_s` until no other run has its TransferQueue on this Ray cluster.
+
+    TransferQueue would join the other run's without a word: this run would clear the other one's rows when it restores
+    its queue, and end the other one's controller when it ends.
+
+    Raises:
+        ResourcesUnavailable: names the run that has it.
+    """
+    deadline = clock() + timeout_s
+    while (other := holder()) is not None:
+        if clock() >= deadline:
+            raise ResourcesUnavailable(
+                f"another run is training on this Ray cluster: {other} (waited {timeout_s:g} s for its end). One Ray "
+                "cluster carries one run, because TransferQueue has one name for all: wait for the other run, end it, "
+                "or start this one on a Ray cluster of its own (ray_kwargs.ray_init.address, RAY_ADDRESS)"
             )
         sleep(CHECK_INTERVAL_S)

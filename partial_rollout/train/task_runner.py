@@ -8,7 +8,7 @@ from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.observability.log import configure_logging
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.settings.mode import is_enabled, read_settings
-from partial_rollout.train.resources import require_resources
+from partial_rollout.train.resources import require_own_transfer_queue, require_resources
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,11 +21,13 @@ class TaskRunner(TaskRunnerBase):
         """Train to the end.
 
         Raises:
-            ResourcesUnavailable: the cluster cannot give what the run needs.
+            ResourcesUnavailable: the cluster cannot give what the run needs, or carries another run.
         """
         configure_logging()
         enabled = is_enabled(config)
-        require_resources(config, read_settings(config).timeouts.resources_s)
+        timeout_s = read_settings(config).timeouts.resources_s
+        require_own_transfer_queue(timeout_s)
+        require_resources(config, timeout_s)
         register_replicas(partial_rollout=enabled)
         if enabled:
             import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)

@@ -239,7 +239,7 @@ class PartialRolloutTrainer(PPOTrainer):
         super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Missing hook: before and after a save. Tokens and queue are written before TransferQueue and the tracker file.
+        """Missing hook: before and after a save. Tokens and queue are written before TransferQueue and tracker file.
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """

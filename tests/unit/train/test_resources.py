@@ -6,7 +6,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import ResourcesUnavailable
-from partial_rollout.train.resources import Need, Pool, needed_resources, require_resources
+from partial_rollout.train.resources import (
+    Need,
+    Pool,
+    needed_resources,
+    require_own_transfer_queue,
+    require_resources,
+)
 
 CONFIG = OmegaConf.create(
     {
@@ -82,3 +88,18 @@ def test_resources_that_come_free_in_time_are_enough() -> None:
         sleep=clock.sleep,
     )
     assert 5 < clock.now < 30
+
+
+def test_a_second_run_on_a_ray_cluster_is_refused_by_the_name_of_the_first() -> None:
+    clock = _Clock()
+    with pytest.raises(ResourcesUnavailable, match=r"Ray job 07 \(process 3 on n\).*One Ray cluster carries one run"):
+        require_own_transfer_queue(30.0, holder=lambda: "Ray job 07 (process 3 on n)", clock=clock, sleep=clock.sleep)
+    assert clock.now == 30.0
+
+
+def test_a_run_starts_when_the_one_before_it_has_ended() -> None:
+    clock = _Clock()
+    require_own_transfer_queue(
+        30.0, holder=lambda: "Ray job 07" if clock.now < 5 else None, clock=clock, sleep=clock.sleep
+    )
+    assert clock.now == 5
