@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))
     items.sort(key=lambda item: FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1)
+
+
+LEFT_OUT = pytest.StashKey[set[str]]()
+"""Tests that the marker expression of this run leaves out, over all of its processes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = set()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[LEFT_OUT].add(item.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist tells the one that reports."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = sorted(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", ()))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What did not run: skipped tests with their reasons stand above (`-ra`); those left out are counted by folder."""
+    folders = Counter(Path(name.partition("::")[0]).parts[1] for name in config.stash[LEFT_OUT])
+    skipped = len(terminalreporter.stats.get("skipped", ()))
+    parts = [f"{count} of tests/{folder}" for folder, count in sorted(folders.items())]
+    left_out = f"; left out by this command: {', '.join(parts)}" if parts else ""
+    gpu = "what needs a GPU is no test: docs/results/gpu.md has its commands"
+    terminalreporter.line(f"not run: {skipped} skipped{left_out}; {gpu}")
 
 
 @pytest.fixture(scope="session")

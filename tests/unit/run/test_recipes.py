@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import re
 import shlex
@@ -31,13 +33,23 @@ def shell(script: str, *arguments: str, **variables: str) -> subprocess.Complete
 
 def command(script: str, *arguments: str, **variables: str) -> list[str]:
     """What the recipe would start, one argument each."""
-    done = shell(script, *arguments, PARTIAL_ROLLOUT_DRY_RUN="1", **variables)
+    return list(_command(script, arguments, tuple(variables.items())))
+
+
+@functools.cache
+def _command(script: str, arguments: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    done = shell(script, *arguments, PARTIAL_ROLLOUT_DRY_RUN="1", **dict(variables))
     assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout)
+    return tuple(shlex.split(done.stdout))
 
 
 def composed(words: list[str]) -> Any:
     """The configuration that a command line selects, Hydra's own part left out."""
+    return copy.deepcopy(_composed(tuple(words)))
+
+
+@functools.cache
+def _composed(words: tuple[str, ...]) -> Any:
     arguments = words[3:]
     name = "partial_rollout"
     if arguments[0] == "--config-name":
@@ -113,7 +125,11 @@ def test_a_path_may_hold_what_means_something_to_hydra(place: str):
 def test_further_overrides_come_last_and_unchanged(name: str):
     words = command(name, "trainer.total_training_steps=5", "trainer.logger=[console, file]")
     assert words[-2:] == ["trainer.total_training_steps=5", "trainer.logger=[console, file]"]
-    assert composed(words).trainer.total_training_steps == 5
+
+
+@pytest.mark.parametrize("name", ["run_quickstart_cpu.sh", "run_qwen3-0.6b_gsm8k_grpo.sh"])
+def test_the_last_override_counts(name: str):
+    assert composed(command(name, "trainer.total_training_steps=5")).trainer.total_training_steps == 5
 
 
 @pytest.mark.parametrize("name", ALL)
