@@ -194,7 +194,7 @@ class DiffusionServer:
             # After an unfinished drain some requests have lost their state in the engine, or are about to.
             self._admission.require_openable()
             await self._release_engine(DRAIN)
-            self._admission.open_nowait()
+            self._admission.open()
 
     async def sleep(self) -> None:
         """Let the drained engine give its memory back; its weights wait in host memory. May be called again.

@@ -69,7 +69,7 @@ class TimeWeightedMean:
 class Admission:
     """Parks, admits and drains requests.
 
-    `enter` waits at the gate, until `open_nowait` or `reject`. `close_and_drain` waits until every admitted request has
+    `enter` waits at the gate, until `open` or `reject`. `close_and_drain` waits until every admitted request has
     `arrived`, pauses the engine, and waits until every request has called `leave`; all of it within a limit.
 
     >>> async def interrupt_a_request():
@@ -84,7 +84,7 @@ class Admission:
     ...     coming = asyncio.create_task(admission.enter("b"))
     ...     await asyncio.sleep(0)
     ...     parked = admission.statistics().parked
-    ...     admission.open_nowait()
+    ...     admission.open()
     ...     return interrupted, parked, (await coming).request_id
     >>> asyncio.run(interrupt_a_request())
     (['a'], 1, 'b')
@@ -163,14 +163,14 @@ class Admission:
         return interrupted
 
     def require_openable(self) -> None:
-        """Raise IllegalTransition where `open_nowait` would: a drain has not finished."""
+        """Raise IllegalTransition where `open` would: a drain has not finished."""
         self._gate.require_openable()
 
     def require_drained(self) -> None:
         """Raise IllegalTransition unless a drain has finished and the gate is still shut."""
         self._gate.require_drained()
 
-    def open_nowait(self) -> None:
+    def open(self) -> None:
         """Admit all requests that wait and all that come.
 
         Raises:

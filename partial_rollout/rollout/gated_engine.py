@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM as verl's server sees it: `generate` reports to the gate and returns a segment of a response.
 
-A segment ends when the response is complete, or when the server interrupts the engine. With an interrupt mode of which
-requests stay in the engine, a request lives on between two of its segments:
+A segment ends when the response is complete, or when the server interrupts the engine. In the mode `keep_kv` a request
+stays in the engine between two of its segments:
 
     add -> running -ends-> gone
             |  ^

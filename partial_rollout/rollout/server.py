@@ -231,7 +231,7 @@ class PartialRolloutServer(ChannelServer):
         """
         self._weights.require_settled(self._name)
         async with self._control_lock:
-            self._admission.open_nowait()
+            self._admission.open()
 
     @control
     async def resume_generation(self) -> None:

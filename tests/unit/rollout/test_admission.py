@@ -39,13 +39,13 @@ async def test_open_and_closed_again_before_the_waiter_runs_lets_nobody_through(
     await admission.close_and_drain(no_pause, 1.0)
     waiter = asyncio.create_task(admission.enter("a"))
     await let_run()
-    admission.open_nowait()
+    admission.open()
     # `close_and_drain` shuts the gate before its first await: the waiter has been woken, but has not run.
     await admission.close_and_drain(no_pause, 1.0)
     await let_run()
     assert not waiter.done()
     assert admission.statistics().parked == 1
-    admission.open_nowait()
+    admission.open()
     assert await waiter is not None
 
 
@@ -84,10 +84,10 @@ async def test_a_drain_that_runs_out_names_the_requests_and_keeps_the_gate_shut(
         await admission.close_and_drain(no_pause, 0.01)
     assert admission.statistics().state is GateState.DRAINING
     with pytest.raises(IllegalTransition):
-        admission.open_nowait()
+        admission.open()
     admission.leave(stuck)
     await admission.close_and_drain(no_pause, 1.0)
-    admission.open_nowait()
+    admission.open()
 
 
 async def test_a_drain_that_runs_out_names_only_some_of_many():
@@ -135,6 +135,6 @@ async def test_mean_running_counts_from_the_opening_to_the_closing():
     await admission.close_and_drain(no_pause, 1.0)
     clock.now_s = 100.0
     assert admission.mean_running() == pytest.approx(1.5)
-    admission.open_nowait()
+    admission.open()
     clock.now_s = 110.0
     assert admission.mean_running() == 0.0
