@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from partial_rollout.errors import WeightMismatch
 from partial_rollout.weights.checks import parts_left_out, require_experts, require_parts
@@ -114,3 +115,18 @@ def test_a_missing_part_of_an_expert_is_named(missing: str) -> None:
 def test_an_expert_that_only_one_layer_lacks_is_named() -> None:
     with pytest.raises(WeightMismatch, match=r"layers\.3\.mlp\.experts\.2\..* was not sent, one of 3 experts"):
         require_experts([each for each in EXPERTS if "3.mlp.experts.2." not in each])
+
+
+def test_a_buffer_that_no_update_carries_is_the_same_after_a_reload() -> None:
+    """Rotary embeddings have such a buffer; vLLM warns "Failed to load weights" of them and puts the buffer back."""
+    model, table = torch.nn.Module(), torch.arange(4.0)
+    model.rotary_emb = torch.nn.Module()
+    model.rotary_emb.register_buffer("cos_sin_cache", table, persistent=False)
+    record_metadata_for_reloading(model)
+    reload = Reload(model)
+    reload.start()
+    assert model.rotary_emb.cos_sin_cache.is_meta
+    assert reload.expected() == set()
+    reload.finish(SimpleNamespace(dtype=torch.float32))
+    assert model.rotary_emb.cos_sin_cache.tolist() == [0, 1, 2, 3]
+    assert model.rotary_emb.cos_sin_cache.data_ptr() == table.data_ptr()
