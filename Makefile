@@ -8,7 +8,7 @@ PYTEST := $(VENV_PYTHON) -m pytest
 ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
 WORKERS ?= 2
-BENCHMARKS := $(filter-out bench_diffusion,$(basename $(notdir $(wildcard benchmarks/bench_*.py))))
+BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench docs config clean
@@ -53,9 +53,10 @@ test-omni: setup-omni ## tests with a real vllm-omni engine on the CPU
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-bench: setup-omni ## the benchmarks; the results replace those in benchmarks/results
-	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
-	$(OMNI_PYTHON) -m benchmarks.bench_diffusion --json benchmarks/results/bench_diffusion.json
+bench: setup-omni ## the benchmarks on a CPU, about an hour; results in outputs/bench (benchmarks/README.md)
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json outputs/bench/$$name.json || exit 1; done
+	$(OMNI_PYTHON) -m benchmarks.bench_diffusion --json outputs/bench/bench_diffusion.json
+	$(VENV_PYTHON) -m benchmarks.jobs --shape small --steps 10 --repeats 2 --budget-s 3000 --out outputs/bench/jobs
 
 docs: setup ## the documents as a site in build/site; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet

@@ -29,30 +29,23 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
-from benchmarks.bench_packing import as_plan, draw_lengths, partition, strided, verl_path, workload
-from benchmarks.packing_steps import (
-    NUM_RANKS,
-    SMALL,
-    Trainee,
-    cost_model,
-    model_sizes,
-    packed_step,
-    padded_step,
-    training,
-)
+from benchmarks.packing_steps import NUM_RANKS, SMALL, Trainee, cost_model, packed_step, padded_step, training
 from partial_rollout.advise.result import circumstances, devices, store, versions
 from partial_rollout.advise.shapes import SHAPES
 from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
@@ -69,7 +62,74 @@ if TYPE_CHECKING:
     Method = Callable[[list[int], int], Plan]
 
 WARM_UP_ROUNDS = 1
+COMPLETION_MEDIAN, COMPLETION_SIGMA, COMPLETION_CAP = 700, 0.9, 4096
+CUT_SHARE, CUT_SHARE_OF_LOG_NORMAL = 0.10, 0.0248
+PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
 PARTS = ("packed", "padded")
+
+
+def draw_lengths(num: int, seed: int) -> list[int]:
+    """Tokens of prompt and completion of `num` samples."""
+    rng, further = random.Random(seed), (CUT_SHARE - CUT_SHARE_OF_LOG_NORMAL) / (1 - CUT_SHARE_OF_LOG_NORMAL)
+    lengths: list[int] = []
+    for _ in range(num):
+        completion = rng.lognormvariate(math.log(COMPLETION_MEDIAN), COMPLETION_SIGMA)
+        cut = rng.random() < further or completion > COMPLETION_CAP
+        prompt = min(PROMPT_CAP, rng.lognormvariate(math.log(PROMPT_MEDIAN), PROMPT_SIGMA))
+        lengths.append((COMPLETION_CAP if cut else max(1, round(completion))) + max(1, round(prompt)))
+    return lengths
+
+
+def strided(per_rank: int) -> Method:
+    """Samples in turn; each rank cuts its own into micro-batches of `per_rank`."""
+
+    def plan(lengths: list[int], num_ranks: int) -> Plan:
+        ranks = [range(rank, len(lengths), num_ranks) for rank in range(num_ranks)]
+        starts = range(0, len(ranks[0]), per_rank)
+        return as_plan([[list(rank[at : at + per_rank]) for rank in ranks] for at in starts])
+
+    return plan
+
+
+def verl_path(token_budget: int) -> Method:
+    """What verl's trainer and engine do with `use_dynamic_bsz`: partition, then micro-batches on each rank."""
+
+    def plan(lengths: list[int], num_ranks: int) -> Plan:
+        ranks = partition(workload(lengths), num_ranks)
+        number = 1
+        while True:
+            cut = [rank_micro_batches([lengths[i] for i in rank], token_budget, number) for rank in ranks]
+            if len({len(rows) for rows in cut}) == 1:
+                break
+            number = max(map(len, cut))
+        rows = [[[rank[i] for i in row] for row in rows] for rank, rows in zip(ranks, cut, strict=True)]
+        return as_plan([list(micro_batch) for micro_batch in zip(*rows, strict=True)])
+
+    return plan
+
+
+def rank_micro_batches(lengths: list[int], token_budget: int, at_least: int) -> list[list[int]]:
+    """verl's micro-batches of one rank, without the all-reduce that agrees on their number."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    batch = TensorDict({"input_ids": mask, "attention_mask": mask}, batch_size=len(lengths))
+    # verl says list[None] in its annotations.
+    return cast("list[list[int]]", rearrange_micro_batches(batch, token_budget, min_num_micro_batch=at_least)[1])
+
+
+def partition(weights: list[int], num_ranks: int) -> list[list[int]]:
+    """verl's partition into parts of equal size, by Karmarkar-Karp."""
+    parts: Any = get_seqlen_balanced_partitions(weights, num_ranks, equal_size=True)
+    return parts
+
+
+def workload(lengths: list[int]) -> list[int]:
+    """verl's 24576 * L + L^2."""
+    return calculate_workload(torch.tensor(lengths)).tolist()
+
+
+def as_plan(micro_batches: list[list[list[int]]]) -> Plan:
+    """A plan nobody checked."""
+    return Plan(tuple(tuple(map(tuple, rows)) for rows in micro_batches), (len(micro_batches),))
 
 
 def packed_methods(options: argparse.Namespace) -> dict[str, Method]:
@@ -88,7 +148,7 @@ def padded_methods(options: argparse.Namespace) -> dict[str, Method]:
     """With `fixed` and ours bounded by the same number of padded tokens as the widest row of the others."""
 
     def verl_counts(lengths: list[int], num_ranks: int) -> Plan:
-        order = [i for rank in verl_ranks(lengths, num_ranks) for i in rank]
+        order = [i for rank in partition(workload(lengths), num_ranks) for i in rank]
         return cut(order, num_ranks, options.per_row)
 
     budget = options.per_row * max(max(lengths) for lengths in batches(options))
@@ -98,11 +158,6 @@ def padded_methods(options: argparse.Namespace) -> dict[str, Method]:
         "fixed": FixedCountPlanner(per_rank_batch_size=options.per_row).plan,
         "global (by length)": PaddedPlanner(token_budget=budget).plan,
     }
-
-
-def verl_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
-    """verl's equal-size partition by its workload."""
-    return partition(workload(lengths), num_ranks)
 
 
 def cut(order: Sequence[int], num_ranks: int, per_row: int) -> Plan:
@@ -210,7 +265,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=(SMALL, *SHAPES), default=SMALL, help="of the model (default: %(default)s)")
+    parser.add_argument("--shape", choices=list(SHAPES), default=SMALL, help="of the model (default: %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (default: both)")
     parser.add_argument(
         "--per-rank", type=int, default=16, help="samples a rank in a mini-batch (default: %(default)s)"
@@ -258,7 +313,7 @@ def main() -> None:
         "versions": versions(),
         "devices": devices() if how.device == "cuda" else [],
         "training": asdict(how),
-        "model": model_sizes(options.shape),
+        "model": asdict(SHAPES[options.shape]),
     }
     with tempfile.TemporaryDirectory() as folder:
         rows = options.json.with_suffix(".rows.jsonl") if options.json else Path(folder) / "rows.jsonl"

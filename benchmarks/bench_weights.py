@@ -292,7 +292,7 @@ def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0] if HAS_GPU else [0.5, 1.0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, nargs="+", help="buffers of these sizes; default: the transport's own")
     steps = ("equal", "speed")

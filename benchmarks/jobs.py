@@ -7,10 +7,10 @@
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Lengths are recorded
 (`--trace`, `--seed`), so all modes have the same work. Jobs are interleaved (A B C A B C), or run side by side on the
-GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.json`; `python -m benchmarks.plots` draws
-them): one that does not end within the budget, or its own seconds (`--job-s`), with the steps that it has. With
-`--rollout-only` nothing is trained: a model whose gradients and optimizer do not fit beside its engine can be measured,
-and a job of the same time has more steps. Everything else is verl's trainer. `--dry-run` shows the jobs' commands.
+GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.json`); one that does not end within the
+budget, or its own seconds (`--job-s`), is stored with the steps that it has. With `--rollout-only` nothing is trained:
+a model whose gradients and optimizer do not fit beside its engine can be measured, and a job of the same time has more
+steps. Everything else is verl's trainer. `--dry-run` shows the jobs' commands.
 """
 
 from __future__ import annotations
@@ -336,23 +336,13 @@ def parser() -> argparse.ArgumentParser:
     return line
 
 
-def checked(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line.
-
-    Raises:
-        SystemExit: one is not allowed.
-    """
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the jobs, and store what they measured."""
     options = parser().parse_args(words)
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
     if options.job_s is not None and options.job_s <= 0:
         raise SystemExit(f"--job-s {options.job_s} is not allowed: must be above 0")
-    return options
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the jobs, and store what they measured."""
-    options = checked(words)
     if options.dry_run:
         for mode, job in Jobs(options).commands(Path("INPUTS")).items():
             print(f"{mode}: {shlex.join(job)}")

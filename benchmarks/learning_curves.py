@@ -15,11 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks.jobs import CPU_MODES, mode_options
@@ -31,7 +26,7 @@ from partial_rollout.runtime.termination import heed_termination
 
 REWARD, GEN_SECONDS = "critic/score/mean", "timing_s/gen"
 WINDOW = 10
-"""Steps of the from/to numbers at each end, and of the drawn means."""
+"""Steps of the from/to numbers at each end."""
 WARMUP_STEPS = 5
 SLOTS = 64
 """Of the quickstart: 16 prompts x 4."""
@@ -99,26 +94,6 @@ def summarise(jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def draw(jobs: list[dict[str, Any]], out: Path) -> None:
-    """One panel for the reward, one for generation seconds; mean over seeds, and their range."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6.5), sharex=True, layout="constrained")
-    for mode in dict.fromkeys(job["mode"] for job in jobs):
-        own = [job for job in jobs if job["mode"] == mode]
-        for panel, name in ((top, "reward"), (bottom, "gen_s")):
-            curves = np.array([_trailing_mean(job[name]) for job in own])
-            steps = np.arange(1, curves.shape[1] + 1)
-            [line] = panel.plot(steps, curves.mean(axis=0), label=f"{mode} ({len(own)} seeds)")
-            panel.fill_between(steps, curves.min(axis=0), curves.max(axis=0), alpha=0.15, color=line.get_color())
-    top.set_ylabel(f"mean reward of {WINDOW} steps\n(band: range over seeds)")
-    top.legend()
-    bottom.set(xlabel="training step", ylabel="generation, seconds a step", ylim=(0, None))
-    figure.savefig(out, dpi=120)
-
-
-def _trailing_mean(values: list[float]) -> list[float]:
-    return [statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=list(COMPARED), choices=CPU_MODES)
@@ -127,18 +102,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, default=1, help="jobs side by side, each on two cores")
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/learning_curves"), help="logs and metrics")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/learning_curves.json")
-    parser.add_argument("--png", type=Path, default=ROOT / "docs/img/learning_curves.png")
+    parser.add_argument("--json", type=Path, default=ROOT / "outputs/learning_curves/learning_curves.json")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
     return parser
 
 
-def main() -> None:
-    """Run all jobs, store and draw."""
-    options = _parser().parse_args()
+def main(words: list[str] | None = None) -> None:
+    """Run all jobs, and store them."""
+    options = _parser().parse_args(words)
     heed_termination()
     about = circumstances(options)
-    for folder in ("task", "work", "png"):
+    for folder in ("task", "work"):
         del about["options"][folder]
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -150,8 +124,7 @@ def main() -> None:
     with closing(side_by_side(runs, make_lanes(options.at_once))) as ended:
         for job in tqdm(ended, desc="jobs", total=len(runs)):
             jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
-            store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json)
-            draw(jobs, options.png)
+            store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
     for mode, row in summarise(jobs).items():
         print(mode, row)
 

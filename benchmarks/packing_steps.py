@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from partial_rollout.advise.shapes import SHAPES
 from partial_rollout.packing import CostModel
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
 NUM_RANKS = 2
 SMALL = "small"
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-"""Of the small shape."""
 MAX_POSITIONS = 8192
 GPU_TIMEOUT = timedelta(seconds=60)
 """Of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
@@ -42,30 +32,17 @@ LOSS_CHUNK = 8192
 """Tokens whose log-probs are computed at once; with 151,936 logits each, fewer than 2**31 numbers."""
 
 
-def model_config(shape: str) -> Qwen3Config:
-    """Of the small model, or of one of `gpu.inputs.SHAPES`."""
-    if shape == SMALL:
-        return Qwen3Config(**cast("dict[str, Any]", SIZES), max_position_embeddings=MAX_POSITIONS)
-    return SHAPES[shape].config(MAX_POSITIONS)
-
-
-def model_sizes(shape: str) -> dict[str, int]:
-    """By their names in the configuration."""
-    config = model_config(shape)
-    return {name: getattr(config, name) for name in SIZES}
-
-
 def cost_model(shape: str) -> CostModel:
-    """Of that model."""
-    sizes = model_sizes(shape)
+    """What a row costs a model of one of `SHAPES`."""
+    sizes = SHAPES[shape]
     return CostModel.from_model(
-        hidden_size=sizes["hidden_size"],
-        num_layers=sizes["num_hidden_layers"],
-        num_heads=sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        head_dim=sizes["head_dim"],
-        intermediate_size=sizes["intermediate_size"],
-        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate,
+        vocab_size=sizes.vocabulary,
     )
 
 
@@ -101,7 +78,7 @@ class Trainee:
     def __init__(self, shape: str, rank: int, port: int) -> None:
         """Join the group at `port` of this host."""
         how = training(shape)
-        self.rank, self.small = rank, shape == SMALL
+        self.rank = rank
         self.device = torch.device(how.device, rank) if how.device == "cuda" else torch.device(how.device)
         if how.device == "cuda":
             torch.cuda.set_device(self.device)
@@ -118,7 +95,7 @@ class Trainee:
         torch.manual_seed(0)
         with self.device:
             self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_config(
-                model_config(shape), dtype=getattr(torch, how.dtype)
+                SHAPES[shape].config(MAX_POSITIONS), dtype=getattr(torch, how.dtype)
             )
         self.model.train()
         if how.gradient_checkpointing:
@@ -146,17 +123,13 @@ class Trainee:
         tokens = torch.randint(self.model.config.vocab_size, (length,))
         return Sample(tokens, {"advantages": torch.randn(length)})
 
-    def loss(self, logits: Tensor, tokens: Tensor, advantages: Tensor) -> Tensor:
-        """Sum of advantage x log-prob."""
-        return (policy_gradient if self.small else lean_policy_gradient)(logits, tokens, advantages)
-
 
 def packed_step(trainee: Trainee, samples: list[Sample]) -> None:
     """Forward and backward of one packed row."""
     row = pack(samples)
     tokens, advantages = row.input_ids.to(trainee.device), row.fields["advantages"].to(trainee.device)
     logits = trainee.model(tokens, position_ids=row.position_ids.to(trainee.device), use_cache=False).logits
-    trainee.loss(logits, tokens, advantages).backward()
+    policy_gradient(logits, tokens, advantages).backward()
 
 
 def padded_step(trainee: Trainee, samples: list[Sample]) -> None:
@@ -167,17 +140,11 @@ def padded_step(trainee: Trainee, samples: list[Sample]) -> None:
     lengths = torch.tensor([len(sample.tokens) for sample in samples])
     mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long().to(trainee.device)
     logits = trainee.model(tokens, attention_mask=mask, use_cache=False).logits
-    trainee.loss(logits, tokens, advantages).backward()
+    policy_gradient(logits, tokens, advantages).backward()
 
 
 def policy_gradient(logits: Tensor, tokens: Tensor, advantages: Tensor) -> Tensor:
-    """Sum of advantage x log-prob: logits (B, T, V), the others (B, T)."""
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return (log_probs * advantages[:, 1:]).sum()
-
-
-def lean_policy_gradient(logits: Tensor, tokens: Tensor, advantages: Tensor) -> Tensor:
-    """As `policy_gradient`, with fewer copies of the logits.
+    """Sum of advantage x log-prob: logits (B, T, V), the others (B, T).
 
     The last prediction of a row weighs nothing here, so that no logits need to be cut off and copied.
     """

@@ -154,11 +154,10 @@ def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class RunningRequests:
-    """Samples of the gauge over a job's engines; needs `rollout.disable_log_stats=False`."""
+    """vLLM's own gauge of a job's engines; needs `rollout.disable_log_stats=False`."""
 
     def __init__(self) -> None:
         self._pages: set[str] = set()
-        self.samples: list[float] = []
 
     def find(self, processes: Iterable[psutil.Process]) -> None:
         """Look for engine servers among `processes` until there is one."""
@@ -166,16 +165,9 @@ class RunningRequests:
             self._pages = {page for process in processes for page in _pages(process) if _read(page) is not None}
 
     def sample(self) -> float | None:
-        """Append the present sum over engines, and return it; nothing while none answers."""
+        """The present sum over engines; nothing while none answers."""
         running = [value for value in map(_read, self._pages) if value is not None]
-        if not running:
-            return None
-        self.samples.append(sum(running))
-        return self.samples[-1]
-
-    def utilisation(self, num_slots: int) -> float | None:
-        """Share of slots in use, over the moments at which any is."""
-        return utilisation(self.samples, num_slots)
+        return sum(running) if running else None
 
 
 def utilisation(samples: Iterable[float], num_slots: int) -> float | None:

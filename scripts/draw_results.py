@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
-from benchmarks.result import read_result
+from partial_rollout.advise.result import read_result
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

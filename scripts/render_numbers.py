@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.result import read_result
+from partial_rollout.advise.result import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"\{([a-z0-9_]+:[^{}]*)\}")

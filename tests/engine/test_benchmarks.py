@@ -72,3 +72,19 @@ def test_the_queue_is_measured_through_its_actor(repository, tmp_path):
     found = json.loads(path.read_text())
     assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
     assert all(found[name]["conserved"] for name in ("single", "batched"))
+
+
+def test_every_way_to_pack_is_measured(repository, tmp_path):
+    sizes = ["--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--rounds=1"]
+    path = tmp_path / "result.json"
+    start(repository, "benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
+    result = json.loads(path.read_text())
+    assert (result["ended"], result["rounds_whole"]) == ("done", {"packed": 1, "padded": 1})
+    assert result["training"]["gradient_checkpointing"]
+    assert set(result["packed"]) == {"strided", "verl", "fixed", "budget", "global"}
+    assert set(result["padded"]) == {"strided", "verl", "fixed", "global (by length)"}
+    for part in ("packed", "padded"):
+        assert result[part]["strided"]["ratio_to_strided"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    rows = [json.loads(line) for line in (tmp_path / "result.rows.jsonl").read_text().splitlines()]
+    expected = [(part, name) for part in ("packed", "padded") for name in result[part]]
+    assert sorted((row["part"], row["method"]) for row in rows) == sorted(2 * expected)  # the warm-up too

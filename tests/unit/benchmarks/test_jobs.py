@@ -102,6 +102,7 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     """Here they only write the metrics of steps, and the GPU that they see, into their logs."""
     show = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", f"{METRICS}{show}"])
+    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
     stored = read_result(tmp_path / "jobs.json")
@@ -232,6 +233,7 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(7)"])
+    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="no job got to a measured step"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")

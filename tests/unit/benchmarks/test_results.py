@@ -14,8 +14,6 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/results/gpu"
 RESULTS = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("predicted"))
 BEFORE_VERSIONS = {"reload_h200.json", "weights_h200.json"}
 """Which name a GPU, and torch."""
-LOADS = [name for name in RESULTS if name.startswith(("engine", "jobs"))]
-"""Of the benchmarks that draw lengths."""
 
 
 def stored(name: str) -> dict:
@@ -50,14 +48,6 @@ def test_a_sent_engine_generated_what_a_fresh_one_does(name):
     for case in cases:
         assert case["models_differ"]
         assert case["max_difference_to_fresh"] == case["max_difference_back"] == 0.0
-
-
-@pytest.mark.parametrize("name", LOADS)
-def test_a_load_can_be_drawn_again(name):
-    result = stored(name)
-    loads = result["workloads"].values() if "workloads" in result else [result["workload"]]
-    assert all(set(Workload(**load).__dict__) == set(load) for load in loads)
-    assert result["engine"]["shape"] == result["options"]["shape"]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("predicted*.json")))
