@@ -12,7 +12,7 @@ never on an opening that happened while the request waited.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from partial_rollout.errors import IllegalTransition
@@ -58,7 +58,8 @@ class Ticket:
 
     number: int
     request_id: str
-    since_s: float
+    since_s: float = 0.0
+    """When the request was admitted; 0 while it is parked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +75,16 @@ class GateStatistics:
     """Admitted requests that the engine has not yet confirmed."""
     parked: int
     oldest_in_flight_s: float = 0.0
-    oldest_in_flight_id: str = ""
-    oldest_parked_s: float = 0.0
-    oldest_parked_id: str = ""
 
 
 class Gate:
     """The gate. Times are passed in, in seconds of any monotonic clock.
 
     >>> gate = Gate()
-    >>> first = gate.park("request-1", now_s=0.0)
+    >>> first = gate.park("request-1")
     >>> gate.admit(first, now_s=0.0)
     >>> gate.close()  # a drain begins: the request that is inside has to leave
-    >>> second = gate.park("request-2", now_s=1.0)
+    >>> second = gate.park("request-2")
     >>> gate.verdict(second)
     <Verdict.WAIT: 'wait'>
     >>> gate.leave(first)
@@ -107,9 +105,9 @@ class Gate:
         self._arriving: dict[int, Ticket] = {}
         self._in_flight: dict[int, Ticket] = {}
 
-    def park(self, request_id: str, now_s: float) -> Ticket:
+    def park(self, request_id: str) -> Ticket:
         """Let a request wait; it is parked until `admit` or `unpark`."""
-        ticket = Ticket(self._next_number, request_id, now_s)
+        ticket = Ticket(self._next_number, request_id)
         self._next_number += 1
         self._parked[ticket.number] = ticket
         return ticket
@@ -140,7 +138,7 @@ class Gate:
         if not self.may_pass(ticket):
             raise IllegalTransition(f"gate {self.state.value}: request {ticket.request_id!r} may not be admitted")
         del self._parked[ticket.number]
-        entered = Ticket(ticket.number, ticket.request_id, now_s)
+        entered = replace(ticket, since_s=now_s)
         self._in_flight[ticket.number] = self._arriving[ticket.number] = entered
 
     def arrived(self, ticket: Ticket) -> None:
@@ -208,18 +206,15 @@ class Gate:
         return [ticket.request_id for ticket in self._in_flight.values()]
 
     def statistics(self, now_s: float) -> GateStatistics:
-        """Counts and the longest waits at `now_s`."""
-        inside, waiting = next(iter(self._in_flight.values()), None), next(iter(self._parked.values()), None)
+        """Counts, and the age of the oldest admitted request, at `now_s`."""
+        oldest = next(iter(self._in_flight.values()), None)
         return GateStatistics(
             state=self.state,
             openings=self.openings,
             in_flight=len(self._in_flight),
             arriving=len(self._arriving),
             parked=len(self._parked),
-            oldest_in_flight_s=now_s - inside.since_s if inside else 0.0,
-            oldest_in_flight_id=inside.request_id if inside else "",
-            oldest_parked_s=now_s - waiting.since_s if waiting else 0.0,
-            oldest_parked_id=waiting.request_id if waiting else "",
+            oldest_in_flight_s=now_s - oldest.since_s if oldest else 0.0,
         )
 
     def _step(self, event: GateEvent) -> GateState:

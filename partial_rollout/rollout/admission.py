@@ -110,7 +110,7 @@ class Admission:
 
         The caller must give the ticket back with `leave`.
         """
-        ticket = self._gate.park(request_id, self._clock())
+        ticket = self._gate.park(request_id)
         try:
             await self._gate_moved.wait_for(lambda: self._gate.verdict(ticket) is not Verdict.WAIT)
         except asyncio.CancelledError:
