@@ -1,6 +1,6 @@
-"""Small immutable values that cross actor boundaries.
+"""Small immutable values that actors send each other.
 
-They carry names, counts and versions, never tokens: one step's control traffic must not grow with response length.
+They carry names, counts and versions, but no tokens: what a step sends must not grow with the length of responses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptMeta:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A worker's exclusive right to generate one prompt; a report with an older `claim_id` is refused."""
+    """A worker's exclusive right to generate one prompt; a report on a claim that has ended is refused."""
 
     uid: str
     claim_id: int
@@ -35,9 +35,9 @@ class Claim:
     num_trajectories: int
     global_step: int
     attempt: int
-    """1 for the first try; grows when a group failed, lost its tokens to the staleness bound or its worker was lost."""
+    """1 at first; one more after each failure, loss of its worker, or loss of its tokens to the staleness bound."""
     goes_on: bool = False
-    """The first claim since a checkpoint was loaded: its trajectories may go on from the tokens saved there."""
+    """Whether the trajectories may go on from the tokens of a checkpoint: of the first claim after it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class ContextSpan:
-    """`num_tokens` consecutive response tokens whose context came to be in the engine in one way."""
+    """`num_tokens` consecutive response tokens whose contexts came to be in the engine in the same way."""
 
     kv_version: int
     """No KV of the context is older than this weight version."""
     origin: str
-    """`fresh` until the first interruption, then the interrupt mode that the context went through."""
+    """`fresh` until the first interruption, then the name of the interrupt mode that the context went through."""
     num_tokens: int
 
 
@@ -72,7 +72,7 @@ class TrajectorySummary:
     max_version: int
     num_interruptions: int = 0
     num_reprefilled_tokens: int = 0
-    """Tokens (prompt and response so far) that the engine has computed again after interruptions."""
+    """Tokens of the prompt and the response so far that engines have computed again after interruptions."""
     version_spans: tuple[VersionSpan, ...] = ()
     context_spans: tuple[ContextSpan, ...] = ()
 
@@ -86,7 +86,7 @@ class FinishedGroup:
     source_index: str
     trajectories: tuple[TrajectorySummary, ...]
     num_deferrals: int = 0
-    """Round boundaries at which the group was left behind."""
+    """How many rounds have ended without the group."""
 
     @property
     def min_version(self) -> int:
@@ -106,14 +106,14 @@ class TakeResult:
     groups: tuple[FinishedGroup, ...] = ()
     num_missing: int = 0
     deferred: tuple[Claim, ...] = ()
-    """Claims whose prompts this take has deferred: their trajectories must be held back."""
+    """Claims whose prompts are deferred now: their trajectories must be held back."""
     expired: tuple[FinishedGroup, ...] = ()
-    """Done groups past the staleness bound: once their rows are cleared, the queue must be told to discard them."""
+    """Groups past the staleness bound: the caller clears their rows and then calls `discard_expired`."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Counts at one moment. Invariant: admitted == pending + ongoing + deferred + done + taken + dropped."""
+    """Numbers of prompts at one moment. Always: admitted == pending + ongoing + deferred + done + taken + dropped."""
 
     admitted: int
     pending: int
@@ -131,7 +131,7 @@ class QueueStatistics:
     claimed_trajectories: int = 0
     """Trajectories of all ongoing prompts."""
     oldest_ongoing_s: float = 0.0
-    """Age of the oldest claim, without the time in which it was held back."""
+    """Seconds since the oldest claim of an ongoing prompt, without the time in which it was held back."""
     oldest_ongoing_uid: str = ""
     oldest_ongoing_worker: str = ""
 
@@ -153,7 +153,7 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """All a queue needs to continue after a restart; ongoing prompts come back as the oldest pending ones."""
+    """What a checkpoint holds of the queue; after a restart the ongoing prompts are the first pending ones."""
 
     pending: tuple[PromptMeta, ...] = ()
     """In the order in which they would be claimed."""
@@ -164,13 +164,13 @@ class QueueSnapshot:
     done: tuple[FinishedGroup, ...] = ()
     """Oldest finished first."""
     admitted: int = 0
-    """Counted on its own, not summed up: `restore` compares it with where the prompts are."""
+    """A count of its own, not a sum: `restore` compares it with the prompts that are there."""
     taken: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     failed_attempts: int = 0
     restarted: int = 0
     begun: dict[str, int] = field(default_factory=dict)
-    """Weight version at which an unfinished prompt began, if it has."""
+    """By uid of an unfinished prompt that has begun: the weight version at which it did."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts so far, by uid of an unfinished prompt that has any."""
     restarts: dict[str, int] = field(default_factory=dict)
@@ -178,11 +178,11 @@ class QueueSnapshot:
     deferrals: dict[str, int] = field(default_factory=dict)
     """Deferrals so far, by uid of an unfinished prompt that has any."""
     next_claim_id: int = 1
-    """Carried so that a claim from before the restart can never look current."""
+    """Saved so that no claim from before the restart has the id of a later one."""
 
     @property
     def unfinished(self) -> tuple[PromptMeta, ...]:
-        """Prompts that are to be generated or generated on."""
+        """Prompts whose trajectories are not complete."""
         return self.deferred + self.ongoing + self.pending
 
     def without(self, uids: AbstractSet[str], reason: str) -> QueueSnapshot:
@@ -214,7 +214,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's own last report."""
+    """What a worker reported last of itself."""
 
     inflight_trajectories: int
     slot_budget: int
@@ -226,17 +226,17 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStatus:
-    """All that is shown of the prompt manager: what the command line, the metrics and the tests read."""
+    """What the prompt manager shows: the status command, the metrics and the tests read it."""
 
     queue: QueueStatistics
     capacity: int
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
     step: int = -1
-    """Training step last reported; -1 before the first."""
+    """The training step that the trainer reported last; -1 before the first one."""
     weight_version: int = -1
     gate: str = "unknown"
     last_failure: str = ""
-    """Uid and reason of the attempt that failed last."""
+    """Uid of the prompt whose attempt failed last, and the reason."""
     closed: str = ""
     """Why the manager was closed; empty while it is open."""
 

@@ -1,6 +1,6 @@
-"""Pulls prompts from the manager by trajectory slots, and answers for each exactly once. Knows neither Ray nor verl.
+"""A worker's claim loop: it claims prompts while slots are free, runs them, and reports each exactly once.
 
-Concurrency, all on one event loop, the worker actor's:
+It knows neither Ray nor verl. All its tasks run on the event loop of the worker actor:
 
 | task           | consumes               | produces                       | waits for       | unblocked by   |
 |----------------|------------------------|--------------------------------|-----------------|----------------|
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLAIM_POLL_S = 30.0
-"""Length of one long poll; a bound on how long a lost wake-up could matter, not a pace."""
+"""Length of one long poll. The manager answers as soon as there is a claim; this bounds the loss if it does not."""
 
 FATAL_ERRORS = (EngineDead, DrainTimeout, ResumeStalled, ClusterError, InternalError, ConfigError)
-"""What another attempt would meet again; a bare EngineError is the failure of one request and is retried."""
+"""Errors that another attempt would meet again. A bare EngineError is the failure of one request, and is retried."""
 
 
 class Reporter:
@@ -94,7 +94,9 @@ class Reporter:
         if finished:
             stale = await self._manager.finish_many(finished)
             if stale:
-                logger.warning("worker %s finished prompts that are no longer its own: %s", self._worker_id, stale)
+                logger.warning(
+                    "worker %s finished prompts whose claims had ended meanwhile: %s", self._worker_id, stale
+                )
             for claim, _ in finished:
                 self._acknowledged(claim)
         await self._manager.report_worker(self._worker_id, self._status())
@@ -109,7 +111,8 @@ class ClaimLoop:
                                                                                        +-- TooStale: expire
                                                                                        +-- fatal: `run` raises
                                                                                        +-- else: fail (retried)
-    A claim that is held back keeps its trajectories without slots; it goes on when the manager hands it out again.
+    The trajectories of a claim that is held back wait without slots; they go on when the manager hands the claim out
+    again.
     """
 
     def __init__(
@@ -134,10 +137,10 @@ class ClaimLoop:
         self._stopping = False
 
     async def run(self, num_per_prompt: int) -> None:
-        """Claim and generate until `stop`; `num_per_prompt` is the least number of slots worth asking for.
+        """Claim and generate until `stop`. The manager is asked for claims when `num_per_prompt` slots are free.
 
         Raises:
-            EngineError, ClusterError, InternalError, ConfigError: whatever a group could not answer for by itself.
+            EngineError, ClusterError, InternalError, ConfigError: an error that every further prompt would meet.
         """
         self._supervisor = supervisor = Supervisor()
         self._stopping = False
@@ -164,7 +167,7 @@ class ClaimLoop:
         return await self._manager.release_worker(self._worker_id)
 
     def hold(self, claims: Sequence[Claim]) -> None:
-        """Hold back the trajectories of those `claims` that are this worker's, from their next request on."""
+        """Hold back the trajectories of this worker's claims among `claims`, from their next request on."""
         self.holds.hold(claim.claim_id for claim in claims if claim.worker_id == self._worker_id)
 
     async def _claim_for_ever(self, supervisor: Supervisor, num_per_prompt: int) -> None:
@@ -225,7 +228,7 @@ class ClaimLoop:
             self._reporter.finish(claim, summaries)
             return
         self._worker.forget(claim)
-        # Before the claim is given back: from then on another worker may write these keys.
+        # The rows go before the claim is given back: from then on another worker may write under these keys.
         await self._store.clear([summary.key for summary in summaries])
         if any(isinstance(error, RunEnded) for error in errors):
             await self._manager.give_back(claim)
@@ -236,7 +239,11 @@ class ClaimLoop:
 
     async def _expire(self, claim: Claim) -> None:
         restarted = await self._manager.expire(claim)
-        logger.info("prompt %s is too stale and is %s", claim.uid, "restarted" if restarted else "dropped")
+        logger.info(
+            "tokens of prompt %s are past the staleness bound: the prompt is %s",
+            claim.uid,
+            "restarted" if restarted else "dropped",
+        )
         if not restarted:
             await self._store.clear([claim.uid])
 
@@ -251,6 +258,6 @@ class ClaimLoop:
             await self._store.clear([claim.uid])
 
     async def _drop(self, claim: Claim, error: DataError) -> None:
-        logger.warning("prompt %s dropped: %s", claim.uid, error)
+        logger.warning("prompt %s is dropped: %s", claim.uid, error)
         await self._manager.drop(claim, error.reason)
         await self._store.clear([claim.uid])

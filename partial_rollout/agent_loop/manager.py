@@ -1,4 +1,4 @@
-"""Spawns and watches the agent-loop workers; admits training prompts and runs validation."""
+"""Starts and watches the agent-loop workers; admits training prompts and runs validation."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from partial_rollout.types import Claim
 
 HOLD_TIMEOUT_S = 60.0
-"""A worker only notes what it has to hold back."""
+"""A worker answers at once: it only notes which claims are held back."""
 JOURNAL_TIMEOUT_S = 300.0
 """Tokens of all trajectories in flight travel through Ray's object store."""
 STOP_TIMEOUT_S = 60.0
-"""A worker that stops only cancels its tasks."""
+"""A worker that stops cancels its tasks and waits until they have ended."""
 WORKER_START_TIMEOUT_S = 300.0
 """Loading tokenizer and reward code on a cold file system takes a minute or two."""
 
 
 class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
-    """Lives in the trainer's process.
+    """The agent-loop workers as the trainer sees them; lives in the trainer's process.
 
-    Training prompts: `generate_sequences` admits them to the prompt manager; workers pull.
-    Validation prompts: verl's own push path, and `wait_validation` observes its end.
+    `generate_sequences` admits training prompts to the prompt manager, from which the workers claim them. It pushes
+    validation prompts to the workers, as verl does, and `wait_validation` waits for their end.
     `loops` are the workers' `run` calls: whoever waits for a batch waits for them too, so a lost worker ends the run.
     """
 
@@ -103,7 +103,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
         """Hold back the trajectories of deferred prompts, and end those with older tokens than `oldest_version`.
 
-        Returns when every worker knows: each trajectory finds out before it asks an engine for more.
+        Returns when every worker knows. Each trajectory finds out before its next request to an engine.
         """
         if claims or oldest_version is not None:
             calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
@@ -116,10 +116,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
 
     def journals(self) -> Saved:
-        """Tokens of all trajectories in flight, and of restored ones nobody claimed yet, by `{uid}_{session}`.
+        """Tokens of all trajectories in flight, and of restored ones that nobody has claimed yet, by `{uid}_{session}`.
 
-        The first worker sends the restored ones; all forget those that one of them has started. One that starts between
-        the two calls is sent by the worker that runs it, and that answer replaces the first worker's.
+        The first worker sends the restored trajectories that no worker has started; all workers forget the others. A
+        trajectory may start between the two calls: then the worker that runs it sends it too, and that answer counts.
         """
         workers = self.agent_loop_workers
         calls = [worker.unclaimed.remote() for worker in workers]

@@ -1,7 +1,7 @@
-"""Agent-loop worker: verl's actor, generating the prompts that its claim loop pulls from the manager.
+"""Agent-loop worker: verl's actor, which generates the prompts that its claim loop claims from the manager.
 
-The tasks of the claim loop are described in claim_loop.py. Beside them runs validation, verl's own path: it consumes
-the rows handed to `validate`, produces rows in TransferQueue's partition "val", and ends with its last trajectory.
+The tasks of the claim loop are described in claim_loop.py. Validation takes verl's own path beside them: it consumes
+the rows handed to `validate`, writes rows to TransferQueue's partition "val", and ends with its last trajectory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOOLLESS_AGENT = "single_turn_agent"
 
 
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
-    """verl's agent-loop worker plus a supervised claim loop; agent loops run inside unchanged."""
+    """verl's agent-loop worker with a supervised claim loop; verl's agent loops run in it unchanged."""
 
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
@@ -67,7 +67,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return await self._claim_loop.stop()
 
     async def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
-        """Hold back trajectories of those `claims` that are this worker's, and end those with tokens that are older."""
+        """Hold back this worker's trajectories of `claims`, and end those with tokens older than `oldest_version`."""
         self._claim_loop.hold(claims)
         self._trajectories.oldest_version = oldest_version
 
@@ -93,7 +93,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return self._trajectories.unclaimed()
 
     async def journals(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
-        """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` those of restored ones.
+        """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` of restored ones not started.
 
         Restored tokens of trajectories that are not in `unclaimed` are forgotten.
         """
@@ -101,14 +101,14 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return self._trajectories.states() | (restored if with_unclaimed else {})
 
     async def restore_journals(self, saved: Saved) -> None:
-        """Let trajectories go on from the tokens of a checkpoint, except where routed experts would be missing."""
+        """Let trajectories go on from the tokens of a checkpoint, which holds no routed experts to replay."""
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
 
-        Raises what a prompt's task raised: such a prompt never becomes terminal there, and verl would wait for it.
+        Raises what the task of a prompt raised: verl would wait for ever for that prompt's rows.
         """
         await self.generate_sequences(batch)
         if not self.background_tasks:
@@ -166,7 +166,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return summaries(trajectory, outputs)
 
     def forget(self, claim: Claim) -> None:
-        """The claim has ended."""
+        """The claim has ended and the manager knows; until then a checkpoint needs the tokens."""
         self._trajectories.forget(claim.claim_id)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:

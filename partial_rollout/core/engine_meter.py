@@ -1,4 +1,4 @@
-"""What a decode step takes an engine at each load, learned from the tokens it hands over. Pure: times are passed in."""
+"""How long an engine's decode step takes at each load, measured on the tokens it hands over. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 SMOOTHING = 0.1
-"""Weight of a new measurement: some tens of them follow a change."""
+"""Weight of a new measurement: after a change, some tens of measurements bring the average to the new value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,20 @@ class _Average:
 
 
 class EngineMeter:
-    """begin -> tokens, again and again -> end
+    """Averages the seconds of an engine's decode steps, one average for each power of two of the batch size.
 
-    The seconds of a decode step are those between two hand-overs of a request, divided by the request's tokens. So they
-    hold whatever the engine did besides: they are what a token really takes at that load. A request's first tokens are
-    not measured, because it waited for its prefill. There is one average for each power of two of the batch size.
+    begin -> tokens, again and again -> end
+
+    A measurement is the time between two hand-overs of one request, divided by the number of tokens handed over. It
+    includes whatever else the engine did meanwhile, so it is what a token really takes at that load. A request's first
+    tokens are not measured, because the request waited for its prefill.
+
+    >>> meter = EngineMeter()
+    >>> meter.begin("request-1")
+    >>> for now_s in (0.0, 0.5, 1.0):
+    ...     meter.tokens("request-1", num_tokens=10, now_s=now_s)
+    >>> meter.speed().step_s(batch=1)
+    0.05
     """
 
     def __init__(self) -> None:

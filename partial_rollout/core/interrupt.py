@@ -1,4 +1,7 @@
-"""What becomes of a request's tokens and KV when the step ends before it does. Pure; see docs/design/0006."""
+"""What becomes of a request's tokens and KV cache when the step ends before the request. Pure.
+
+The modes are compared in docs/design/0006-tail-scheduling.md.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 FRESH = "fresh"
 """Origin of a context that was never interrupted."""
 REPREFILLED = "abort"
-"""Origin of a context that was sent to an engine again and computed by the weights that went on with it."""
+"""Origin of a context that was sent to an engine again, and computed by the weights that sampled the next tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,9 @@ class InterruptMode:
     stays: bool
     """The request stays in the paused engine; otherwise it leaves and is sent again."""
     retains_kv: bool
-    """What old weights computed is used on; otherwise the whole context is computed again."""
+    """The KV that old weights computed is used on; otherwise the whole context is computed again."""
     releases_memory: bool = False
-    """KV outlives the release of engine memory, in the host's."""
+    """The KV is kept in host memory while the engine's memory is released for training."""
 
     @property
     def clears_cache(self) -> bool:
@@ -41,15 +44,15 @@ MODES = {
         InterruptMode("offload_kv", stays=False, retains_kv=True, releases_memory=True),
     )
 }
-"""By the names that `partial_rollout.tail.interrupt_mode` allows."""
+"""All modes by name; the names are the values of `partial_rollout.tail.interrupt_mode`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What an interrupted request has left in its engine, for the client to hand back when it goes on."""
+    """What an interrupted request has left in its engine; the client hands it back when the request goes on."""
 
     cache_salt: str | None
-    """Under which its blocks are found; None if they are not to be."""
+    """The salt under which the prefix cache finds the request's blocks; None if they shall not be found."""
     kv_version: int
     """No KV of the context is older than this weight version."""
     kept_id: str | None = None
@@ -61,9 +64,9 @@ class Context:
     """How a segment's context came to be in the engine."""
 
     kv_version: int
-    """No KV of it is older than this weight version."""
+    """No KV of the context is older than this weight version."""
     origin: str
-    """FRESH, or the interrupt mode that it went through: REPREFILLED if nothing of it was found."""
+    """FRESH, or the name of the interrupt mode that the context went through; REPREFILLED if no KV of it was left."""
     num_reused_tokens: int = 0
     """Tokens of a resumed context that were not computed again."""
 
@@ -77,24 +80,25 @@ def context_of(
     context_len: int,
     num_cached_tokens: int,
 ) -> Context:
-    """How the context of a segment came about.
+    """How a segment's context came to be in the engine.
 
     Args:
-        version: weights that sampled the segment.
-        retained: what the segment before it left behind; None for the first, and when nothing was.
-        went_on: the request was still in the engine.
-        context_len: tokens that the segment goes on from; 0 for a first one.
-        num_cached_tokens: of a request that was sent again, tokens found in the prefix cache.
+        mode: how the request was interrupted.
+        version: the weight version that sampled the segment.
+        retained: what the previous segment left in the engine; None for a first segment, and when nothing was left.
+        went_on: whether the request had stayed in the engine.
+        context_len: number of tokens that the segment goes on from; 0 for a first segment.
+        num_cached_tokens: tokens of a request that was sent again which the prefix cache had.
     """
     if context_len == 0:
         return Context(version, FRESH)
     reused = context_len if went_on else num_cached_tokens
     if retained is None or not mode.retains_kv or reused == 0:
-        # Hits without anything retained are a sibling's prompt, computed since the interruption.
+        # Where nothing was retained, the cache still has the prompt if a sibling computed it since the interruption.
         return Context(version, REPREFILLED, reused)
     return Context(retained.kv_version, mode.name, reused)
 
 
 def mode_of(tail: TailConfig) -> InterruptMode:
-    """The configured mode."""
+    """The mode of a configuration."""
     return MODES[tail.interrupt_mode]

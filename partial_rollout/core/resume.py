@@ -1,11 +1,11 @@
-"""One generation that may be interrupted: what was produced, what to ask for next, when it is finished. Pure.
+"""One response that may be interrupted: the tokens so far, the next request to the engine, and the end. Pure.
 
     next_request -> (engine) -> add(segment) --+--> finished
          ^                                     |
          +------- "aborted", budget left ------+
 
-The token budget is one number for the whole generation, so the sum of all segments is what an uninterrupted request
-could have produced, and never more.
+The token budget is one number for the whole response: all segments together have as many tokens as one uninterrupted
+request could have produced, and never more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class GenerationState:
-    """All of a generation that has to be written down to go on with it in another process."""
+    """What a checkpoint holds of a generation, so that another process can go on with it."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -59,7 +59,10 @@ class GenerationState:
     num_interruptions: int
     num_reprefilled_tokens: int
     settings: str = ""
-    """How the tokens were sampled, and on which pictures; a checkpoint without them answers no call that says how."""
+    """How the tokens were sampled and on which pictures; only a generation with the same `settings` goes on from them.
+
+    Checkpoints from before this field have an empty one.
+    """
     context_spans: list[ContextSpan] = field(default_factory=list[ContextSpan])
 
 

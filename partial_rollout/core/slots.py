@@ -1,4 +1,4 @@
-"""How many trajectories generate at the same time, adapted to the engines. Pure: no clock, no waiting.
+"""The budget of trajectory slots, adapted to what the engines can carry. Pure: no clock, no waiting.
 
 Additive increase, multiplicative decrease (Chiu and Jain, 1989): while slots are what limits the engines, the budget
 grows by a constant; when the KV cache runs out, it shrinks by a factor. A smaller budget interrupts nobody: slots are
@@ -16,38 +16,43 @@ if TYPE_CHECKING:
     from partial_rollout.core.engine_meter import EngineSpeed
 
 DECREASE = 0.75
-"""A preempted request is computed again from its prompt on, so it pays to leave the pressure quickly."""
+"""A preempted request is computed again from its prompt on, so the budget has to fall quickly."""
 KV_HIGH = 0.9
 """Share of the KV cache from which on it counts as full: running requests still grow, and beyond it they preempt."""
 WORTH = 0.1
-"""A raise must bring this share of what it would if decode steps took no longer: more slots also mean older tokens."""
+"""More slots also mean older tokens. So a raise must bring at least this share of the tokens that it would bring if
+decode steps took no longer with more requests in them."""
 STEP_SHARE = 8
-"""The first budget is raised by one part of so many: a doubling takes eight rises."""
+"""A raise adds the first budget divided by this number, so a doubling takes eight raises."""
 
 
 def share_slots(num_slots: int, *, num_workers: int, group: int) -> list[int]:
-    """Each worker's slots, in whole groups: the first ones have a group more where they do not come out even."""
+    """Each worker's slots, in whole groups; the first workers have a group more where the groups do not come out even.
+
+    >>> share_slots(20, num_workers=2, group=4)
+    [12, 8]
+    """
     each, num_larger = divmod(num_slots // group, num_workers)
     return [(each + (rank < num_larger)) * group for rank in range(num_workers)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What engines say of themselves at one moment, summed up; the KV cache's is that of the fullest one."""
+    """The load of all engines at one moment: sums, and of the KV cache the usage in the fullest engine."""
 
     running: int = 0
     """Requests that are being generated."""
     waiting: int = 0
-    """Requests that the engine has accepted and found no room for."""
+    """Requests that an engine has accepted and has no room for."""
     kv_usage: float = 0.0
     """Share of the KV cache in use, from 0 to 1."""
     num_preemptions: int = 0
-    """Running requests that lost their place to others, since the engine's start."""
+    """How often running requests had to make room for others, since the engines' start."""
     num_tokens: int = 0
-    """Tokens generated since the engine's start."""
+    """Tokens generated since the engines' start."""
 
     def __add__(self, other: EngineLoad) -> EngineLoad:
-        """The load of both."""
+        """The load of two engines, or of two groups of engines."""
         return EngineLoad(
             self.running + other.running,
             self.waiting + other.waiting,
@@ -59,19 +64,19 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class SlotBounds:
-    """Between what the budget moves; multiples of `group`."""
+    """The bounds of the budget; multiples of `group`."""
 
     least: int
     most: int
     group: int = 1
-    """Trajectories of a prompt: the budget is a multiple of it, because they are claimed together."""
+    """Trajectories of a prompt. They are claimed together, so the budget is a multiple of their number."""
     num_workers: int = 1
-    """Each has its share of the budget, and may have less than a group free that nobody can claim."""
+    """Each worker has a share of the budget, of which fewer slots than a group may be free that nobody can claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDecision:
-    """One look at the engines."""
+    """What one look at the engines has decided."""
 
     before: int
     after: int
@@ -84,7 +89,14 @@ class SlotDecision:
 
 
 class SlotController:
-    """The budget of trajectory slots over all workers: `observe` as often as you like, and apply what it decides."""
+    """Decides the budget of trajectory slots of all workers together, one look at the engines after the other.
+
+    >>> controller = SlotController(64, SlotBounds(least=8, most=128, group=4))
+    >>> controller.observe(EngineLoad(kv_usage=0.4, num_tokens=900), slots_in_use=64)
+    SlotDecision(before=64, after=72, reason='all slots in use, KV cache 40% full')
+    >>> controller.observe(EngineLoad(kv_usage=0.95, num_tokens=1800), slots_in_use=72)
+    SlotDecision(before=72, after=52, reason='KV cache 95% full')
+    """
 
     def __init__(self, budget: int, bounds: SlotBounds) -> None:
         self._bounds = bounds
@@ -95,10 +107,10 @@ class SlotController:
     def observe(self, load: EngineLoad, slots_in_use: int, speeds: Sequence[EngineSpeed] = ()) -> SlotDecision:
         """Decide on the next budget.
 
-        `slots_in_use` are trajectories in generation over all workers; `speeds` of the engines, as far as they are
-        known, say whether more slots would bring more tokens.
+        `slots_in_use` counts trajectories in generation over all workers. `speeds` are those of the engines, as far as
+        known: they say whether more slots would bring more tokens.
         """
-        # An engine that was started again counts from 0.
+        # The count of an engine that was started again begins at 0.
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         before = self.budget
@@ -124,7 +136,7 @@ class SlotController:
         return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
 
     def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:
-        """Whether an engine would be faster with its share of the new budget; as long as none is known, yes."""
+        """Whether an engine would be faster with its share of the raised budget; yes, as long as no speed is known."""
         known = [speed for speed in speeds if len(speed.steps) > 1]
         shares = before / max(len(speeds), 1), self.budget / max(len(speeds), 1)
         gains = [speed.tokens_per_s(shares[1]) / speed.tokens_per_s(shares[0]) - 1 for speed in known]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHECK_INTERVAL_S = 5.0
-"""A dead peer of such a call sends no event; this is how late its death is noticed."""
+"""How late the death of the other end is noticed, which sends no event."""
 
 
 def _healthy() -> None:
@@ -30,9 +30,9 @@ def call_bounded(
     check: Callable[[], None] = _healthy,
     check_interval_s: float = CHECK_INTERVAL_S,
 ) -> T:
-    """Return `call()`, or raise when it is late or `check` raises; it then goes on in a thread nobody waits for.
+    """Return `call()`, or raise when it is late or when `check` raises; a late call goes on in a thread of its own.
 
-    For calls whose failure ends the run: verl's weight channel waits for ever when its receiver dies.
+    For calls that cannot be cancelled and whose failure ends the run.
 
     Raises:
         WaitTimeout: `call` did not return in time; `who_waits` says who waited for whom.

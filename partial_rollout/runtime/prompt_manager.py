@@ -1,4 +1,4 @@
-"""The prompt manager: waiting, waking and bookkeeping around `core.queue.PromptQueue`, as one named Ray actor.
+"""The prompt manager: a named Ray actor that holds the `PromptQueue`, and in which callers wait for its changes.
 
 | caller  | calls                         | waits for                         | woken by                               |
 |---------|-------------------------------|-----------------------------------|----------------------------------------|
@@ -54,19 +54,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 1.0
-"""Metrics are exported at most this often, so their cost does not grow with the rate of events."""
+"""Metrics are exported once in this time, so their cost does not grow with the number of events."""
 
 NAMESPACE = "partial_rollout"
 """Ray namespace of the manager, which the names of concurrent runs tell apart."""
 MAX_CONCURRENT_CALLS = 10_000
-"""Every worker parks one long poll here; the bound only has to be far above the number of workers."""
+"""Every worker has one long poll waiting here, so this must be far above the number of workers."""
 
 ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "max_concurrency": MAX_CONCURRENT_CALLS,
     "enable_task_events": False,
 }
-"""Without task events: thousands of calls a second would crowd out everything else in the dashboard's task list."""
+"""Task events are off: thousands of calls a second would crowd all other tasks out of the Ray dashboard."""
 
 
 class RolloutPromptManager:
@@ -375,7 +375,7 @@ def warn_of_long_running(queue: PromptQueue, limit_s: float) -> None:
 
 
 def describe_wait(queue: PromptQueue, num_groups: int, timeout_s: float) -> str:
-    """Why a wait for `num_groups` groups that ended after `timeout_s` was in vain, as far as the queue knows."""
+    """What the queue knows of the reason why `num_groups` groups were not done after `timeout_s`."""
     now = queue.statistics()
     oldest = (
         f"oldest ongoing prompt {now.oldest_ongoing_uid!r} at worker {now.oldest_ongoing_worker!r} "
@@ -384,7 +384,7 @@ def describe_wait(queue: PromptQueue, num_groups: int, timeout_s: float) -> str:
         else f"no prompt is ongoing, the next one needs {queue.next_group_size} free slots"
     )
     num_due = queue.num_due(num_groups)
-    due = f"; {num_due} of them must finish first, by tail.max_staleness" if num_due else ""
+    due = f"; {num_due} ongoing prompts must finish before, by partial_rollout.tail.max_staleness" if num_due else ""
     return (
         f"take_batch waited {timeout_s:.1f} s for {num_groups} groups: pending {now.pending}, "
         f"ongoing {now.ongoing}, done {now.done}, deferred {now.deferred}; {oldest}{due}"

@@ -1,4 +1,4 @@
-"""Ray calls with a deadline that says who waited for whom."""
+"""Ray calls with a deadline; the error of a late one names who waited for whom."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> An
 
 
 def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
-    """All answers, in order; raises as `wait_for` and says how many were late."""
+    """All answers, in order. Raises as `wait_for`; WaitTimeout says how many answers were late."""
     try:
         return ray.get(list(refs), timeout=timeout_s)
     except GetTimeoutError:
@@ -36,7 +36,7 @@ def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_wa
 
 
 async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) -> Any:
-    """`wait_for` in an event loop; nobody waits for a late answer any more."""
+    """As `wait_for`, in an event loop. A late answer is dropped."""
 
     async def awaited() -> Any:
         return await ref

@@ -1,4 +1,4 @@
-"""Background tasks whose failure somebody always sees."""
+"""Background tasks whose failure is always seen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 30.0
-"""How long a cancelled task may take to clean up before it is left behind."""
+"""How long a cancelled task may take to clean up before it is left running."""
 
 
 class Supervisor:
@@ -44,7 +44,7 @@ class Supervisor:
         return task
 
     def fail(self, error: BaseException) -> None:
-        """Fail everything waited for through `guard`, as a task does that raises."""
+        """Fail everything that is waited for through `guard`, as a supervised task does when it raises."""
         if not self._failure.done():
             self._failure.set_exception(error)
             # A failure after the last `guard` is still logged by asyncio when the future is collected.
@@ -63,7 +63,8 @@ class Supervisor:
     async def cancel(self, timeout_s: float = CANCEL_S) -> list[str]:
         """Cancel every task, wait until all have ended, and return the names of those that have not in `timeout_s`.
 
-        A task that resists (a tool's clean-up that waits for a dead server) must not hide the error that ends the run.
+        A task may not end when it is cancelled: a tool's clean-up may wait for a dead server. Such a task must not hide
+        the error that ends the run.
         """
         tasks = list(self._tasks)
         self._cancelling.update(tasks)
@@ -74,7 +75,9 @@ class Supervisor:
         _, left = await asyncio.wait(tasks, timeout=timeout_s)
         names = sorted(task.get_name() for task in left)
         if names:
-            logger.error("left behind, since they had not ended %g s after their cancellation: %s", timeout_s, names)
+            logger.error(
+                "tasks left running, because they had not ended %g s after their cancellation: %s", timeout_s, names
+            )
         return names
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:

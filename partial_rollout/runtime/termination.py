@@ -1,4 +1,4 @@
-"""A driver that is told to terminate ends like one that is interrupted: in order, its servers and Ray included."""
+"""SIGTERM ends a driver as Ctrl-C does: in order, with its servers and Ray."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import signal
 import threading
 
 INTERRUPTED_CODE = 130
-"""Exit code, as a shell's of Ctrl-C."""
+"""The exit code that a shell gives a command that was ended by Ctrl-C."""
 
 
 def heed_termination() -> None:
-    """From now on SIGTERM is a KeyboardInterrupt in the main thread; call it where Ray has been started.
+    """From now on SIGTERM raises KeyboardInterrupt in the main thread. Call this after Ray has been started.
 
-    Ray's own handler, which it installs then, prints a stack trace and aborts, and whatever is to be shut down is not.
+    Ray's start installs a handler of its own, which prints a stack trace and aborts: nothing would be shut down.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)

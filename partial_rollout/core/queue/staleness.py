@@ -9,7 +9,7 @@ A token's staleness is counted from its generation: the version about to be upda
 | `restart`      | its tokens are thrown away and it begins again, `max_attempts` times; then it is dropped         |
 | `finish`       | it does not happen: the update waits for the groups that would otherwise pass the bound          |
 
-Whatever passes the bound all the same (tokens of a checkpoint, say) is masked.
+Tokens that pass the bound in another way, such as those of an old checkpoint, are masked.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """Oldest tokens that may be trained; without `max_staleness` all may."""
+    """How old the tokens may be that are trained; without `max_staleness` there is no bound.
+
+    >>> bound = StalenessBound(max_staleness=2, past="drop")
+    >>> bound.oldest(trained_version=10), bound.discards
+    (8, True)
+    """
 
     max_staleness: int | None = None
     past: str = "mask"
-    """`mask`, `drop`, `restart` or `finish`."""
+    """What happens past the bound: `mask`, `drop`, `restart` or `finish`."""
 
     @classmethod
     def of(cls, tail: TailConfig) -> StalenessBound:
-        """That of a configuration."""
+        """The bound of a configuration."""
         return cls(tail.max_staleness, tail.past_staleness)
 
     @property
@@ -45,7 +50,7 @@ class StalenessBound:
 
     @property
     def finishes(self) -> bool:
-        """Whether an update waits for what would pass the bound by it."""
+        """Whether an update waits for the groups that would otherwise pass the bound."""
         return self.max_staleness is not None and self.past == "finish"
 
     def oldest(self, trained_version: int) -> int:
@@ -57,10 +62,10 @@ UNBOUNDED = StalenessBound()
 
 
 class Ages:
-    """Unfinished prompts that have begun, counted by the weight version that generated when they did.
+    """How many unfinished prompts began at which weight version.
 
-    That version is never newer than the prompt's oldest token; it is one too old for a prompt that was claimed while
-    the weights were sent.
+    The version at which a prompt began is never newer than the prompt's oldest token. It is one version too old for a
+    prompt that was claimed during a weight update.
     """
 
     def __init__(self) -> None:
@@ -69,7 +74,7 @@ class Ages:
         self._begun: Counter[int] = Counter()
 
     def begin(self, begun: int | None) -> int:
-        """Count a prompt that begins now, or has at version `begun`; returns the version for `end`."""
+        """Count a prompt that begins now (None) or began at version `begun`; returns the version to give to `end`."""
         begun = self.version if begun is None else begun
         self._begun[begun] += 1
         return begun
@@ -81,10 +86,11 @@ class Ages:
             del self._begun[begun]
 
     def num_due(self, bound: StalenessBound, batch: int) -> int:
-        """Unfinished prompts that must finish before the next update, lest one pass the bound in a later one.
+        """Unfinished prompts that must finish before the next training step, lest one pass the bound in a later step.
 
-        A prompt begun at version b can be trained in this update and in b + max_staleness - version further ones, each
-        of `batch` groups: no more may be left over than those have room for. O(versions in flight).
+        A prompt that began at version b can be trained in this step and in b + max_staleness - version further steps,
+        each of `batch` groups. So after this step no more such prompts may be left than those steps have room for.
+        O(versions in flight).
         """
         due = num_begun = 0
         for begun, num in sorted(self._begun.items()):

@@ -10,8 +10,9 @@ A round is one training step's rollout: `plan` -> groups start and go on -> enou
 |            | a batch of deferred ones (long) | exactly those            | there are none                    |
 | FewAtATime | fresh groups, a few deferred    | a batch, overdue ones in | are deferred with their tokens    |
 
-A group is deferred once for every boundary it stays behind. After `max_deferrals` of them it is overdue, and the next
-round that can has to train it: nothing starves. Reorder follows RollPacker (tail batching); here tokens are kept.
+A group is deferred once at the end of each round that leaves it behind. After `max_deferrals` deferrals a group is
+overdue, and the next round that can must train it, so no group starves. Reorder follows RollPacker's tail batching;
+unlike there, a deferred group keeps its tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """The queue between two rounds, in prompt groups."""
+    """What a policy sees of the queue between two rounds: numbers of prompt groups."""
 
     pending: int
     ongoing: int
     done: int
     deferrals: Sequence[int] = ()
-    """How often each deferred group was deferred, most often first."""
+    """For each deferred group how often it was deferred, highest number first."""
 
     @property
     def in_flight(self) -> int:
@@ -53,7 +54,7 @@ class RoundPlan:
     num_resumed: int = 0
     """Deferred groups that go on, most often deferred first."""
     num_required: int = 0
-    """The first so many of them must be in the batch."""
+    """How many of the resumed groups, from the first on, the batch must contain."""
     num_started: float = math.inf
     """Pending groups that may be claimed, fresh ones included."""
     num_fresh: int = 0
@@ -61,7 +62,7 @@ class RoundPlan:
 
 
 class TailPolicy(Protocol):
-    """What differs between the ways to handle the tail of a batch."""
+    """A way to handle the tail of a batch: the classes below."""
 
     @property
     def capacity(self) -> int:
@@ -75,7 +76,7 @@ class TailPolicy(Protocol):
 
     @property
     def max_steps(self) -> int | None:
-        """Steps within which an admitted group is trained or dropped while no worker is lost; None: no bound."""
+        """Training steps within which an admitted group is trained or dropped, if no worker is lost; None: no limit."""
         ...
 
     def plan(self, view: RoundView) -> RoundPlan:
@@ -85,7 +86,11 @@ class TailPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Interrupt and resume: the queue is kept full, every round goes on with all that is unfinished."""
+    """Interrupt and resume: the queue is kept full, and every round goes on with all that is unfinished.
+
+    >>> Partial(capacity=16).plan(RoundView(pending=3, ongoing=5, done=0)).num_fresh
+    8
+    """
 
     capacity: int
 
@@ -101,7 +106,7 @@ class Partial:
 
     @property
     def max_steps(self) -> int | None:
-        """None: what the slots leave for a long response decides."""
+        """None: a long response is interrupted and resumed until it ends."""
         return None
 
     def plan(self, view: RoundView) -> RoundPlan:
@@ -138,7 +143,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Reorder:
-    """Short rounds of more groups than are trained; what they leave behind is trained together in long rounds."""
+    """Short rounds start more groups than are trained; long rounds train together the groups that were left behind.
+
+    >>> policy = Reorder(batch=4, gen_batch=6, max_deferrals=8)
+    >>> policy.plan(RoundView(pending=0, ongoing=0, done=0, deferrals=[1, 1]))
+    RoundPlan(kind='short', num_resumed=0, num_required=0, num_started=6, num_fresh=6)
+    >>> policy.plan(RoundView(pending=0, ongoing=0, done=0, deferrals=[2, 2, 1, 1]))
+    RoundPlan(kind='long', num_resumed=4, num_required=4, num_started=0, num_fresh=0)
+    """
 
     batch: int
     gen_batch: int
@@ -146,7 +158,7 @@ class Reorder:
 
     @property
     def capacity(self) -> int:
-        """A short round's groups beside deferred ones that do not fill a batch yet."""
+        """The groups of a short round, and deferred groups that do not fill a batch yet."""
         return self.batch + self.gen_batch
 
     @property
@@ -156,7 +168,7 @@ class Reorder:
 
     @property
     def max_steps(self) -> int | None:
-        """Waiting to start and to be trained, around the deferrals (docs/design/0006)."""
+        """The deferrals, and the steps in which a group waits to start and to be trained (docs/design/0006)."""
         return self.max_deferrals + 4
 
     def plan(self, view: RoundView) -> RoundPlan:
@@ -173,21 +185,21 @@ class Reorder:
 
 @dataclass(frozen=True, slots=True)
 class FewAtATime(Reorder):
-    """As Reorder, but instead of long rounds a few deferred groups join each round, so no batch is all long."""
+    """Like Reorder, but a few deferred groups join each round instead of having long rounds: no batch is all long."""
 
     max_joining: int
 
     @property
     def max_steps(self) -> int | None:
-        """As Reorder, and the rounds that a batch of overdue groups takes to join."""
+        """The steps of Reorder, and the rounds that a batch of overdue groups takes to join."""
         return self.max_deferrals + math.ceil(self.batch / self.max_joining) + 4
 
     def plan(self, view: RoundView) -> RoundPlan:
-        """Fewer groups start when more than a batch would be deferred: as many join as are left behind."""
+        """A few deferred groups join; fewer fresh ones start when otherwise more than a batch would be deferred."""
         num_deferred = len(view.deferrals)
         if view.done >= self.batch:
             return _filled("short", view, self.batch)
-        if num_deferred > self.batch:  # from a restart with other settings
+        if num_deferred > self.batch:  # after a restart with other settings
             return RoundPlan("long", self.batch, self.batch, num_started=0)
         joining = min(self.max_joining, num_deferred)
         overdue = sum(count >= self.max_deferrals for count in view.deferrals[:joining])
@@ -196,7 +208,7 @@ class FewAtATime(Reorder):
 
 
 def _filled(kind: str, view: RoundView, size: int, *, resumed: int = 0, required: int = 0) -> RoundPlan:
-    """A round of `size` groups: done ones left over, resumed ones, and for the rest pending ones before fresh ones."""
+    """A round of `size` groups: those done before, then resumed ones; pending ones before fresh ones fill the rest."""
     started = max(0, size - view.done - resumed)
     return RoundPlan(kind, resumed, required, started, num_fresh=max(0, started - view.pending))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from partial_rollout.core.queue.tail import Partial
+from partial_rollout.core.queue.tail import Partial, TailPolicy, Wait
 from partial_rollout.runtime import prompt_manager
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
@@ -78,3 +78,14 @@ async def test_the_limit_of_a_job_is_its_longest_wait_for_a_batch(monkeypatch: p
     monkeypatch.setattr(prompt_manager.ray, "remote", lambda _: options)
     given: Any = prompt_manager.create_manager(PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=5.0)), BATCH)
     assert given["batch_s"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        (Wait(4), "an admitted prompt is trained or dropped within 1 steps"),
+        (Partial(4), "there is no limit to the steps after which an admitted prompt is trained or dropped"),
+    ],
+)
+def test_how_long_a_prompt_may_take_is_a_sentence(policy: TailPolicy, told: str):
+    assert prompt_manager.describe_bound(policy) == told
