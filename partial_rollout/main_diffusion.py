@@ -35,7 +35,7 @@ GAP = 2
 
 @hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
 def main(config: DictConfig) -> None:
-    """Train; a mistake of the user's is one line and exit code 2, Ctrl-C and SIGTERM exit code 130."""
+    """Train; a user's mistake ends in one line and exit code 2, Ctrl-C and SIGTERM in exit code 130."""
     try:
         settings = DiffusionConfig.from_mapping(read_block(config))
         from partial_rollout.diffusion.launch import launched
@@ -48,18 +48,18 @@ def main(config: DictConfig) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("error: interrupted; nothing of the training is kept but its metrics", file=sys.stderr)
+        print("error: interrupted; only the metrics of the training are kept", file=sys.stderr)
         sys.exit(INTERRUPTED_CODE)
 
 
 def read_block(config: DictConfig) -> dict[str, Any]:
-    """The composed configuration as plain values; what is missing is named by OmegaConf."""
+    """The composed configuration as plain values; OmegaConf raises an error that names a missing value."""
     block: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return block
 
 
 async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO) -> None:
-    """All steps, with the pictures before and after and a line of metrics for each step; then the weights."""
+    """Run all steps, with a line of metrics for each; save pictures before and after, and the trained weights."""
     folder = Path(trainer.output_dir)
     if trainer.num_pictures:
         save_grid(await job.pictures(trainer.num_pictures), folder / "before.png")
@@ -75,7 +75,7 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO)
 
 
 def describe(metrics: dict[str, float], total: int) -> str:
-    """One line for people."""
+    """The line that is printed for one step."""
     return (
         f"step {metrics['step']:.0f}/{total} | reward {metrics['reward/mean']:.3f} "
         f"| gen {metrics['timing/generate_s']:.1f} s | train {metrics['timing/train_s']:.1f} s "
@@ -85,7 +85,7 @@ def describe(metrics: dict[str, float], total: int) -> str:
 
 
 def save_grid(images: Sequence[np.ndarray[Any, Any]], path: Path) -> None:
-    """Write images [H, W, 3] of one size, uint8, row by row as a grid that is about square."""
+    """Write images [H, W, 3], uint8, of one size as a grid that is about square."""
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     height, width = images[0].shape[:2]

@@ -1,4 +1,4 @@
-"""`python -m partial_rollout.status`: the queues of a running job, from any shell that reaches its Ray cluster."""
+"""`python -m partial_rollout.status`: the prompt queue of a running job, in a shell that reaches its Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from partial_rollout.types import ManagerStatus
 
 EXIT_NOT_FOUND = 2
-"""No cluster, no manager, or no answer; the same code argparse uses for a wrong command line."""
+"""Exit code if there is no cluster, no manager or no answer; argparse uses the same for a wrong command line."""
 
 ANSWER_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
@@ -64,16 +64,19 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"no Ray cluster at address {address!r}: {error}".splitlines()[0]) from error
+        reason = str(error).splitlines()[0]
+        raise ClusterError(
+            f"no Ray cluster at address {address!r}: {reason} (give the job's cluster with --address host:port)"
+        ) from error
 
 
 def _probe(address: str) -> None:
-    """Raise ClusterError for a port where nobody listens: Ray itself retries for more than a minute."""
+    """Raise ClusterError for a port where nobody listens; Ray itself would try for more than a minute."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise ClusterError(f"--address {address!r} is not 'auto' or host:port")
+        raise ClusterError(f"--address {address!r} is not allowed: must be 'auto' or host:port")
     try:
         socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
@@ -99,7 +102,9 @@ def _fetch(options: argparse.Namespace) -> ManagerStatus:
     try:
         return ray.get(manager.status.remote(), timeout=ANSWER_TIMEOUT_S)
     except (RayActorError, GetTimeoutError) as error:
-        raise ClusterError(f"prompt manager {options.name!r} did not answer: {type(error).__name__}") from error
+        raise ClusterError(
+            f"prompt manager {options.name!r} gave no answer in {ANSWER_TIMEOUT_S:g} s: {type(error).__name__}: {error}"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The device module verl receives on the CPU platform, in place of `torch.cuda`.
+"""The device module that verl uses on the CPU platform, in place of `torch.cuda`.
 
-`is_available` answers for an accelerator, so it is False and verl skips its accelerator memory statistics. The
-counters that verl reads without asking first are zero.
+`is_available` says whether there is an accelerator: False, and verl skips its statistics of accelerator memory. verl
+reads some counters without asking first; they are 0.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""verl on a machine without an accelerator: `VERL_PLATFORM=cpu`.
+"""verl on a machine without an accelerator, chosen with `VERL_PLATFORM=cpu`.
 
-`install()` is called by `verl_plugin` in every process that imports verl. Three things are set up:
+`verl_plugin` calls `install()` in every process that imports verl. It sets up three things:
 
 1. the platform "cpu" in verl's PlatformRegistry;
-2. `VERL_ENGINE_DEVICE=cuda`: verl's FSDP engines are registered for cuda and npu only, run on a CPU as they are, and
-   this variable is verl's own switch for choosing them;
-3. a name for verl's process-group string, see `_register_process_group_name`.
+2. `VERL_ENGINE_DEVICE=cuda`, verl's switch for the engine: verl registers its FSDP engines for cuda and npu only, but
+   they run on a CPU as they are;
+3. a torch backend under the name that verl gives its process groups, see `_register_process_group_name`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLATFORM = "cpu"
 ENGINE_DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
 ENGINE_DEVICE = "cuda"
 PROCESS_GROUP_NAME = "cpu:gloo,cpu:gloo"
-"""What verl 0.9.1 composes from "cpu:gloo," + device name + ":" + communication backend."""
+"""verl 0.9.1 composes this name from "cpu:gloo,", the device name, ":" and the communication backend."""
 
 
 class CpuPlatform(PlatformBase):
@@ -37,12 +37,12 @@ class CpuPlatform(PlatformBase):
 
     @property
     def device_name(self) -> str:
-        """Device type torch knows."""
+        """Name of the device in torch."""
         return "cpu"
 
     @property
     def vendor_name(self) -> str:
-        """Vendor for verl's engine look-up; nothing is registered under it."""
+        """Vendor, by which verl looks for engines; no engine is registered for this one."""
         return "cpu"
 
     @property
@@ -51,15 +51,15 @@ class CpuPlatform(PlatformBase):
         return cpu_device
 
     def is_available(self) -> bool:
-        """Every host has one."""
+        """True: every machine has a CPU."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """False: the platform is chosen by name only and must never win verl's auto-detection."""
+        """False: users choose this platform by name, and verl's own detection must never choose it."""
         return False
 
     def current_device(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return "cpu": verl passes the answer to `model.to`, where an index would mean an accelerator."""
+        """Return "cpu", because verl passes it to `model.to`, where an index would mean an accelerator."""
         return cpu_device.current_device()
 
     def device_count(self) -> int:
@@ -67,10 +67,10 @@ class CpuPlatform(PlatformBase):
         return cpu_device.device_count()
 
     def set_device(self, device_index: int) -> None:
-        """There is nothing to choose."""
+        """Do nothing: there is one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """CPU work is done when the call returns."""
+        """Do nothing: work on a CPU has ended when its call returns."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's CPU generator."""
@@ -81,26 +81,26 @@ class CpuPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The host allocator has no such settings."""
+        """Do nothing: the allocator of host memory has no such settings."""
 
     def empty_cache(self) -> None:
-        """The host allocator keeps no cache of its own."""
+        """Do nothing: the allocator of host memory keeps no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """No compute capability."""
+        """A CPU has no compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Collectives over gloo."""
+        """Collective operations use gloo."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """Ray sets this one for its resource "GPU"."""
+        """The variable that Ray sets for its resource "GPU"."""
         return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler ranges."""
+        """Do nothing: there is no profiler that takes ranges."""
         yield
 
     def profiler_start(self) -> None:
@@ -110,15 +110,15 @@ class CpuPlatform(PlatformBase):
         """No device profiler."""
 
     def ray_resource_name(self) -> str:
-        """verl's resource check knows only GPU and NPU: start Ray with a logical `num_gpus`."""
+        """ "GPU", because verl's resource check knows only GPU and NPU; Ray is started with logical `num_gpus`."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """Variables that tell Ray to leave the visible devices alone."""
+        """Variables that keep Ray from setting the visible devices."""
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        """No device memory, so no handles to it."""
+        """False: without device memory there are no handles to share."""
         return False
 
     def cudart(self) -> Any:
@@ -130,7 +130,7 @@ def install() -> None:
     """Register the platform and its two companions in this process; a second call changes nothing.
 
     Raises:
-        VersionError: another verl than the pinned one; what is bridged here was read in that version.
+        VersionError: the installed verl is not the pinned version, for which this platform was written.
     """
     verl_compat.check(verl_compat.required_verl(), verl_compat.installed_version("verl"))
     if PlatformRegistry.get(PLATFORM) is not CpuPlatform:
@@ -142,9 +142,9 @@ def install() -> None:
 def _register_process_group_name() -> None:
     """Let torch accept "cpu:gloo,cpu:gloo" as the name of a gloo backend.
 
-    Missing hook: verl composes the string without asking the platform, and torch refuses a device named twice. Torch
-    looks registered names up before it splits a string, so registering the whole string through its public registry
-    is enough. tests/ray/test_cpu_platform.py fails as soon as verl no longer needs this.
+    Missing hook: verl composes the name without asking the platform, and torch refuses a name with one device twice.
+    torch looks for registered names before it splits a name, so the whole name is registered, through torch's public
+    registry. tests/ray/test_cpu_platform.py fails as soon as verl no longer needs this.
     """
     if not hasattr(dist.Backend, PROCESS_GROUP_NAME.upper()):
         dist.Backend.register_backend(PROCESS_GROUP_NAME, _create_gloo, devices=["cpu"])

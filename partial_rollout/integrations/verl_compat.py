@@ -1,4 +1,4 @@
-"""What this package needs from verl beyond its documented hooks, and the check that the installed versions fit.
+"""Classes of verl that its documented hooks do not offer, and the check that the installed versions fit.
 
 Importing this module is cheap: verl is imported when a class is asked for.
 """
@@ -43,9 +43,9 @@ class Requirement:
 
     name: str
     prefix: str
-    """Leading version parts that must be equal: "0.24" accepts 0.24.0 and 0.24.1, not 0.240."""
+    """First parts of the version: "0.24" accepts 0.24.0 and 0.24.1, not 0.240."""
     fix: str
-    """The command that installs it."""
+    """Command that installs this version."""
 
     def accepts(self, version: str) -> bool:
         """Whether `version` (without a local suffix such as "+cpu") starts with the wanted parts."""
@@ -55,7 +55,7 @@ class Requirement:
 
 GPU_VLLM = Requirement("vllm", "0.24", "pip install -e '.[gpu]'")
 CPU_VLLM = Requirement("vllm", "0.28", CPU_FIX)
-# Both are imported by verl's trainer and have changed their interfaces between minor versions.
+# verl's trainer imports TransferQueue and tensordict, whose interfaces change between minor versions.
 TRANSFER_QUEUE = Requirement("TransferQueue", "0.1.11", "pip install TransferQueue==0.1.11")
 TENSORDICT = Requirement("tensordict", "0.10", "pip install tensordict==0.10.0")
 RAY = Requirement("ray", "2", "pip install 'ray[default]==2.60.0'")
@@ -92,7 +92,7 @@ def check(requirement: Requirement, found: str | None) -> str:
     """Return `found` if it satisfies the requirement.
 
     Raises:
-        VersionError: it does not.
+        VersionError: another version, or none, is installed.
     """
     if found is None or not requirement.accepts(found):
         raise VersionError(
@@ -120,7 +120,7 @@ def _agent_loop_worker() -> type:
 
 @cache
 def _task_runner() -> type:
-    # Missing hook: as above; `run_ppo` accepts any task-runner class, but verl's own can only be reused undecorated.
+    # Missing hook: `run_ppo` accepts any class, but verl decorates its own too, so it cannot be a base class as it is.
     from verl.trainer.main_ppo import TaskRunnerV1
 
     return _undecorated(TaskRunnerV1)
@@ -129,12 +129,14 @@ def _task_runner() -> type:
 def _undecorated(actor_class: object) -> type:
     """Return the class that `@ray.remote` was put on.
 
-    Not `modified_class` itself: Ray's additions there make a subclass look already prepared.
+    It is not `modified_class`, to which Ray has added what makes a subclass look like a prepared actor class.
     """
     metadata_of_actor = getattr(actor_class, "__ray_metadata__", None)
     original = getattr(getattr(metadata_of_actor, "modified_class", None), "__ray_actor_class__", None)
     if not isinstance(original, type):
-        raise VersionError(f"{actor_class!r} is not a Ray actor class as verl {required_verl().prefix} has it")
+        raise VersionError(
+            f"{actor_class!r} is no Ray actor class, as in verl {required_verl().prefix}: another verl is installed"
+        )
     return original
 
 
@@ -148,7 +150,7 @@ def __getattr__(name: str) -> type:
 
 
 def main() -> int:
-    """Print the versions found, or the error; for set-up and for people."""
+    """Print the installed versions, or what is wrong with them; returns the exit code."""
     try:
         found = check_versions()
     except VersionError as error:

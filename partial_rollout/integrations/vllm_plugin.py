@@ -1,4 +1,4 @@
-"""vLLM's general plugin: makes our weight transfer backend known in every process of an engine."""
+"""Entry point of vLLM's general plugins: registers our weight transfer backend in every process of an engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cache
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 BACKEND = "partial_rollout"
-"""For vLLM's `weight_transfer_config`."""
+"""Name of the backend in vLLM's `weight_transfer_config`."""
 
 
 @cache
 def register_backend() -> None:
-    """Register once, as vLLM demands; the worker extension asks as well, in case VLLM_PLUGINS leaves the plugin out."""
+    """Register the backend once, as vLLM demands. The worker extension calls this too: VLLM_PLUGINS may skip it."""
     WeightTransferEngineFactory.register_engine(
         BACKEND, "partial_rollout.weights.transfer_engine", "ChannelTransferEngine"
     )

@@ -1,4 +1,4 @@
-"""Which prompts were trained in which step, and what was decided and why, one JSON line each."""
+"""A file with one JSON line for each event: the prompts of each trained batch, each change of the number of slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def append_event(path: str, event: str, step: int, **fields: Any) -> None:
-    """Append one event; the folder is made if it is missing."""
+    """Append one event of training step `step` to the file; a missing folder is made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("a", encoding="utf-8") as log:
@@ -21,7 +21,7 @@ def append_event(path: str, event: str, step: int, **fields: Any) -> None:
 
 
 def append_batch(path: str, step: int, groups: Sequence[FinishedGroup]) -> None:
-    """Append one taken batch."""
+    """Append the event `taken`: the prompts of the batch that step `step` trains."""
     append_event(
         path,
         "taken",

@@ -1,4 +1,4 @@
-"""This package's log in a process where others have set up the root logger."""
+"""This package's log messages in a process in which other packages have set up the root logger."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 NAME = "partial_rollout"
 FORMAT = "%(levelname)s:%(asctime)s:%(message)s"
-"""verl's."""
+"""verl's format."""
 
 
 def configure_logging() -> None:
-    """Write this package's messages from INFO on to stderr; a second call changes nothing.
+    """Write this package's messages of level INFO and above to stderr; a second call changes nothing.
 
     Importing verl's trainer in a Ray worker leaves a root logger that drops everything below ERROR.
     """

@@ -1,4 +1,4 @@
-"""The manager's status as Ray metrics: they show in the Ray dashboard and in whatever scrapes Ray's Prometheus port."""
+"""The prompt manager's status as Ray metrics, for the Ray dashboard and whatever reads Ray's Prometheus port."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PREFIX = "partial_rollout"
 
 
 class ManagerMetrics:
-    """Gauges and counters of one prompt manager; made in its process, because Ray metrics belong to a process."""
+    """Gauges and counters of one prompt manager. Made in its process, to which Ray metrics belong."""
 
     def __init__(self) -> None:
         self._prompts = Gauge(f"{PREFIX}_prompts", "Prompts in the queue, by state.", ("state",))
         self._dropped = Gauge(f"{PREFIX}_dropped_prompts", "Prompts dropped in this run, by reason.", ("reason",))
         self._slots = Gauge(f"{PREFIX}_slots", "Trajectory slots over all workers: in use and total.", ("kind",))
         self._parked = Gauge(f"{PREFIX}_parked_requests", "Requests that wait at a closed gate.")
-        self._oldest = Gauge(f"{PREFIX}_oldest_ongoing_seconds", "Age of the oldest claim.")
+        self._oldest = Gauge(f"{PREFIX}_oldest_ongoing_seconds", "Seconds since the oldest claim that is not finished.")
         self._admitted = Counter(f"{PREFIX}_admitted_prompts", "Prompts admitted, restored ones included.")
         self._taken = Counter(f"{PREFIX}_taken_prompts", "Prompts taken for training, restored ones included.")
         self._num_admitted = self._num_taken = 0
 
     def update(self, status: ManagerStatus) -> None:
-        """Set every gauge and advance the counters to `status`."""
+        """Set every gauge to `status`, and advance the counters to it."""
         queue = status.queue
         for state in ("pending", "ongoing", "deferred", "done", "taken"):
             self._prompts.set(getattr(queue, state), {"state": state})

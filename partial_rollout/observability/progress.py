@@ -1,7 +1,7 @@
 """`... | python -m partial_rollout.observability.progress`: turns a run's log into a progress bar and step lines.
 
-Reads verl's console log on standard input. Shows a bar, one line per training step, milestones of this package and
-errors; everything else belongs in the log file.
+Reads verl's console log from standard input. Shows a progress bar, one line for each training step, and the lines that
+begin with `partial_rollout:` or `error:`. All other lines are for the log file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ SHOWN = re.compile(r"(?:^|\) )(?P<text>(?:partial_rollout:|error:).*)")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Numbers of a verl console line `key:value - key:value`; other parts are skipped."""
+    """The numbers in a line `key:value - key:value` of verl's console log; parts that are no numbers are skipped.
+
+    >>> parse_metrics("critic/score/mean:0.5 - timing_s/gen:np.float64(2.0) - note:none")
+    {'critic/score/mean': 0.5, 'timing_s/gen': 2.0}
+    """
     matches = (METRIC.match(part.strip()) for part in text.split(" - "))
     return {match["key"]: float(match["value"]) for match in matches if match}
 
 
 class ProgressView:
-    """Feeds on log lines; owns the bar."""
+    """The progress bar and the step lines of one run, from its log lines."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -47,7 +51,7 @@ class ProgressView:
             tqdm.write(match["text"], file=self._out)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """End the progress bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,4 +1,4 @@
-"""The manager's status as text for people and as JSON for programs; pure formatting."""
+"""The prompt manager's status as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAR_WIDTH = 20
 
 
 def format_status(status: ManagerStatus, name: str) -> str:
-    """Several lines that show every queue, the slots, the gate and whoever is waited for longest."""
+    """Several lines: the prompts by state, the slots, the gate and the prompt that has been in generation longest."""
     queue = status.queue
     lines = [_headline(status, name), _row("prompts", _prompts(queue)), _row("in flight", _in_flight(status))]
     if queue.ongoing:
@@ -34,7 +34,7 @@ def format_status(status: ManagerStatus, name: str) -> str:
 
 
 def status_json(status: ManagerStatus, name: str) -> str:
-    """One line of JSON with every field of the status and the sums that the text shows."""
+    """One line of JSON: every field of the status, and the sums that the text shows."""
     values = dataclasses.asdict(status)
     values["queue"] |= {"in_flight": status.queue.in_flight, "conserved": status.queue.conserved}
     sums = {key: getattr(status, key) for key in ("slots_in_use", "slots_total", "parked_requests")}

@@ -1,4 +1,4 @@
-"""The one readable line of a training step, the same for both modes."""
+"""The one readable line of a training step, with and without partial rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ PREFIX = "partial_rollout"
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
-    """Render one step's metrics; parts whose metric is absent (verl's own modes) are left out."""
+    """The line of one step; a part is left out if its metric is missing, as in verl's own modes.
+
+    >>> step_line(3, 60, {"critic/score/mean": 0.25, "timing_s/gen": 4.0})
+    'step 3/60 | reward 0.250 | gen 4.0 s'
+    """
     head = f"step {step}/{total}" if total else f"step {step}"
     parts = [head, *_basic(metrics), *_resumption(metrics), *_queue(metrics)]
     return " | ".join(parts)

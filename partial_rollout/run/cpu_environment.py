@@ -1,4 +1,4 @@
-"""The variables of `lib/cpu_environment.sh` for Python: what verl, vLLM, torch and Ray read when they are imported."""
+"""The environment variables of `lib/cpu_environment.sh`, for Python code that imports verl, vLLM, torch and Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("lib") / "cpu_environment.sh"
 
 
 def cpu_environment() -> dict[str, str]:
-    """Names and values that the script exports where nothing is set."""
+    """Names and values that the script exports in an empty environment."""
     dump = 'source "$0" && env -0'
     clean = {"PATH": os.environ.get("PATH", os.defpath)}
     run = subprocess.run(["bash", "-c", dump, str(SCRIPT)], env=clean, capture_output=True, text=True, check=True)
@@ -19,10 +19,10 @@ def cpu_environment() -> dict[str, str]:
 
 
 SHELL_OWN = ("PATH", "PWD", "OLDPWD", "SHLVL")
-"""What a shell exports by itself."""
+"""Variables that a shell exports by itself."""
 
 
 def apply_cpu_environment() -> None:
-    """Set what is not set; call it before any of these libraries is imported."""
+    """Set the variables that are not set yet; call it before any of these libraries is imported."""
     for name, value in cpu_environment().items():
         os.environ.setdefault(name, value)

@@ -26,6 +26,8 @@ CENTRAL = [
     "partial_rollout.diffusion.hold.Hold",
     "partial_rollout.diffusion.sde_window.WindowPlan",
     "partial_rollout.observability.events.EventWriter",
+    "partial_rollout.observability.progress.parse_metrics",
+    "partial_rollout.observability.step_line.step_line",
     "partial_rollout.packing.plan.CostModel",
     "partial_rollout.packing.planners.GlobalPlanner",
     "partial_rollout.rollout.admission.Admission",

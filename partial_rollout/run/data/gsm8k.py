@@ -28,7 +28,7 @@ def final_answer(text: str) -> str:
     """The number after `####`, without thousands separators.
 
     Raises:
-        DataError: there is none.
+        DataError: the text has no such number.
     """
     found = FINAL_ANSWER.search(text)
     if found is None:

@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 def load_rows(source: str, split: str, *, subset: str | None = None) -> list[Row]:
-    """All rows of one split of `source`: a file, a directory with files named after the split, or a name on the hub.
+    """All rows of one split of `source`: a file, a directory with a file named after the split, or a name on the hub.
 
     Raises:
-        DataError: nothing there, no rows, or the hub cannot be reached.
+        DataError: `source` does not exist or has no rows, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
     looks_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix in FORMATS
@@ -51,7 +51,7 @@ def find_file(path: Path, split: str) -> Path:
 def _load_local(path: Path, split: str) -> list[Row]:
     file = find_file(path, split)
     if file.suffix not in FORMATS:
-        raise DataError(f"{file} is not one of {', '.join(FORMATS)}")
+        raise DataError(f"{file} has an ending that is not allowed: must be one of {', '.join(FORMATS)}")
     frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_json(file, lines=file.suffix == ".jsonl")
     return frame.to_dict("records")
 
@@ -67,14 +67,14 @@ def _load_hub(name: str, split: str, subset: str | None) -> list[Row]:
 
 
 def column(row: Row, name: str, source: str) -> Any:
-    """`row[name]`; DataError naming what is there instead if it is missing."""
+    """`row[name]`; raises DataError with the names of the columns if there is no such column."""
     if name not in row:
         raise DataError(f"{source} has no column {name!r}; its columns are: {', '.join(map(str, row))}")
     return row[name]
 
 
 def write_rows(rows: Iterable[Row], path: Path, convert: Callable[[int, Row], Row]) -> int:
-    """Write `convert(index, row)` of all rows to a parquet file that appears only when complete; returns their number.
+    """Write `convert(index, row)` of all rows to a parquet file, which appears when it is complete; return how many.
 
     Raises:
         DataError: a row cannot be converted or the file cannot be written.

@@ -1,7 +1,7 @@
 """Make the quickstart's data, tokenizer and starting checkpoint in one directory.
 
-`python -m partial_rollout.run.quickstart.make_task --out DIR`. The manifest is written last and holds the
-parameters; a second start with the same ones reuses what is there.
+`python -m partial_rollout.run.quickstart.make_task --out DIR`. The manifest has the parameters and is written last; a
+second start with the same parameters reuses the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_RESPONSE_TOKENS = 320
 
 @dataclass(frozen=True, slots=True)
 class TaskParameters:
-    """Everything the files depend on."""
+    """Everything that the files depend on."""
 
     num_train: int = 4096
     num_val: int = 128
@@ -74,12 +74,12 @@ class TaskFiles:
 
     @property
     def manifest(self) -> Path:
-        """Parameters of what is there; absent until all of it is."""
+        """Parameters of the files; written when all of them are complete."""
         return self.root / MANIFEST
 
 
 def make_task(root: Path, parameters: TaskParameters) -> bool:
-    """Make all files below `root`; False if they were there already, made with the same parameters.
+    """Make all files below `root`; False if files made with the same parameters are there already.
 
     Raises:
         DataError: `root` cannot be written.
@@ -101,7 +101,7 @@ def make_task(root: Path, parameters: TaskParameters) -> bool:
 
 
 def is_complete(files: TaskFiles, parameters: TaskParameters) -> bool:
-    """Whether everything is there and was made with `parameters`."""
+    """Whether all files are there and were made with `parameters`."""
     parts = (files.train, files.val, files.model / "model.safetensors", files.model / "tokenizer.json")
     if not all(part.is_file() for part in (*parts, files.manifest)):
         return False

@@ -1,9 +1,9 @@
 """The quickstart problem: which letter comes N places after a given one, with wrap-around?
 
 A prompt `x+03` is worked out one place at a time, letter and places left, then answered: `y02z01a00#a`.
-Most N are small and a few are large, so response lengths are heavy-tailed however well the policy does.
-Demonstrations mix right work with two faults (a misread start, giving up early), so that reinforcement
-learning has something to prefer, and with a harmless habit (doing the work again before answering).
+Most N are small and a few are large, so response lengths are heavy-tailed however good the policy is. Demonstrations
+mix right work with two faults (a misread start, giving up early), which reinforcement learning can unlearn, and with a
+harmless habit (doing the work twice before the answer).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Problem:
 
 
 def shift(letter: str, num_places: int) -> str:
-    """The letter `num_places` after `letter`, wrapping from z to a."""
+    """The letter `num_places` after `letter`; a follows z."""
     return LETTERS[(LETTERS.index(letter) + num_places) % len(LETTERS)]
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """A random problem: mostly short work, sometimes very long."""
+    """A random problem: mostly with short work, sometimes with very long work."""
     low, high = NUM_PLACES_LONG if rng.random() < LONG_FRACTION else NUM_PLACES_SHORT
     return Problem(start=rng.choice(LETTERS), num_places=rng.randint(low, high))
 

@@ -2,7 +2,7 @@
 
     python -m partial_rollout.run.tiny_qwen_image.make_checkpoint --out DIR
 
-All parts have the architecture of the real model and run through the same code: a 64 x 64 image is 64 packed latent
+All parts have the architecture of the real model, so the same code runs them. A 64 x 64 image is 64 packed latent
 tokens. The tokenizer is byte-level.
 """
 
@@ -116,7 +116,7 @@ def _tokenizer(folder: Path) -> Qwen2Tokenizer:
 
 
 def main() -> None:
-    """Make it where it is not there yet."""
+    """Make the checkpoint unless it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

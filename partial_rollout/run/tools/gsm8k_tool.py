@@ -17,12 +17,12 @@ class Gsm8kTool(BaseTool):
     """Scores an answer against the row's ground truth. verl creates and releases one instance for each call."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
-        """Without instances."""
+        """Begin without instances."""
         super().__init__(config, tool_schema)
         self._truths: dict[str, str] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Keep the ground truth that the row's `create_kwargs` carry; a row without one scores 0."""
+        """Keep the ground truth in the row's `create_kwargs`; without one every answer scores 0."""
         name = instance_id or uuid4().hex
         given = kwargs.get("create_kwargs") or kwargs
         self._truths[name] = str(given.get("ground_truth", ""))

@@ -72,7 +72,7 @@ def test_other_mistakes_are_told(tmp_path: Path, copy: Path):
         load_rows(str(copy), "validation")
     text = tmp_path / "train.txt"
     text.touch()
-    with pytest.raises(DataError, match="is not one of"):
+    with pytest.raises(DataError, match="must be one of .parquet"):
         load_rows(str(text), "train")
     with pytest.raises(DataError, match="no '#### <number>'"):
         gsm8k.final_answer("forty-two")
