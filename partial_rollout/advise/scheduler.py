@@ -27,50 +27,54 @@ Requests that were interrupted wait at the server, and are all there at once."""
 
 @dataclass(frozen=True)
 class Speed:
-    """Of an engine: seconds of a decode step as `base + request * requests + token * tokens in the KV cache`."""
+    """An engine's speed: a decode step takes `base + request * requests + token * tokens in the KV cache` seconds.
+
+    >>> Speed(0.004, 0.0, 0.0, prefill_tokens_per_s=1000.0, interruption_s=0.0).decode_s(steps=10, requests=1, kv=0)
+    0.04
+    """
 
     base: float
     request: float
     token: float
     prefill_tokens_per_s: float
     interruption_s: float
-    """Draining and resuming, once."""
+    """Seconds of one interruption: draining the engine, and resuming."""
 
     def decode_s(self, steps: int, requests: int, kv: int) -> float:
-        """So many decode steps of the same requests, of which the KV cache holds `kv` tokens at first."""
+        """Seconds of `steps` decode steps of the same requests, whose KV cache holds `kv` tokens at the beginning."""
         grown = steps * kv + requests * steps * (steps - 1) / 2
         return steps * (self.base + self.request * requests) + self.token * grown
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What is predicted."""
+    """How a trainer rolls out: slots, prompts in flight, and what happens to requests when a step ends."""
 
     name: str
     slots: int
     prefetch: float
-    """Prompts in flight, in batches; whole prompts count."""
+    """Prompts in flight, in batches."""
     retains_kv: bool = True
     interrupts: bool = True
-    """Otherwise requests go on as if no step had ended: the bound."""
+    """False: requests go on as if no step had ended. No mode can be faster with these slots."""
     oldest_first: bool = False
-    """Of the groups that are done, those are trained that were admitted first; otherwise those that were done first."""
+    """Which of the finished groups are trained first: those that were admitted first, or those that finished first."""
     poll_s: float = 0.0
-    """A step ends when the trainer looks, every so many seconds from its start; 0: when a batch is done."""
+    """Seconds between two looks of the trainer whether a batch is done; 0: the trainer is told at once."""
 
 
 @dataclass(eq=False)
 class Group:
-    """A prompt's responses."""
+    """The responses to one prompt."""
 
     lengths: list[int]
     started: int = 0
-    """The step in which it was claimed."""
+    """The training step in which the group was claimed."""
     num_ended: int = 0
 
 
 class Request(NamedTuple):
-    """A response that is not whole."""
+    """A response that is still generated."""
 
     length: int
     group: Group
@@ -78,7 +82,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Rollout:
-    """The engine and what is in flight; `step` runs until a batch is done."""
+    """The engine and all prompts in flight, in virtual time. `step` is one training step's rollout."""
 
     mode: Mode
     speed: Speed
@@ -87,25 +91,25 @@ class Rollout:
     prompts: Iterator[Group]
     pending: deque[Group] = field(default_factory=deque)
     ongoing: int = 0
-    """Groups that have been claimed and are not done."""
+    """Number of groups that have been claimed and are not done."""
     done: deque[Group] = field(default_factory=deque)
     entering: deque[tuple[float, Request]] = field(default_factory=deque)
-    """On their way to the engine, with the time of their arrival."""
+    """Requests on their way to the engine, with the time of their arrival."""
     running: list[tuple[int, int, Request]] = field(default_factory=list)
-    """A heap of [decode step after which a response ends, its number, and it]: all decode together."""
+    """A heap of (decode step after which a response ends, a number that breaks ties, the response)."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     decoded: int = 0
     """Decode steps so far."""
     context: int = 0
-    """Tokens of all requests that run."""
+    """Tokens of all running requests, each with its prompt."""
     most_kv: int = 0
-    """The most tokens that the KV cache held; a prompt's are there once for its group."""
+    """The most tokens that the KV cache held; a group has its prompt there once."""
     now_s: float = 0.0
     slot_s: float = 0.0
     number: int = 0
 
     def step(self) -> dict[str, float]:
-        """One training step's rollout, and what it was like."""
+        """Roll out until a batch is done; seconds, tokens, interrupted requests and staleness of this step."""
         self.number += 1
         started_s, started_slot_s = self.now_s, self.slot_s
         interrupted, recomputed = self._interrupt()
@@ -136,7 +140,7 @@ class Rollout:
         return self.context - self.prompt_tokens * (len(self.running) - self.ongoing)
 
     def _interrupt(self) -> tuple[int, int]:
-        """Requests that were interrupted, and tokens that are computed again."""
+        """End a step for running requests; how many were interrupted, and tokens that are computed again."""
         interrupted = len(self.running)
         if not interrupted or not self.mode.interrupts:
             return 0, 0
@@ -145,7 +149,7 @@ class Rollout:
         return interrupted, recomputed
 
     def _send(self, requests: Iterable[Request]) -> None:
-        """Put them on their way, one after the other."""
+        """Put requests on their way to the engine, one after the other."""
         at_s = max(self.now_s, self.entering[-1][0] if self.entering else 0.0)
         for number, request in enumerate(requests, 1):
             self.entering.append((at_s + number / SENT_PER_S, request))
@@ -160,7 +164,7 @@ class Rollout:
             self.now_s += self.prompt_tokens / self.speed.prefill_tokens_per_s
 
     def _enter(self) -> None:
-        """Let run what has arrived; an idle engine waits for the next one."""
+        """Let requests that have arrived run; an idle engine waits for the next one."""
         if not self.running:
             self.now_s = max(self.now_s, self.entering[0][0])
         while self.entering and self.entering[0][0] <= self.now_s:
@@ -179,7 +183,7 @@ class Rollout:
         self.now_s = max(self.now_s, until_s)
 
     def _decode(self, until_s: float) -> None:
-        """Until the next responses end, the next request has arrived, or about `until_s`."""
+        """Decode until the next responses end, the next request arrives, or about `until_s`."""
         steps, requests = self.running[0][0] - self.decoded, len(self.running)
         if self.entering:
             until_s = min(until_s, self.entering[0][0])

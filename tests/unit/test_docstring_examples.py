@@ -8,6 +8,7 @@ import importlib
 import pytest
 
 CENTRAL = [
+    "partial_rollout.advise.scheduler.Speed",
     "partial_rollout.advise.workload.Workload",
     "partial_rollout.agent_loop.slots.SlotBudget",
     "partial_rollout.core.engine_meter.EngineMeter",
