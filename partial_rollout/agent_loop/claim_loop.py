@@ -97,6 +97,7 @@ class Reporter:
                 logger.warning(
                     "worker %s finished prompts whose claims had ended meanwhile: %s", self._worker_id, stale
                 )
+            # Only now: until the manager has the group, a checkpoint needs its tokens from here.
             for claim, _ in finished:
                 self._acknowledged(claim)
         await self._manager.report_worker(self._worker_id, self._status())
@@ -150,6 +151,7 @@ class ClaimLoop:
         try:
             await self._claiming
         except asyncio.CancelledError:
+            # A cancellation that `stop` did not ask for must end the run visibly.
             if not self._stopping:
                 raise
             logger.info("worker %s stopped", self._worker_id)
@@ -175,6 +177,7 @@ class ClaimLoop:
             await self.slots.wait_free(num_per_prompt)
             claims = await self._manager.claim(self._worker_id, self.slots.free, timeout_s=CLAIM_POLL_S)
             for claim in claims:
+                # A claim that is not new goes on: its tasks wait in `holds`.
                 if self.holds.begin(claim.claim_id):
                     self.slots.reserve(claim.num_trajectories)
                     supervisor.spawn(self._run_group(supervisor, claim), name=f"group-{claim.uid}")
@@ -184,12 +187,14 @@ class ClaimLoop:
         return WorkerStatus(
             inflight_trajectories=self.slots.in_use,
             slot_budget=self.slots.budget,
+            # A trajectory that is held back waits inside its generate call.
             requests_in_flight=self._worker.requests_in_flight - self.holds.num_waiting,
             held_trajectories=self.holds.num_waiting,
         )
 
     async def _run_group(self, supervisor: Supervisor, claim: Claim) -> None:
         """One prompt: all its trajectories, then exactly one report to the manager."""
+        # Whatever the row's reading raises is an outcome of the prompt, as an error of a trajectory is.
         (row,) = await asyncio.gather(self._row(claim), return_exceptions=True)
         if isinstance(row, BaseException):
             await self.slots.release(claim.num_trajectories)

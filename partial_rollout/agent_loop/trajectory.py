@@ -49,6 +49,7 @@ class Trajectory:
     @property
     def finished(self) -> list[ResumableGeneration]:
         """The generate calls whose responses are complete."""
+        # An agent loop may survive a generate call that raised; the tokens of such a call are in no output.
         return [generation for generation in self.generations if generation.finished]
 
     @property
@@ -90,6 +91,7 @@ class Trajectory:
         saved = self._saved.popleft()
         if generation.adopt(saved):
             return None
+        # The agent loop has taken another way than before: later saved calls answer questions it will not ask.
         self._saved.clear()
         return saved
 
@@ -119,6 +121,7 @@ class Trajectories:
 
     def start(self, claim: Claim, session: int) -> Trajectory:
         """A trajectory begins; one of a further attempt begins afresh."""
+        # Popped even where it is not used: what has started somewhere never goes on from saved tokens again.
         saved = self._saved.pop(f"{claim.uid}_{session}", ())
         trajectory = Trajectory(claim, session, saved if claim.goes_on else ())
         self._running.setdefault(claim.claim_id, {})[trajectory.key] = trajectory
@@ -144,6 +147,7 @@ class Trajectories:
         if self.oldest_version is None:
             return
         claim = trajectory.claim
+        # Groups are trained whole, so one trajectory that is too old makes its siblings useless.
         group = self._running.get(claim.claim_id, {}).values()
         oldest = min((version for each in group for version in each.versions()), default=self.oldest_version)
         if oldest < self.oldest_version:

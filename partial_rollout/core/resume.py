@@ -174,9 +174,11 @@ class ResumableGeneration:
         self.spans, self.stop_reason = list(state.spans), state.stop_reason
         self.context_spans = list(state.context_spans)
         self.num_interruptions, self.num_reprefilled_tokens = state.num_interruptions, state.num_reprefilled_tokens
+        # Without tokens the next request is a first one for the engine, whatever happened before.
         self._num_segments = 1 if state.token_ids else 0
         self._last_version = state.spans[-1].version if state.spans else 0
         if not self.finished and self.remaining == 0:
+            # The budget may be smaller now than when the state was saved.
             self.stop_reason = LENGTH
         return True
 
@@ -250,11 +252,14 @@ class ResumableGeneration:
             return segment.stop_reason
         if self.remaining == 0:
             return LENGTH
+        # An abort may come after the engine has sampled a stop token and before it has said that it stopped.
         ends_in_stop = bool(segment.token_ids) and segment.token_ids[-1] in self._stop_token_ids
         return STOPPED if ends_in_stop and len(self.token_ids) > self._min_tokens else None
 
     def _interrupted(self, segment: Segment) -> None:
         self.num_interruptions += 1
+        # One interruption without a token is usual: the gate closed during the prefill. A second one without an opening
+        # in between means that the engine ends the request for a reason of its own, and would do so for ever.
         if segment.token_ids:
             self._stalled_at = None
         elif self._stalled_at == segment.openings:

@@ -173,6 +173,7 @@ class RolloutPromptManager:
             self._require_open()
             if self._queue.statistics().admitted:
                 raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
+            # The restored queue takes over policy, bound and weight version of the one made at the start.
             old = self._queue
             self._queue = PromptQueue.restore(snapshot, old.policy, self._max_attempts, self._clock, old.bound)
             self._queue.version = old.version
@@ -207,6 +208,7 @@ class RolloutPromptManager:
         stale: list[str] = []
         async with self._changing():
             for claim, trajectories in groups:
+                # One stale claim must not keep the other groups of the call from being trained.
                 try:
                     self._queue.finish(claim, trajectories)
                 except StaleClaim:
@@ -280,6 +282,7 @@ class RolloutPromptManager:
         """Hold the lock; after a change that raised nothing, let whoever waits look again whether it may go on."""
         async with self._takeable:
             yield
+            # Workers are woken only when there is something to claim, since each wake re-checks every long poll.
             if wake_claims or self._queue.is_claimable:
                 self._claimable.notify_all()
             self._takeable.notify_all()
@@ -325,7 +328,7 @@ async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], tim
     try:
         return await asyncio.wait_for(condition.wait_for(predicate), timeout_s)
     except asyncio.TimeoutError:
-        return predicate()
+        return predicate()  # the change may have come while the lock was taken again
 
 
 def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> ActorHandle:

@@ -67,6 +67,7 @@ class Supervisor:
         the error that ends the run.
         """
         tasks = list(self._tasks)
+        # Noted before they are cancelled, so that their end is not taken for somebody else's doing.
         self._cancelling.update(tasks)
         for task in tasks:
             task.cancel()

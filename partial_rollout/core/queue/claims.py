@@ -47,6 +47,7 @@ class ClaimBook:
     def start(self, entry: Entry, worker_id: str) -> Claim:
         """Give `worker_id` a claim on the prompt."""
         entry.ongoing_since_s, entry.ongoing_before_s, entry.was_called_long = self._clock(), 0.0, False
+        # Only a prompt that a checkpoint has restored has begun before it is claimed: its tokens are saved.
         goes_on = entry.begun is not None
         if entry.begun is None:
             entry.begun = self.ages.begin(None)
@@ -62,6 +63,7 @@ class ClaimBook:
     def entry(self, claim: Claim) -> Entry:
         """The claimed prompt; raises StaleClaim."""
         entry = self.ongoing.get(claim.claim_id) or self._deferred.get(claim.claim_id)
+        # Compared as a whole: a report with a wrong uid or worker must not count for another prompt.
         if entry is None or entry.claim != claim:
             raise StaleClaim(f"claim {claim.claim_id} of worker {claim.worker_id!r} on prompt {claim.uid!r} has ended")
         return entry
@@ -84,6 +86,7 @@ class ClaimBook:
         left_behind = list(self.ongoing.values())
         for entry in left_behind:
             entry.ongoing_before_s = self._age_s(entry)
+        # A worker that has not fetched its resumed claims need not: they are deferred again.
         self._deferred |= self.ongoing
         self.ongoing.clear()
         self._unfetched.clear()

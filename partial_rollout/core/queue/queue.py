@@ -76,6 +76,7 @@ class PromptQueue:
 
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make `prompts` pending, all or none; raises ConfigError, DuplicateUid or CapacityExceeded."""
+        # The check comes before any change: a caller that is refused may try again with fewer prompts.
         num, now, capacity = len(prompts), self.num_in_flight, self.policy.capacity
         if now + num > capacity and num > self._num_owed:
             raise CapacityExceeded(f"admitting {num} prompts with {now} in flight exceeds capacity {capacity}")
@@ -91,6 +92,7 @@ class PromptQueue:
         plan, resumed = self._rounds.begin(len(self._claims.ongoing), len(self._ledger.done))
         for entry in resumed:
             if entry.claim is None:
+                # Its worker was lost, or the run was restarted: nobody holds its tokens.
                 entry.move(Event.RESTART)
                 self._rounds.rejoin(entry)
             else:
@@ -108,6 +110,7 @@ class PromptQueue:
         taken = [self._ledger.take(uid) for uid in self._rounds.choose(num_groups, self._uids_done())]
         for entry in taken:
             entry.move(Event.TAKE)
+        # This batch is trained at `version`; whatever is left is trained at the next version at the earliest.
         self._expire_done(self.version + 1)
         expired = self._ledger.start_clearing()
         for entry in expired:
@@ -135,8 +138,11 @@ class PromptQueue:
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
         """The worker's resumed claims, whether they fit or not; then pending prompts in order while they fit."""
+        # Resumed trajectories wait in this worker with their tokens, so nobody else can run them: they go on even where
+        # the slots have been given to others meanwhile.
         claims = self._claims.fetch_resumed(worker_id)
         free_slots -= sum(claim.num_trajectories for claim in claims)
+        # A prompt that does not fit is not overtaken by a smaller one, or it would starve.
         while 0 < self.next_group_size <= free_slots:
             entry = self._rounds.pop_next()
             entry.move(Event.CLAIM)
@@ -146,12 +152,13 @@ class PromptQueue:
 
     def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
         """Make the claimed prompt done; raises StaleClaim, or InternalError for a group that is not whole."""
-        self._claims.entry(claim)
+        self._claims.entry(claim)  # a stale claim is refused before its trajectories are looked at
         _require_whole(claim, trajectories)
         entry = self._end_claim(claim, Event.FINISH)
         uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
         self._ledger.finish(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
         if self._expire_if_too_old(entry):
+            # For the round the prompt is lost: another one may start in its place.
             self._rounds.dropped(uid)
         else:
             self._rounds.finished(uid)
@@ -282,6 +289,7 @@ class PromptQueue:
             entry.move(Event.FINISH)
             self._ledger.finish(entry, group)
         self._claims.next_id = snapshot.next_claim_id
+        # Last: entering the prompts has counted them as admitted, and the snapshot's count includes them.
         self._ledger.load(snapshot)
 
     def _load_unfinished(self, meta: PromptMeta, snapshot: QueueSnapshot) -> Entry:
@@ -324,6 +332,7 @@ class PromptQueue:
         """The batch is taken: where the policy has rounds this one ends. Returns the claims that are held back."""
         if not self.policy.in_rounds:
             return ()
+        # Claims stay with their workers, which keep the tokens: a deferred prompt goes on where it was.
         left_behind = self._claims.defer_all()
         for entry in left_behind:
             entry.move(Event.DEFER)

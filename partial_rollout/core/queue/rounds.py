@@ -44,6 +44,7 @@ class Rounds:
     @property
     def num_startable(self) -> int:
         """Pending prompts that may start now."""
+        # `_num_startable` is infinite where the policy has no rounds.
         return int(min(self._num_startable, len(self._pending)))
 
     @property
@@ -57,6 +58,7 @@ class Rounds:
         plan = self.policy.plan(RoundView(len(self._pending), num_ongoing, num_done, deferrals))
         resumed = list(islice(self.deferred.values(), plan.num_resumed))
         self._num_startable = plan.num_started
+        # The policy asked for these to be trained now, since they are overdue or make up a long round.
         self._required = {entry.meta.uid: None for entry in resumed[: plan.num_required]}
         self._missing = set(self._required)
         for entry in resumed:
@@ -85,7 +87,7 @@ class Rounds:
     def dropped(self, uid: str) -> None:
         """The prompt is not trained; if it took part in the round, another prompt may start in its place."""
         if self.deferred.pop(uid, None) is None:
-            self._num_startable += 1
+            self._num_startable += 1  # without a replacement the round could not fill its batch
         self._required.pop(uid, None)
         self._missing.discard(uid)
 
@@ -108,6 +110,7 @@ class Rounds:
 
     def defer(self, entries: Iterable[Entry]) -> None:
         """Let `entries`, and no others, be deferred."""
+        # Most often deferred first: the policy resumes from the front, so no prompt is passed over for ever.
         ordered = sorted(entries, key=lambda entry: (-entry.deferrals, entry.order))
         self.deferred = {entry.meta.uid: entry for entry in ordered}
 

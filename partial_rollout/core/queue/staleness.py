@@ -95,6 +95,7 @@ class Ages:
         due = num_begun = 0
         for begun, num in sorted(self._begun.items()):
             num_begun += num
+            # Prompts that began earlier have to be trained within these steps as well, so they are counted with them.
             num_updates = max(0, begun - bound.oldest(self.version))
             due = max(due, num_begun - num_updates * batch)
         return due
