@@ -68,7 +68,7 @@ def attend(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """cuDNN's kernel, which torch prefers on Hopper, makes a plan for every new length, and here most are new."""
+    """Without cuDNN's kernel: torch prefers it on Hopper, but it makes a plan for each new length, and most are new."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -98,7 +98,7 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """`attend` reads the position ids instead."""
+    """Make no mask: `attend` reads the position ids instead."""
 
 
 @dataclass(frozen=True, slots=True)

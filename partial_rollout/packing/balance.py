@@ -104,7 +104,10 @@ class Rows:
                 return
 
     def _exchange_once(self, token_budget: float) -> bool:
-        """The dearest row with the cheapest that helps it, else the cheapest row with the dearest it can help."""
+        """Exchange between the dearest row and the cheapest it helps; else between the cheapest and the dearest row.
+
+        Returns False if neither exists.
+        """
         order = sorted(range(len(self._rows)), key=self._row_costs.__getitem__)
         near = min(MAX_PARTNERS, len(order) - 1)
         pairs = chain(

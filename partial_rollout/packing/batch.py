@@ -105,7 +105,7 @@ class BatchPacker:
 
 
 def layout(plan: Plan) -> tuple[list[int], list[int]]:
-    """Order of the samples in which rank r has the r-th equal part, row after row; and each one's micro-batch.
+    """An order of the samples in which the r-th equal part is rank r's, row after row; and each sample's micro-batch.
 
     Raises:
         InternalError: ranks would get different numbers of samples of a mini-batch.
@@ -146,7 +146,7 @@ def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_ro
 
 
 def token_budget(config: DictConfig, given: int | None) -> tuple[int, str]:
-    """Tokens of a row at most, and the keys they come from: what is given, else what verl's settings have room for."""
+    """The most tokens of a row, and the settings they come from: `given`, else what verl's settings have room for."""
     if given:
         return given, f"{BLOCK}.packing.token_budget"
     actor, ref, rollout = (config.actor_rollout_ref[role] for role in ("actor", "ref", "rollout"))

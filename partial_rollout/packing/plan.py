@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int:
-        """The same for every rank."""
+        """Number of micro-batches, the same for every rank."""
         return len(self.micro_batches)
 
     @property

@@ -251,7 +251,7 @@ class BudgetPacker:
         )
 
     def _least_rows(self, group: list[int]) -> int:
-        """No packing needs fewer rows."""
+        """A number of rows below which no packing exists."""
         tokens = sum(min(self.lengths[i], self.token_budget) for i in group)
         num_halves = sum(2 * self.lengths[i] > self.token_budget for i in group)
         return max(1, num_halves, ceil(tokens / self.token_budget))

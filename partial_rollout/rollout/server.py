@@ -150,7 +150,11 @@ class PartialRolloutServer(ChannelServer):
             return None
         if is_resumption:
             return self._empty_output(STOPPED)
-        raise DataError(f"a prompt of {prompt_len} tokens leaves no room in max_model_len={self.config.max_model_len}")
+        raise DataError(
+            f"a prompt of {prompt_len} tokens leaves no room in "
+            f"actor_rollout_ref.rollout.max_model_len={self.config.max_model_len}: "
+            "raise it, or drop long prompts with data.filter_overlong_prompts=True"
+        )
 
     def _engine_params(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
         """Add options for streaming deltas without text; verl hands keys it does not know to vLLM's SamplingParams."""
@@ -172,7 +176,7 @@ class PartialRolloutServer(ChannelServer):
 
     @property
     def _output_kind(self) -> RequestOutputKind:
-        """Deltas; except where vLLM reports with a request's last output what it loses when it merges deltas."""
+        """Deltas; or one final output where vLLM reports, with the last output, data that merged deltas would lose."""
         mtp = self.config.mtp
         if self.config.enable_rollout_routing_replay or (mtp is not None and mtp.enable and mtp.enable_rollout):
             return RequestOutputKind.FINAL_ONLY
@@ -265,7 +269,7 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def require_health(self) -> None:
-        """Raise EngineDead if the engine is gone or holds half an update; a further node has none of its own."""
+        """Raise EngineDead if the engine is gone or holds half an update. A further node has no engine to ask."""
         if self.node_rank != 0:
             return
         self._weights.require_whole(self._name)
@@ -273,7 +277,7 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def shutdown(self) -> None:
-        """Turn everybody away, stop the HTTP server and end the engine's processes.
+        """Turn all requests away, stop the HTTP server and end the engine's processes.
 
         Raises:
             WaitTimeout: the HTTP server or the engine did not end in time.

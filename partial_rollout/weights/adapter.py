@@ -53,7 +53,7 @@ class Gathering:
         self.error: Exception | None = None
 
     def __iter__(self) -> Gathering:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
@@ -155,7 +155,7 @@ class ChannelAdapter(ServerAdapter):
                 update = self._server.receive_weights.remote(update_number=self._update_number, **options).future()
             sender.send(weights)
         if update is not None:
-            # All has been handed on; what is left is the engine's own work on it.
+            # The worker has received everything; what is left is the engine's own work on it.
             await self._bounded(asyncio.wrap_future(update), self._settings.timeout_s, "load new weights")
 
     def _sender(self, address: ChannelAddress, check: Any) -> WeightSender:

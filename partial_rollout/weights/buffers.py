@@ -73,7 +73,7 @@ class Leases:
         return tensor
 
     def is_held(self, buffer: int) -> bool:
-        """Whether its bytes may still be read."""
+        """Whether the bytes of `buffer` may still be read."""
         return buffer in self._held
 
     def covers(self, tensor: torch.Tensor) -> bool:
@@ -82,5 +82,5 @@ class Leases:
 
     @property
     def num_held(self) -> int:
-        """Buffers whose bytes may still be read."""
+        """Number of buffers whose bytes may still be read."""
         return len(self._held)

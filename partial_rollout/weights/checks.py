@@ -121,7 +121,7 @@ class ModelShapes:
         wanted = self._rows_columns.get(module, set()) if kind in ("weight", "bias") else set()
         if (wanted or key in self._plain) and tensor.dtype not in PLAIN_DTYPES:
             raise WeightMismatch(f"tensor {name!r} is {tensor.dtype}, the model takes one of {PLAIN_DTYPES}")
-        # A convolution in the guise of a linear layer has more dimensions in checkpoints.
+        # A convolution that vLLM runs as a linear layer has more dimensions in checkpoints.
         if wanted and tensor.dim() == (2 if kind == "weight" else 1):
             self._check_shape(name, tuple(tensor.shape), wanted, kind)
 
@@ -230,5 +230,5 @@ def from_first_number(name: str) -> str:
 
 
 def any_layer(name: str) -> str:
-    """The name with its numbers left open, which is the same in every layer."""
+    """The dotted name with a star for each number, so that it is the same in every layer."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))

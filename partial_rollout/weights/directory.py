@@ -108,7 +108,7 @@ def remove_abandoned_directories(base: Path) -> list[Path]:
                 shutil.rmtree(path.parent, ignore_errors=True)
                 removed.append(path.parent)
     for path in sorted(base.glob(f"{owned_prefix()}*/")):
-        # Nobody's lock is in it; `rmtree` of another user's folder would fail.
+        # The folder holds no lock file, so no server owns it; `rmtree` of another user's folder would fail.
         if path not in removed and not (path / LOCK_NAME).exists() and is_overdue(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)

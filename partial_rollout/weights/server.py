@@ -50,7 +50,7 @@ async def _take_weights(engine: Any, options: dict[str, Any]) -> None:
 
 
 class ChannelServer(vLLMHttpServer):
-    """What a server does in a weight update, and whether its engine may be used after it.
+    """The server's part of a weight update; it also keeps whether its engine may be used afterwards.
 
     A subclass runs these methods on the engine's loop (`_on_engine_loop`).
     """

@@ -86,7 +86,7 @@ def require_known_interface(base: type = WeightTransferEngine) -> str:
 
 
 def choose_backend(engine_kwargs: dict[str, Any]) -> None:
-    """Ask for ours among an engine's arguments, in place.
+    """Add our backend to an engine's arguments, in place.
 
     Raises:
         ConfigError: the user asks for another one.
@@ -106,7 +106,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class ChannelReceiving:
-    """What our engine does, on top of either interface; mixed into vLLM's WeightTransferEngine."""
+    """Our part of the backend, for both interfaces; mixed into vLLM's WeightTransferEngine."""
 
     init_info_cls = ChannelInit
     update_info_cls = ChannelUpdate

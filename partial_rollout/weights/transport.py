@@ -28,7 +28,7 @@ CUDA_BUFFER_BYTES = 256 << 20
 
 @cache
 def find_cuda() -> CudaRuntime | None:
-    """The CUDA runtime where torch can use it and its bindings are installed."""
+    """The CUDA runtime, or None where torch has no GPU or the bindings are not installed."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -32,7 +32,7 @@ register_backend()
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with weight updates by our channel, and by verl's also on vLLM's CPU backend."""
 
-    model_runner: Any  # of the vLLM worker class this one is mixed into, as the next five
+    model_runner: Any  # of the vLLM worker class into which this class is mixed, as the next five
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]

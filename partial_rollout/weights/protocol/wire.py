@@ -100,7 +100,7 @@ class Free(msgspec.Struct, frozen=True, tag="free"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Nothing follows."""
+    """The stream has ended; it had so many tensors and bytes."""
 
     num_tensors: int
     num_bytes: int
@@ -120,7 +120,7 @@ _KINDS = (WeightMismatch, WeightPeerLost, WeightProtocolError, SharedMemoryFull,
 
 
 def encode(message: Message) -> bytes:
-    """Bytes on the wire."""
+    """The bytes of a message, as they are sent."""
     return _ENCODER.encode(message)
 
 

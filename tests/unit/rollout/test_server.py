@@ -153,7 +153,7 @@ async def test_a_full_context_is_an_end_for_a_resumed_request_and_an_error_for_a
     server = await launched()
     server.config.max_model_len = 3
     assert (await server.generate([1, 2, 3], {}, "a", is_resumption=True)).stop_reason == "completed"
-    with pytest.raises(DataError, match="3 tokens leaves no room in max_model_len=3"):
+    with pytest.raises(DataError, match="3 tokens leaves no room in .*max_model_len=3"):
         await server.generate([1, 2, 3], {}, "b")
 
 
