@@ -37,7 +37,7 @@ from partial_rollout.advise.result import about_run, store
 from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model, write_prompts
 from partial_rollout.advise.workload import TRACES, workload
 from partial_rollout.runtime.termination import heed_termination
-from partial_rollout.settings.mode import PACKED_ATTENTION
+from partial_rollout.settings.flag import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,14 +18,10 @@ from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutErro
 from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.termination import INTERRUPTED_CODE, heed_termination
-from partial_rollout.settings.mode import (
-    apply_mode,
-    check_config,
-    check_inputs,
-    is_enabled,
-    provide_attention,
-    read_settings,
-)
+from partial_rollout.settings.command_line import check_overrides
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import apply_mode, is_enabled, provide_attention
+from partial_rollout.settings.refused import check_config, check_inputs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,10 +38,10 @@ def run(config: DictConfig) -> None:
     """
     check_inputs(config)
     provide_attention(config)
+    settings = read_settings(config)
     if is_enabled(config):
-        check_config(config)
-        apply_mode(config)
-    start_s = read_settings(config).timeouts.start_s
+        check_config(config, settings)
+        apply_mode(config, settings)
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -59,7 +55,7 @@ def run(config: DictConfig) -> None:
     _require_estimator(str(config.algorithm.adv_estimator))
     try:
         actor_class = ray.remote(num_cpus=0)(TaskRunner)
-        run_ppo(config, task_runner_class=StartedRunner(actor_class, start_s))
+        run_ppo(config, task_runner_class=StartedRunner(actor_class, settings.block.timeouts.start_s))
     except RayError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError
@@ -131,8 +127,9 @@ def main(config: DictConfig) -> None:
 
 
 def start() -> None:
-    """Check the versions, on whose files the configuration is built, then run `main`."""
+    """Check the command line's keys and the versions, on whose files the configuration is built, then run `main`."""
     try:
+        check_overrides(sys.argv[1:])
         check_versions()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from partial_rollout.core.slots import share_slots
 from partial_rollout.errors import ActorLost
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for, wait_for_all
-from partial_rollout.settings.mode import read_settings, slot_shares
+from partial_rollout.settings.derived import read_settings
 from partial_rollout.types import PromptMeta
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._settings = read_settings(self.config)
+        settings = read_settings(self.config)
+        self._settings, self._slot_shares = settings.block, settings.slot_shares
         self._prompt_manager = find_manager(self._settings.manager.name)
         self._validations: list[ray.ObjectRef] = []
         self.loops: dict[ray.ObjectRef, str] = {}
@@ -54,7 +55,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     async def _init_agent_loop_workers(self) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
         self.agent_loop_workers = [
-            self._spawn(rank, nodes[rank % len(nodes)], share) for rank, share in enumerate(slot_shares(self.config))
+            self._spawn(rank, nodes[rank % len(nodes)], share) for rank, share in enumerate(self._slot_shares)
         ]
         self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
 

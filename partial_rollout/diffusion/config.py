@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from partial_rollout.diffusion.contract import QWEN_IMAGE
 from partial_rollout.diffusion.sampling import NO_CFG
 from partial_rollout.diffusion.sde import SDE_TYPES
 from partial_rollout.diffusion.sde_window import WindowPlan
-from partial_rollout.settings.block import build, require
+from partial_rollout.errors import ConfigError
+from partial_rollout.settings.block import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -197,4 +199,29 @@ class DiffusionConfig:
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range.
         """
-        return build(cls, block, prefix="")
+        return _build(cls, block, prefix="")
+
+
+def _build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
+    """A configuration dataclass from a plain mapping; `prefix` is where the mapping stands, for messages.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
+    hints = get_type_hints(cls)
+    unknown = sorted(set(block) - set(hints))
+    if unknown:
+        raise ConfigError(f"unknown key {prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
+    return cls(**{key: _convert(hints[key], value, key=f"{prefix}{key}") for key, value in block.items()})
+
+
+def _convert(hint: Any, value: Any, *, key: str) -> Any:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if not hasattr(value, "items"):
+            raise ConfigError(f"{key}={value!r} is not allowed: must be a block of keys")
+        return _build(hint, value, prefix=f"{key}.")
+    if float in (hint, *get_args(hint)) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
+        raise ConfigError(f"{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")
+    return value

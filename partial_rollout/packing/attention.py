@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from partial_rollout.errors import ConfigError, PackingError
-from partial_rollout.settings.mode import PACKED_ATTENTION
+from partial_rollout.settings.flag import PACKED_ATTENTION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

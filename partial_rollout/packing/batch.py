@@ -26,7 +26,7 @@ from partial_rollout.packing.plan import sample_padding_share
 from partial_rollout.packing.planners import PaddedPlanner
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.settings.block import BLOCK
-from partial_rollout.settings.mode import has_own_reference, num_ranks, sequence_parallel_size
+from partial_rollout.settings.derived import has_own_reference, num_ranks, sequence_parallel_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,18 +1,26 @@
-"""The `partial_rollout` configuration block, typed and checked before anything is started."""
+"""The `partial_rollout` configuration block: every key with its default, what it means, who needs it and the evidence.
+
+This file is the one place where a key is described. `python -m partial_rollout.settings` makes
+configs/partial_rollout/default.yaml and the table of docs/configuration.md from it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
+import json
 import logging
 import math
-from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from partial_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +44,17 @@ RETIRED_VALUES = {
 }
 """The same for values of keys that stay."""
 
-
-def _require(condition: bool, key: str, value: object, allowed: str) -> None:
-    require(condition, f"{BLOCK}.{key}", value, allowed)
-
-
-def _refuse_retired(key: str, value: str) -> None:
-    way_out = RETIRED_VALUES.get((key, value))
-    if way_out:
-        raise ConfigError(f"{BLOCK}.{key}={value} was retired in release 0.2: {way_out} (see CHANGELOG.md)")
+OLD_NAME_OF_WAIT = "sync"
+"""In release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
+PREFETCH_FACTOR = 2.0
+OVER_SAMPLING = 1.25
+"""Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
+MAX_OVER_SAMPLING = 2
+"""Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
+CLOSE = 0.8
+"""Above this likeness a name is taken for a mistyped one of another place."""
+DEFERRAL_LIMIT = 8
+"""Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -53,67 +63,85 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key}={value!r} is not allowed: must be {allowed} (set {key}=...)")
 
 
-@dataclass(frozen=True, slots=True)
-class ManagerConfig:
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    require(condition, f"{BLOCK}.{key}", value, allowed)
+
+
+def _key(default: Any, means: str, *, who: str, evidence: str, **limits: Any) -> Any:
+    """Describe a key: what it means, who needs it, and the measurement or the need that speaks for it."""
+    return Field(default, description=means, json_schema_extra={"who": who, "evidence": evidence}, **limits)
+
+
+def _bound_s(default: float, means: str, *, who: str) -> Any:
+    return _key(default, means, who=who, evidence="every wait has a bound and an error with a name", gt=0)
+
+
+class _Block(BaseModel):
+    """A block of keys, which may not change and has no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ManagerConfig(_Block):
     """Name under which the prompt manager is found from any shell."""
 
-    name: str = "rollout_prompt_manager"
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an empty name."""
-        _require(bool(self.name), "manager.name", self.name, "a non-empty string")
-
-
-@dataclass(frozen=True, slots=True)
-class TimeoutConfig:
-    """Upper bounds of all waits, in seconds."""
-
-    start_s: float = 600.0
-    resources_s: float = 30.0
-    drain_s: float = 60.0
-    resume_s: float = 600.0
-    batch_s: float = 7200.0
-    call_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a bound that is not positive."""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            _require(value > 0, f"timeouts.{item.name}", value, "a number of seconds above 0")
+    name: str = _key(
+        "rollout_prompt_manager",
+        "Name of the Ray actor that holds the queues; `python -m partial_rollout.status --name` finds it.",
+        who="two runs on one Ray cluster",
+        evidence="a second run with the same name is refused",
+        min_length=1,
+    )
 
 
-PLANNERS = ("global", "verl")
+class TimeoutConfig(_Block):
+    """Upper bounds of all waits, in seconds; on expiry the error names who waited for whom."""
+
+    start_s: float = _bound_s(600.0, "Ray's first worker process must run this long after Ray.", who="slow disks")
+    resources_s: float = _bound_s(
+        30.0, "Cluster resources must be there this long after the start.", who="clusters that add nodes on demand"
+    )
+    drain_s: float = _bound_s(60.0, "From closing the gate to an empty engine.", who="very large engines")
+    resume_s: float = _bound_s(
+        600.0, "A weight update of all engines, relaunching engines, opening the gates: each.", who="large models"
+    )
+    batch_s: float = _bound_s(
+        7200.0,
+        "One training batch. A prompt that is with a worker for longer, while batches fill from others, is named once "
+        "in a warning.",
+        who="very long responses, slow tools or rewards",
+    )
+    call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
 
 
-@dataclass(frozen=True, slots=True)
-class PackingConfig:
-    """Which samples train together: the planner of micro-batches, see docs/design/0004."""
+class PackingConfig(_Block):
+    """Which samples train together, on which rank and in which micro-batch (log-probs, reference and update)."""
 
-    planner: str = "global"
-    token_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown name or a size below 1."""
-        _refuse_retired("packing.planner", self.planner)
-        _require(self.planner in PLANNERS, "packing.planner", self.planner, f"one of {', '.join(PLANNERS)}")
-        budget = self.token_budget
-        _require(budget is None or budget >= 1, "packing.token_budget", budget, "null or at least 1")
-
-
-OLD_NAME_OF_WAIT = "sync"
-"""In release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
-TAIL_POLICIES = ("partial", "wait", "reorder")
-PAST_STALENESS = ("mask", "drop", "finish", "restart")
-OVER_SAMPLING = 1.25
-"""Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
-MAX_OVER_SAMPLING = 2
-"""Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
-INTERRUPT_MODES = ("abort", "keep_kv", "reuse_kv", "offload_kv")
-DEFERRAL_LIMIT = 8
-"""Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
+    planner: Literal["global", "verl"] = _key(
+        "global",
+        "global: few micro-batches under the token budget, rows even in what they cost the model. verl: verl's own "
+        "balancing and micro-batches.",
+        who="`verl`: trainer backends that ours refuses (Megatron), critics of another kind",
+        evidence="on two GPUs `global` takes 0.62 of strided order's time with packed rows, 0.49 with padded ones; "
+        "docs/design/0004",
+    )
+    token_budget: int | None = _key(
+        None,
+        "Tokens of a row at most; a longer sample gets a row of its own. null: the memory that verl's settings allow. "
+        "actor.use_dynamic_bsz=False: actor.ppo_micro_batch_size_per_gpu x (data.max_prompt_length + "
+        "data.max_response_length). True: the least of actor.ppo_max_token_len_per_gpu and rollout's and ref's "
+        "log_prob_max_token_len_per_gpu, times the sequence-parallel size. The log says which.",
+        who="training that runs out of memory, or leaves much of it free",
+        evidence="a need: rows are what training memory is spent on",
+        ge=1,
+    )
 
 
-_OFFLOAD_SIZE = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other"
+def _renamed(policy: object) -> object:
+    if policy != OLD_NAME_OF_WAIT:
+        return policy
+    _warn_of_old_name()
+    return "wait"
 
 
 @cache
@@ -124,48 +152,100 @@ def _warn_of_old_name() -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TailConfig:
-    """What becomes of a batch's longest responses, see docs/design/0006."""
+class TailConfig(_Block):
+    """What becomes of a batch's longest responses, see docs/design/0006.
 
-    policy: str = "partial"
-    gen_batch_size: int | None = None
-    max_deferred_per_round: int | None = None
-    max_deferrals: int | None = None
-    max_staleness: int | None = None
-    interrupt_mode: str = "abort"
-    offload_gib: int | None = None
-    past_staleness: str = "mask"
+    Three policies for a batch of 8 prompts, by how many prompts a round generates at the same time:
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown policy, a count below 1, or a key that the others leave without use."""
-        if self.policy == OLD_NAME_OF_WAIT:
-            _warn_of_old_name()
-            object.__setattr__(self, "policy", "wait")
-        _require(self.policy in TAIL_POLICIES, "tail.policy", self.policy, f"one of {', '.join(TAIL_POLICIES)}")
+    >>> [TailConfig(policy=name).groups_per_round(8) for name in ("partial", "wait", "reorder")]
+    [8, 8, 10]
+
+    A key that the policy does not use is refused:
+
+    >>> PartialRolloutConfig.from_mapping({"tail": {"policy": "wait", "gen_batch_size": 10}})
+    Traceback (most recent call last):
+    partial_rollout.errors.ConfigError: partial_rollout.tail.gen_batch_size=10 is not allowed: must be null with ...
+    """
+
+    policy: Annotated[Literal["partial", "wait", "reorder"], BeforeValidator(_renamed)] = _key(
+        "partial",
+        "partial: unfinished responses are interrupted at the end of the step and go on in the next. wait: the step "
+        "waits for all of its batch. reorder: more prompts are generated than trained; what is unfinished is deferred "
+        "with its tokens and trained together.",
+        who="`wait`: on-policy training. `reorder`: rounds that train what they begin, with even lengths",
+        evidence="docs/design/0006 and the measured results compare the three",
+    )
+    gen_batch_size: int | None = _key(
+        None,
+        "For policy=reorder. Prompts of a round, above data.train_batch_size; null: 1.25 times as many.",
+        who="runs that choose how much of a round is left behind",
+        evidence="1.25 is the original reorder rollout's example",
+        ge=1,
+    )
+    max_deferred_per_round: int | None = _key(
+        None,
+        "For policy=reorder. So many deferred prompts at most join each round; null: a batch of them gets a round of "
+        "its own.",
+        who="runs where a batch of long responses only would disturb learning",
+        evidence="docs/design/0006: the bound on deferrals with and without it; a benchmark mode",
+        ge=1,
+    )
+    max_deferrals: int | None = _key(
+        None,
+        "For policy=reorder. A prompt deferred so often must be trained in the next round that can; null: 8.",
+        who="runs that bound how old a sample may become",
+        evidence="docs/design/0006: nothing starves",
+        ge=1,
+    )
+    max_staleness: int | None = _key(
+        None,
+        "Tokens sampled by weights that are older than so many updates are past the bound; null: there is none.",
+        who="learning that suffers from old tokens",
+        evidence="a need: every peer has such a bound; docs/design/0006",
+        ge=0,
+    )
+    interrupt_mode: Literal["abort", "keep_kv", "reuse_kv", "offload_kv"] = _key(
+        "abort",
+        "What an interrupted request leaves in its engine. abort: nothing; it is re-prefilled by the new weights. "
+        "keep_kv: it stays there with its KV. reuse_kv: it leaves and finds its KV in the prefix cache. offload_kv: KV "
+        "goes to host memory, so that engine memory can be released (GPU only).",
+        who="engines that keep their memory over training (`reuse_kv`, `keep_kv`), or host memory (`offload_kv`)",
+        evidence="retained KV is the fastest mode that was measured on GPUs",
+    )
+    offload_gib: int | None = _key(
+        None,
+        "For interrupt_mode=offload_kv, which needs it. Host memory of each engine, GiB over all of its ranks.",
+        who="interrupt_mode=offload_kv",
+        evidence="only the user knows how much host memory is free",
+        ge=1,
+    )
+    past_staleness: Literal["mask", "drop", "finish", "restart"] = _key(
+        "mask",
+        "What becomes of tokens past the bound. mask: they are left out of the loss. drop: their prompt is dropped, "
+        "and another takes its place. restart: they are thrown away and the prompt begins again, max_attempts times at "
+        "most. finish: there are none, because the update before waits for the responses that would pass the bound.",
+        who="whoever sets max_staleness",
+        evidence="docs/design/0006: what each costs",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TailConfig:
+        """Refuse a key that the others leave without use."""
         past, bound = self.past_staleness, self.max_staleness
-        _require(past in PAST_STALENESS, "tail.past_staleness", past, f"one of {', '.join(PAST_STALENESS)}")
         unbounded = f"mask without a bound: set {BLOCK}.tail.max_staleness as well"
         _require(past == "mask" or bound is not None, "tail.past_staleness", past, unbounded)
-        _require(bound is None or bound >= 0, "tail.max_staleness", bound, "null or at least 0")
         for name in ("gen_batch_size", "max_deferred_per_round", "max_deferrals"):
             value = getattr(self, name)
             unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"
             _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
-            _require(value is None or value >= 1, f"tail.{name}", value, "null or at least 1")
-        self._check_interrupt_mode()
-
-    def _check_interrupt_mode(self) -> None:
-        mode, key = self.interrupt_mode, "tail.interrupt_mode"
-        _refuse_retired(key, mode)
-        _require(mode in INTERRUPT_MODES, key, mode, f"one of {', '.join(INTERRUPT_MODES)}")
+        mode, key, size = self.interrupt_mode, "tail.interrupt_mode", self.offload_gib
         unused = f"abort with {BLOCK}.tail.policy=wait, which interrupts nothing"
         _require(mode == "abort" or self.policy != "wait", key, mode, unused)
         leaves = f"abort, reuse_kv or offload_kv with {BLOCK}.tail.policy=reorder: what it defers leaves the engine"
         _require(mode != "keep_kv" or self.policy != "reorder", key, mode, leaves)
-        size = self.offload_gib
-        _require(size is None or size >= 1, "tail.offload_gib", size, "null or at least 1")
-        _require((size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, _OFFLOAD_SIZE)
+        given = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other"
+        _require((size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, given)
+        return self
 
     @property
     def deferral_limit(self) -> int:
@@ -193,98 +273,178 @@ class TailConfig:
         _require(few is None or few <= train_batch_size, "tail.max_deferred_per_round", few, allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotsConfig:
-    """Whether the number of trajectory slots follows the engines' load, see docs/design/0006."""
+class SlotsConfig(_Block):
+    """Whether the number of trajectory slots follows the engines' load; it starts at num_slots."""
 
-    adaptive: bool = False
-    least: int | None = None
-    most: int | None = None
-    interval_s: float = 5.0
+    adaptive: bool = _key(
+        False,
+        "true: the number of slots is raised while all are in use and the engines have room, and lowered when requests "
+        "are preempted or the KV cache is full; with tail.policy=partial only. Turns vLLM's statistics on "
+        "(actor_rollout_ref.rollout.disable_log_stats=False).",
+        who="runs whose engines have room for more requests than a batch has",
+        evidence="the fastest mode that was measured on GPUs is adaptive",
+    )
+    least: int | None = _key(
+        None,
+        "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker.",
+        who="runs that must not fall below a rate",
+        evidence="a need: bounds of what changes by itself",
+        ge=1,
+    )
+    most: int | None = _key(
+        None,
+        "Upper bound of an adaptive number; null: all prompts that may be in flight x rollout.n.",
+        who="runs that bound how old tokens become: more slots mean older ones",
+        evidence="set in the measured runs to what the engine was started for",
+        ge=1,
+    )
+    interval_s: float = _key(
+        5.0,
+        "Seconds between two looks at the engines while a batch is waited for; there is one at its end in any case.",
+        who="steps shorter than some tens of seconds",
+        evidence="the measured runs and tests with short steps set it",
+        gt=0,
+    )
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range, or a bound of a budget that does not move."""
+    @model_validator(mode="after")
+    def _check(self) -> SlotsConfig:
+        """Refuse a bound of a number that does not move."""
+        unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
         for name in ("least", "most"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"slots.{name}", value, "null or at least 1")
-            unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
             _require(value is None or self.adaptive, f"slots.{name}", value, unused)
-        _require(self.interval_s > 0, "slots.interval_s", self.interval_s, "a number of seconds above 0")
+        return self
 
 
-WEIGHT_BACKENDS = ("auto", "channel", "verl")
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsConfig:
+class WeightsConfig(_Block):
     """How new weights travel from the training workers to the engines."""
 
-    backend: str = "auto"
-    timeout_s: float = 60.0
-    bucket_mb: int | None = None
-    validate: bool = False
-    relaunches: int = 1
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown backend or a size, bound or number out of range."""
-        _require(self.backend in WEIGHT_BACKENDS, "weights.backend", self.backend, f"one of {WEIGHT_BACKENDS}")
-        _require(self.timeout_s > 0, "weights.timeout_s", self.timeout_s, "a number of seconds above 0")
-        _require(
-            self.bucket_mb is None or self.bucket_mb >= 1, "weights.bucket_mb", self.bucket_mb, "null or at least 1"
-        )
-        _require(self.relaunches >= 0, "weights.relaunches", self.relaunches, "at least 0")
+    backend: Literal["auto", "channel", "verl"] = _key(
+        "auto",
+        "channel: ours, in a GPU's own memory or over shared memory. verl: verl's own. auto: channel where it has all "
+        "that the run needs.",
+        who="`verl`: a doubt about the channel",
+        evidence="docs/design/0005: what the channel is measured against",
+    )
+    timeout_s: float = _bound_s(
+        60.0,
+        "An engine waits so long for a silent training rank, a rank half as long for a silent engine.",
+        who="gathering a very large tensor",
+    )
+    bucket_mb: int | None = _key(
+        None,
+        "Weights travel in pieces of this size; each pair of ranks needs three of them, on the GPU or in /dev/shm. "
+        "null: 256 on a GPU, 8 in /dev/shm.",
+        who="a small /dev/shm (docker), or a GPU without room for 768 MB",
+        evidence="docs/design/0005: rates by size",
+        ge=1,
+    )
+    validate_values: bool = _key(
+        False,
+        "Refuse NaN and Inf; costs one more pass over the weights in the engine.",
+        who="a training that diverges for unknown reasons",
+        evidence="a need: the error names the tensor",
+        alias="validate",
+    )
+    relaunches: int = _key(
+        1,
+        "Engines that an update failed in are started again and sent all weights, at most so often in one update.",
+        who="0: whoever wants to look at a failed engine",
+        evidence="tests with killed engines; docs/design/0005",
+        ge=0,
+    )
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Size of one slot; None leaves it to the transport."""
+        """Size of one buffer; None leaves it to the transport."""
         return None if self.bucket_mb is None else self.bucket_mb << 20
 
 
-PREFETCH_FACTOR = 2.0
+class PartialRolloutConfig(_Block):
+    """All settings of this package.
 
+    >>> settings = PartialRolloutConfig.from_mapping({"num_slots": 64, "tail": {"interrupt_mode": "reuse_kv"}})
+    >>> settings.num_slots, settings.tail.interrupt_mode, settings.timeouts.drain_s
+    (64, 'reuse_kv', 60.0)
 
-@dataclass(frozen=True, slots=True)
-class PartialRolloutConfig:
-    """All settings of this package; a test compares the defaults with configs/partial_rollout/default.yaml."""
+    What is mistyped is refused with what was perhaps meant:
 
-    prefetch_factor: float = PREFETCH_FACTOR
-    num_slots: int | None = None
-    max_attempts: int = 2
-    stream_interval: int = 32
-    event_log: str | None = None
-    manager: ManagerConfig = field(default_factory=ManagerConfig)
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    tail: TailConfig = field(default_factory=TailConfig)
-    slots: SlotsConfig = field(default_factory=SlotsConfig)
+    >>> PartialRolloutConfig.from_mapping({"prefech_factor": 3})
+    Traceback (most recent call last):
+    partial_rollout.errors.ConfigError: unknown key partial_rollout.prefech_factor: did you mean ...prefetch_factor? ...
+    """
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        _require(self.prefetch_factor >= 1, "prefetch_factor", self.prefetch_factor, "a number of at least 1")
-        unused = f"left out with {BLOCK}.tail.policy={self.tail.policy}, which decides how many prompts are in flight"
-        in_use = self.tail.policy == "partial" or self.prefetch_factor == PREFETCH_FACTOR
-        _require(in_use, "prefetch_factor", self.prefetch_factor, unused)
-        _require(self.num_slots is None or self.num_slots >= 1, "num_slots", self.num_slots, "null or at least 1")
-        _require(self.max_attempts >= 1, "max_attempts", self.max_attempts, "at least 1")
-        _require(self.stream_interval >= 1, "stream_interval", self.stream_interval, "at least 1")
-        self._check_together()
+    prefetch_factor: float = _key(
+        PREFETCH_FACTOR,
+        "Prompts in flight (pending + ongoing + done) are capped at prefetch_factor x data.train_batch_size; with "
+        "tail.policy=partial only.",
+        who="runs whose slots run out of prompts: 3 or more, at the price of older tokens",
+        evidence="the measured runs with 3 are faster than with 2 where KV is retained",
+        ge=1,
+    )
+    num_slots: int | None = _key(
+        None,
+        "Trajectories generated at the same time over all agent-loop workers, which share them in whole groups of "
+        "rollout.n; null: train_batch_size x rollout.n.",
+        who="engines with room for more requests than a batch has, or for fewer",
+        evidence="slots decide how full the engines are",
+        ge=1,
+    )
+    max_attempts: int = _key(
+        2,
+        "Tries of a prompt whose agent loop raised, before it is dropped and replaced; tail.past_staleness=restart, "
+        "which counts its own, needs at least 2.",
+        who="tools and rewards that fail now and then",
+        evidence="tests with failing agent loops",
+        ge=1,
+    )
+    stream_interval: int = _key(
+        32,
+        "The engine streams every so many tokens: what an engine death can lose, against the cost per token. "
+        "tail.interrupt_mode=keep_kv streams every token.",
+        who="runs that trade speed for less lost work",
+        evidence="the cost per hand-over was measured in benchmarks",
+        ge=1,
+    )
+    event_log: str | None = _key(
+        None,
+        "JSON-lines file that gets one line per training batch: step, prompt uids, data set indices; and one per "
+        "change of the number of slots, with its reason; null: none.",
+        who="whoever asks which prompts were trained when",
+        evidence="the tests of exactly-once training read it",
+    )
+    manager: ManagerConfig = ManagerConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    packing: PackingConfig = PackingConfig()
+    tail: TailConfig = TailConfig()
+    slots: SlotsConfig = SlotsConfig()
+    weights: WeightsConfig = WeightsConfig()
 
-    def _check_together(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> PartialRolloutConfig:
+        """Refuse values that contradict each other."""
         policy, restarts = self.tail.policy, self.tail.past_staleness == "restart"
+        unused = f"left out with {BLOCK}.tail.policy={policy}, which decides how many prompts are in flight"
+        in_use = policy == "partial" or self.prefetch_factor == PREFETCH_FACTOR
+        _require(in_use, "prefetch_factor", self.prefetch_factor, unused)
         again = f"at least 2 with {BLOCK}.tail.past_staleness=restart; to try prompts once set past_staleness=drop"
         _require(self.max_attempts > 1 or not restarts, "max_attempts", self.max_attempts, again)
         unused = f"false with {BLOCK}.tail.policy={policy}, whose rounds start no more than there are slots for"
         _require(policy == "partial" or not self.slots.adaptive, "slots.adaptive", self.slots.adaptive, unused)
+        return self
 
     @classmethod
     def from_mapping(cls, block: Mapping[str, Any]) -> PartialRolloutConfig:
-        """Build from a plain mapping (`OmegaConf.to_container`).
+        """Build from a plain mapping (`OmegaConf.to_container`); the same content is parsed once in a process.
 
         Raises:
-            ConfigError: an unknown key, a wrong type or a value out of range.
+            ConfigError: an unknown or retired key, a wrong type or a value out of range.
         """
-        return build(cls, block, prefix=f"{BLOCK}.")
+        plain = _plain(block)
+        try:
+            return _parsed(json.dumps(plain, sort_keys=True))
+        except TypeError:  # json cannot say it, so it is of a wrong type somewhere
+            return _parse(plain)
 
     @classmethod
     def from_rollout(cls, custom: Mapping[str, Any] | None) -> PartialRolloutConfig:
@@ -295,34 +455,107 @@ class PartialRolloutConfig:
         """
         return cls.from_mapping((custom or {}).get(BLOCK) or {})
 
+    def to_mapping(self) -> dict[str, Any]:
+        """As a plain mapping, which `from_mapping` reads."""
+        return self.model_dump(by_alias=True)
+
     def capacity(self, train_batch_size: int) -> int:
         """Largest number of prompts in flight for a batch of `train_batch_size` prompts."""
         return max(train_batch_size, int(self.prefetch_factor * train_batch_size))
 
 
-def build(cls: type, block: Mapping[str, Any], *, prefix: str) -> Any:
-    """A configuration dataclass from a plain mapping; `prefix` is where the mapping stands, for messages.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range.
-    """
-    hints = get_type_hints(cls)
-    unknown = sorted(set(block) - set(hints))
-    retired = RETIRED_KEYS.get(f"{prefix}{unknown[0]}".removeprefix(f"{BLOCK}.")) if unknown else None
-    if retired:
-        raise ConfigError(f"{prefix}{unknown[0]} was retired in release 0.2: {retired} (see CHANGELOG.md)")
-    if unknown:
-        raise ConfigError(f"unknown key {prefix}{unknown[0]}; known here: {', '.join(sorted(hints))}")
-    return cls(**{key: _convert(hints[key], value, key=f"{prefix}{key}") for key, value in block.items()})
+def _plain(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy made of dicts: verl hands its engines OmegaConf's mappings."""
+    return {name: _plain(value) if hasattr(value, "items") else value for name, value in block.items()}
 
 
-def _convert(hint: Any, value: Any, *, key: str) -> Any:
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if not hasattr(value, "items"):
-            raise ConfigError(f"{key}={value!r} is not allowed: must be a block of keys")
-        return build(hint, value, prefix=f"{key}.")
-    if float in (hint, *get_args(hint)) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
-        raise ConfigError(f"{key}={value!r} is not allowed: must be of type {getattr(hint, '__name__', hint)}")
-    return value
+@lru_cache(maxsize=16)
+def _parsed(block: str) -> PartialRolloutConfig:
+    return _parse(json.loads(block))
+
+
+def _parse(block: dict[str, Any]) -> PartialRolloutConfig:
+    for key, value in _leaves(block):
+        refuse_retired(key, value)
+    try:
+        return PartialRolloutConfig.model_validate(block)
+    except ValidationError as error:
+        raise _as_config_error(error.errors()[0]) from None
+
+
+def _leaves(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in block.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+
+
+def refuse_retired(key: str, value: object = None) -> None:
+    """Raise ConfigError with what to use instead for a retired key or value; `key` is written below the block."""
+    way_out = RETIRED_KEYS.get(key)
+    if way_out:
+        raise ConfigError(f"{BLOCK}.{key} was retired in release 0.2: {way_out} (see CHANGELOG.md)")
+    way_out = RETIRED_VALUES.get((key, value)) if isinstance(value, str) else None
+    if way_out:
+        raise ConfigError(f"{BLOCK}.{key}={value} was retired in release 0.2: {way_out} (see CHANGELOG.md)")
+
+
+def field_keys(model: type[BaseModel] = PartialRolloutConfig, prefix: str = "") -> dict[str, Any]:
+    """Every key below the block, dotted, with its described pydantic field; blocks themselves are left out."""
+    found: dict[str, Any] = {}
+    for name, item in model.model_fields.items():
+        key = f"{prefix}{item.alias or name}"
+        inner = item.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= field_keys(inner, f"{key}.")
+        else:
+            found[key] = item
+    return found
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key below the block that does not exist, with the key that was perhaps meant."""
+    known, (prefix, _, last) = field_keys(), key.rpartition(".")
+    within = f"{prefix}." if prefix else ""
+    beside = sorted({name.removeprefix(within).partition(".")[0] for name in known if name.startswith(within)})
+    meant = [f"{within}{name}" for name in difflib.get_close_matches(last, beside, 1)]
+    meant += [name for name in known if name.rpartition(".")[2] == last]
+    meant += difflib.get_close_matches(key, known, 1, CLOSE)
+    guess = f": did you mean {BLOCK}.{meant[0]}? Known here" if meant else "; known here"
+    return ConfigError(f"unknown key {BLOCK}.{key}{guess}: {', '.join(beside or sorted(known))}")
+
+
+def _as_config_error(error: ErrorDetails) -> ConfigError:
+    """One of pydantic's errors in our words."""
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):
+        return raised
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return unknown_key(key)
+    value, allowed = error["input"], _allowed(key)
+    return ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be {allowed} (set {BLOCK}.{key}=...)")
+
+
+def _allowed(key: str) -> str:
+    """In words, what a key may be."""
+    item = field_keys().get(key)
+    if item is None:
+        return "a block of keys"
+    text = str(item.annotation)
+    choices = getattr(item.annotation, "__args__", ()) if "Literal" in text else ()
+    if choices:
+        return f"one of {', '.join(choices)}"
+    kind = next(word for name, word in _KINDS.items() if name in text)
+    limits = [
+        f"{words} {getattr(limit, name):g}"
+        for limit in item.metadata
+        for name, words in _LIMITS.items()
+        if hasattr(limit, name)
+    ]
+    kind = "a non-empty string" if kind == "a string" and item.metadata else kind
+    return " ".join((["null or"] if "None" in text else []) + [kind, *limits])
+
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
+_LIMITS = {"ge": "of at least", "gt": "above"}

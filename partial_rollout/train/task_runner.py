@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.observability.log import configure_logging
 from partial_rollout.rollout.replica import register_replicas
-from partial_rollout.settings.mode import is_enabled, read_settings
+from partial_rollout.settings.derived import read_block
+from partial_rollout.settings.flag import is_enabled
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class TaskRunner(TaskRunnerBase):
         """
         configure_logging()
         enabled = is_enabled(config)
-        timeout_s = read_settings(config).timeouts.resources_s
+        timeout_s = read_block(config).timeouts.resources_s
         require_own_transfer_queue(timeout_s)
         require_resources(config, timeout_s)
         register_replicas(partial_rollout=enabled)

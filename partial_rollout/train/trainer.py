@@ -67,7 +67,8 @@ from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
-from partial_rollout.settings.mode import TRAINER_MODE, num_slots, read_settings, slot_bounds, uses_channel
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.metrics import queue_metrics
@@ -107,7 +108,8 @@ class PartialRolloutTrainer(PPOTrainer):
     """verl's `auto_await` makes its methods block here, although their annotations say coroutine."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.settings = read_settings(config)
+        self.derived = read_settings(config)
+        self.settings = self.derived.block
         self.packer = make_batch_packer(config, self.settings)
         self.manager = create_manager(self.settings, config.data.train_batch_size)
         # verl's name: what its loop adds to the metrics of the step that ends next.
@@ -211,7 +213,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _init_resource_pool_mgr(self) -> None:
         """Missing hook: the class of the training workers."""
         super()._init_resource_pool_mgr()
-        use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=uses_channel(self.config))
+        use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=self.derived.uses_channel)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Missing hook: which rank trains which trajectory. verl's method, which pads the batch, runs first."""
@@ -261,14 +263,14 @@ class PartialRolloutTrainer(PPOTrainer):
 
     @property
     def _num_slots(self) -> int:
-        return self.slot_tuner.num_slots if self.slot_tuner is not None else num_slots(self.config)
+        return self.slot_tuner.num_slots if self.slot_tuner is not None else self.derived.num_slots
 
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
         if not self.settings.slots.adaptive:
             return None
         return SlotTuner(
-            num_slots(self.config),
-            slot_bounds(self.config),
+            self.derived.num_slots,
+            self.derived.slot_bounds,
             fleet=self.fleet,
             agent_loops=agent_loops,
             slots_in_use=lambda: self._ask(self.manager.status.remote()).slots_in_use,
@@ -281,7 +283,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _send_weights(self) -> None:
         timeout_s = self.settings.timeouts.resume_s
-        if not uses_channel(self.config):
+        if not self.derived.uses_channel:
             call_bounded(
                 lambda: self.checkpoint_manager.update_weights(self.global_steps),
                 timeout_s=timeout_s,

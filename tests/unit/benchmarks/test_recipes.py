@@ -16,7 +16,9 @@ from benchmarks import recipes
 from benchmarks.lanes import Lane
 from benchmarks.recipes import RECIPES, command, parser, variables, write_problems
 from partial_rollout.advise.result import read_result
-from partial_rollout.settings.mode import apply_mode, check_config, is_enabled
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import apply_mode, is_enabled
+from partial_rollout.settings.refused import check_config
 from tests.unit.benchmarks.test_jobs import CONFIGS, WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell
@@ -52,8 +54,9 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
         config = compose("partial_rollout", overrides=given)
     assert is_enabled(config) == (not baseline)
     if not baseline:
-        check_config(config)
-        apply_mode(config)
+        settings = read_settings(config)
+        check_config(config, settings)
+        apply_mode(config, settings)
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from partial_rollout.core.interrupt import MODES, Context, Retained, context_of, mode_of
-from partial_rollout.settings.block import INTERRUPT_MODES, TailConfig
+from partial_rollout.settings.block import TailConfig, field_keys
 
 LEFT = Retained("salt", 3, "kept")
 
@@ -20,7 +22,7 @@ def context(mode, *, retained=LEFT, went_on=False, context_len=50, num_cached_to
 
 
 def test_every_mode_of_the_configuration_is_known():
-    assert tuple(MODES) == INTERRUPT_MODES
+    assert tuple(MODES) == get_args(field_keys()["tail.interrupt_mode"].annotation)
     assert mode_of(TailConfig()).name == "abort"
 
 

@@ -13,7 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from partial_rollout.settings.mode import check_config, is_enabled, read_settings
+from partial_rollout.settings.derived import read_block, read_settings
+from partial_rollout.settings.flag import is_enabled
+from partial_rollout.settings.refused import check_config
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "partial_rollout" / "run"
@@ -69,7 +71,7 @@ def test_a_recipe_composes_with_the_flag_and_the_correction(name: str):
     assert words[1:3] == ["-m", "partial_rollout.main_ppo"]
     config = composed(words)
     assert is_enabled(config)
-    assert read_settings(config).prefetch_factor == 2.0
+    assert read_block(config).prefetch_factor == 2.0
     assert config.algorithm.adv_estimator == "grpo"
     assert config.algorithm.rollout_correction.rollout_is == "token"
     assert config.algorithm.rollout_correction.rollout_is_threshold == 2.0
@@ -84,10 +86,10 @@ def test_a_recipe_composes_with_the_flag_and_the_correction(name: str):
 @pytest.mark.parametrize("name", [name for name in RECIPES if "qwen3" in name])
 def test_a_gpu_recipe_retains_kv_when_asked_to(name: str):
     config = composed(command(name, RETAIN_KV="1"))
-    assert read_settings(config).tail.interrupt_mode == "reuse_kv"
+    assert read_block(config).tail.interrupt_mode == "reuse_kv"
     assert not config.actor_rollout_ref.rollout.free_cache_engine
-    check_config(config)
-    assert read_settings(composed(command(name))).tail.interrupt_mode == "abort"
+    check_config(config, read_settings(config))
+    assert read_block(composed(command(name))).tail.interrupt_mode == "abort"
     refused = shell(name, PARTIAL_ROLLOUT_DRY_RUN="1", RETAIN_KV="yes")
     assert (refused.returncode, refused.stderr) == (2, "error: RETAIN_KV=yes is not allowed: must be 0 or 1\n")
 

@@ -1,11 +1,13 @@
-"""What tests of `partial_rollout.settings.mode` share."""
+"""What tests of `partial_rollout.settings` share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from partial_rollout.settings.mode import check_config, check_inputs
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import apply_mode
+from partial_rollout.settings.refused import check_config, check_inputs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,4 +18,14 @@ Composed = Callable[..., "DictConfig"]
 def check(config: DictConfig) -> None:
     """As `main_ppo` does before anything starts."""
     check_inputs(config)
-    check_config(config)
+    check_ours(config)
+
+
+def check_ours(config: DictConfig) -> None:
+    """What is refused with partial rollout only."""
+    check_config(config, read_settings(config))
+
+
+def apply(config: DictConfig) -> None:
+    """As `main_ppo` does once nothing is refused."""
+    apply_mode(config, read_settings(config))

@@ -1,4 +1,4 @@
-"""`partial_rollout.settings.mode`: which attention, ranks and weight channel a configuration may have."""
+"""Settings: which attention, ranks and weight channel a configuration may have."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import PartialRolloutConfig
-from partial_rollout.settings.mode import (
-    apply_mode,
-    check_config,
-    num_ranks,
-    provide_attention,
-    sequence_parallel_size,
-    uses_channel,
-)
-from tests.unit.settings.support import check
+from partial_rollout.settings.derived import num_ranks, read_settings, sequence_parallel_size
+from partial_rollout.settings.flag import provide_attention
+from tests.unit.settings.support import apply, check, check_ours
 
 if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
@@ -106,20 +100,20 @@ BEYOND = [
 
 @pytest.mark.parametrize(("changes", "message"), BEYOND)
 def test_what_the_weight_channel_does_not_carry_is_told_when_it_was_asked_for(composed: Composed, changes, message):
-    check_config(composed(changes))
+    check_ours(composed(changes))
     with pytest.raises(ConfigError, match=rf"{message}.*weights.backend=verl or auto"):
-        check_config(composed(CHANNEL | changes))
+        check_ours(composed(CHANNEL | changes))
 
 
 def test_the_weight_channel_on_a_device_it_does_not_know_is_refused(composed: Composed):
-    check_config(composed({"trainer.device": "npu"}))
+    check_ours(composed({"trainer.device": "npu"}))
     with pytest.raises(ConfigError, match=r"trainer.device=npu is not allowed: .* one of cpu, cuda"):
-        check_config(composed(CHANNEL | {"trainer.device": "npu"}))
+        check_ours(composed(CHANNEL | {"trainer.device": "npu"}))
 
 
 def test_merged_adapters_are_whole_weights_and_others_travel_if_engines_load_what_is_below_them(composed: Composed):
-    check_config(composed(CHANNEL | LORA | DUMMY | {"actor_rollout_ref.model.lora.merge": True}))
-    check_config(composed(CHANNEL | LORA))
+    check_ours(composed(CHANNEL | LORA | DUMMY | {"actor_rollout_ref.model.lora.merge": True}))
+    check_ours(composed(CHANNEL | LORA))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +129,6 @@ def test_merged_adapters_are_whole_weights_and_others_travel_if_engines_load_wha
 )
 def test_servers_and_training_workers_are_told_the_same_weight_backend(composed: Composed, changes, wanted):
     config = composed(changes)
-    apply_mode(config)
+    apply(config)
     handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
-    assert (handed_on.weights.backend, uses_channel(config)) == (wanted, wanted == "channel")
+    assert (handed_on.weights.backend, read_settings(config).uses_channel) == (wanted, wanted == "channel")

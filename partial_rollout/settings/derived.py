@@ -1,0 +1,145 @@
+"""What follows from our block together with verl's configuration; made once by `read_settings` and passed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.core.slots import SlotBounds, share_slots
+from partial_rollout.errors import ConfigError
+from partial_rollout.settings.block import BLOCK, PartialRolloutConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
+BEYOND_CHANNEL = {
+    **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},
+    "rollout.quantization": ("weights quantised on arrival", (None,)),
+    "rollout.mtp.enable_rollout": ("a draft model", (None, False)),
+    "rollout.disaggregation.enabled": ("separate prefill and decode engines", (None, False)),
+    "rollout.checkpoint_engine.backend": ("weights from training workers elsewhere", (None, "naive")),
+}
+"""Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
+CHANNEL_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The block, and what follows from it and a few values of verl's configuration."""
+
+    block: PartialRolloutConfig
+    batch: int
+    """Prompts of a training batch."""
+    group: int
+    """Trajectories of a prompt."""
+    num_workers: int
+    """Agent-loop workers."""
+    uses_channel: bool
+    """Whether weights travel by our channel: unless the channel lacks something, or verl's way was asked for."""
+
+    @property
+    def num_slots(self) -> int:
+        """Trajectories generated at the same time over all workers, to start with."""
+        return self.block.num_slots or self.block.tail.groups_per_round(self.batch) * self.group
+
+    @property
+    def slot_shares(self) -> list[int]:
+        """The slot budget of each agent-loop worker, to start with."""
+        return share_slots(self.num_slots, num_workers=self.num_workers, group=self.group)
+
+    @cached_property
+    def slot_bounds(self) -> SlotBounds:
+        """Between what an adaptive number of slots moves, in whole prompt groups.
+
+        Raises:
+            ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.
+        """
+        group, slots, start = self.group, self.block.slots, self.num_slots
+        least = slots.least or group * self.num_workers
+        most = slots.most or max(make_policy(self.block, self.batch).capacity * group, start)
+        if not group * self.num_workers <= least <= start <= most:
+            raise ConfigError(
+                f"{BLOCK}.slots.least={least} and {BLOCK}.slots.most={most} with {start} slots to start with is not "
+                f"allowed: must be at least rollout.n={group} for each of {self.num_workers} agent-loop workers, and "
+                f"with {BLOCK}.num_slots between them"
+            )
+        return SlotBounds(least - least % group, most - most % group, group, self.num_workers)
+
+
+def read_settings(config: DictConfig) -> Settings:
+    """Parse the `partial_rollout` block of a configuration, and derive what follows from it.
+
+    Raises:
+        ConfigError: the block is missing or has a key or value that is not allowed.
+    """
+    block = read_block(config)
+    rollout = config.actor_rollout_ref.rollout
+    return Settings(
+        block, config.data.train_batch_size, rollout.n, rollout.agent.num_workers, _uses_channel(config, block)
+    )
+
+
+def read_block(config: DictConfig) -> PartialRolloutConfig:
+    """Parse the block alone, which no value of verl's can stand in the way of.
+
+    Raises:
+        ConfigError: as `read_settings`.
+    """
+    block = OmegaConf.select(config, BLOCK)
+    if block is None:
+        raise ConfigError(f"the configuration has no `{BLOCK}` block: start from configs/partial_rollout.yaml")
+    container: Any = OmegaConf.to_container(block, resolve=True)
+    return PartialRolloutConfig.from_mapping(container)
+
+
+def num_ranks(config: DictConfig) -> int:
+    """Data-parallel size of the actor."""
+    return num_devices(config) // sequence_parallel_size(config)
+
+
+def num_devices(config: DictConfig) -> int:
+    """Devices of the training ranks."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
+    """Devices that share a row of the actor, or of the reference (`role="ref"`)."""
+    settings = config.actor_rollout_ref[role]
+    # verl writes a deprecated key above 1 over the other one (FSDPActorConfig).
+    deprecated = settings.ulysses_sequence_parallel_size
+    return deprecated if deprecated > 1 else settings.fsdp_config.ulysses_sequence_parallel_size
+
+
+def has_own_reference(config: DictConfig) -> bool:
+    """Whether a reference model is loaded beside the actor; with LoRA it is the actor without its adapter."""
+    models = config.actor_rollout_ref
+    ranks = [OmegaConf.select(models, key, default=0) for key in ADAPTER_RANKS]
+    with_adapter = max(ranks) > 0 or OmegaConf.select(models, "model.lora_adapter_path") is not None
+    needed = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    return needed and not with_adapter
+
+
+def _uses_channel(config: DictConfig, block: PartialRolloutConfig) -> bool:
+    backend = block.weights.backend
+    on_known_device = config.trainer.device in CHANNEL_DEVICES
+    return backend == "channel" or (backend == "auto" and on_known_device and not channel_lacks(config))
+
+
+def channel_lacks(config: DictConfig) -> str | None:
+    """What this configuration needs of a weight update that our channel cannot do, or None."""
+    for key, (what, allowed) in BEYOND_CHANNEL.items():
+        value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
+        if value not in allowed and not (key in ADAPTER_RANKS and _sends_whole_or_adapters(config)):
+            return f"{what} (actor_rollout_ref.{key}={value})"
+    return None
+
+
+def _sends_whole_or_adapters(config: DictConfig) -> bool:
+    """Whether verl merges adapters into what it sends, or engines load what is below them by themselves."""
+    loads_nothing = "dummy" in str(OmegaConf.select(config, "actor_rollout_ref.rollout.load_format"))
+    return bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge")) or not loads_nothing

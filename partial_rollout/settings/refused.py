@@ -1,0 +1,257 @@
+"""What is refused before anything is started: in every mode (`check_inputs`), with partial rollout (`check_config`)."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from partial_rollout.core.interrupt import mode_of
+from partial_rollout.core.queue.staleness import make_bound
+from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.settings.block import BLOCK
+from partial_rollout.settings.derived import (
+    ADAPTER_RANKS,
+    CHANNEL_DEVICES,
+    channel_lacks,
+    has_own_reference,
+    num_devices,
+    num_ranks,
+    sequence_parallel_size,
+)
+from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from partial_rollout.core.interrupt import InterruptMode
+    from partial_rollout.settings.block import PackingConfig, PartialRolloutConfig
+    from partial_rollout.settings.derived import Settings
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""`model` or `organisation/model`; anything else can only be a local path."""
+PACKED_STRATEGIES = ("fsdp", "fsdp2")
+UNSUPPORTED_ESTIMATORS = {
+    "remax": "it needs a greedy baseline from the same weights as the sampled response",
+}
+Needs = dict[str, tuple[Any, ...]]
+"""Keys below actor_rollout_ref, and the values that are allowed; the last is what to set."""
+
+AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
+"""With these a request's tokens come with its end."""
+HANDS_OVER: Needs = {
+    **dict.fromkeys(AT_THE_END, (None, False)),
+    **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
+    "rollout.data_parallel_size": (None, 1),
+    "rollout.engine_kwargs.vllm.stream_interval": (None, 1),
+}
+"""For a request that stays, and hands over its tokens."""
+FINDS_AGAIN: Needs = {
+    "rollout.enable_prefix_caching": (None, True),
+    "rollout.engine_kwargs.vllm.enable_prefix_caching": (None, True),
+    "rollout.data_parallel_size": (None, 1),
+}
+"""For one that leaves, and finds its KV when it comes back; each of several data-parallel engines has its own."""
+IN_HOST_MEMORY: Needs = {
+    **FINDS_AGAIN,
+    "rollout.enable_rollout_routing_replay": (None, False),  # vLLM refuses it with any connector
+    "rollout.engine_kwargs.vllm.kv_transfer_config": (None,),
+    "rollout.engine_kwargs.vllm.kv_offloading_size": (None,),
+}
+"""The same, by a connector that we configure."""
+
+
+def check_inputs(config: DictConfig) -> None:
+    """Refuse, in every mode and before anything is started, what no run can use.
+
+    Raises:
+        ConfigError: names the value, what is allowed and where to set it.
+        DataError: a data or model path does not exist.
+    """
+    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.agent.num_workers"):
+        _require_count(config, key)
+    _check_paths(config)
+
+
+def check_config(config: DictConfig, settings: Settings) -> None:
+    """Refuse, before anything is started, what this mode cannot run; `check_inputs` comes first.
+
+    Raises:
+        ConfigError: names the value, what is allowed and where to set it.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    n, num_workers = rollout.n, rollout.agent.num_workers
+    _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
+    _check_tail(config, settings.block)
+    _check_interrupt_mode(config, settings.block)
+    _check_lengths(config)
+    _check_packing(config, settings.block.packing)
+    _require(
+        min(settings.slot_shares) >= n,
+        f"{settings.num_slots} trajectory slots over {num_workers} agent-loop workers",
+        f"at least {n * num_workers}, rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower "
+        "rollout.agent.num_workers",
+    )
+    if settings.block.slots.adaptive:
+        _ = settings.slot_bounds
+    _check_algorithm(config)
+    _check_weights(config, settings.block)
+
+
+def _require_count(config: DictConfig, key: str) -> int:
+    value = OmegaConf.select(config, key)
+    _require(isinstance(value, int) and value >= 1, f"{key}={value}", "a whole number of at least 1")
+    return value
+
+
+def _check_lengths(config: DictConfig) -> None:
+    prompt = _require_count(config, "data.max_prompt_length")
+    _require_count(config, "data.max_response_length")
+    limit = config.actor_rollout_ref.rollout.max_model_len
+    _require(
+        limit is None or limit > prompt,
+        f"actor_rollout_ref.rollout.max_model_len={limit}",
+        f"null or above data.max_prompt_length={prompt}",
+    )
+
+
+def _check_tail(config: DictConfig, block: PartialRolloutConfig) -> None:
+    """Sizes of rounds; verl's own `data.gen_batch_size` is what the dataloader fetches, and 1 in this mode."""
+    batch, fetched = config.data.train_batch_size, OmegaConf.select(config, "data.gen_batch_size")
+    block.tail.check_batch(batch)
+    make_bound(block.tail, make_policy(block, batch), batch)
+    more = (
+        f". To generate more prompts than are trained, set {BLOCK}.tail.policy=reorder and "
+        f"{BLOCK}.tail.gen_batch_size={fetched}"
+    )
+    _require(
+        fetched is None or (fetched >= 1 and batch % fetched == 0),
+        f"data.gen_batch_size={fetched}",
+        f"null or a divisor of data.train_batch_size={batch}{more if fetched and fetched > batch else ''}",
+    )
+
+
+def _check_interrupt_mode(config: DictConfig, block: PartialRolloutConfig) -> None:
+    """What the engine must have, or must not do, for an interrupted request to leave something in it."""
+    mode = mode_of(block.tail)
+    if mode.name == "abort":
+        return
+    chosen, way_out = f"with {BLOCK}.tail.interrupt_mode={mode.name}", f"(or set {BLOCK}.tail.interrupt_mode=abort)"
+    on_gpu = not mode.releases_memory or config.trainer.device != "cpu"
+    _require(on_gpu, f"trainer.device=cpu {chosen}", f"a GPU, from which alone vLLM offloads KV {way_out}")
+    for key, allowed in engine_needs(mode).items():
+        value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
+        wanted = "null" if allowed[-1] is None else allowed[-1]
+        _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{wanted} {way_out}")
+
+
+def engine_needs(mode: InterruptMode) -> Needs:
+    """Of any mode but `abort`, which needs nothing."""
+    return {
+        "rollout.free_cache_engine": (mode.releases_memory,),
+        "rollout.disaggregation.enabled": (None, False),
+        **(HANDS_OVER if mode.stays else IN_HOST_MEMORY if mode.releases_memory else FINDS_AGAIN),
+    }
+
+
+def _check_packing(config: DictConfig, packing: PackingConfig) -> None:
+    """What a planner of ours needs from verl's actor."""
+    actor = config.actor_rollout_ref.actor
+    if packing.planner == "verl":
+        return
+    alternative = f"with {BLOCK}.packing.planner={packing.planner}: change it, or set {BLOCK}.packing.planner=verl"
+    strategies = " or ".join(PACKED_STRATEGIES)
+    given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
+    _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")
+    _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}")
+    _check_sequence_parallel(config, alternative)
+    samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
+    _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
+
+
+def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
+    """The actor's and the reference's ranks get the same plan."""
+    size, reference = sequence_parallel_size(config), sequence_parallel_size(config, "ref")
+    keys = "actor_rollout_ref.{0}.fsdp_config.ulysses_sequence_parallel_size (or {0}.ulysses_sequence_parallel_size)"
+    given = (
+        f"{keys.format('actor')}={size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    )
+    _require(num_devices(config) % size == 0, given, f"a divisor of the devices {alternative}")
+    packed_attention = size > 1 and attention_of(config.actor_rollout_ref.model) == PACKED_ATTENTION
+    _require(not packed_attention, f"{given} with attn_implementation={PACKED_ATTENTION}", "1: it needs whole rows")
+    _require(
+        not has_own_reference(config) or reference == size,
+        f"{keys.format('ref')}={reference}",
+        f"the actor's {size} {alternative}",
+    )
+
+
+def _check_algorithm(config: DictConfig) -> None:
+    estimator = str(config.algorithm.adv_estimator)
+    why = UNSUPPORTED_ESTIMATORS.get(estimator)
+    if why:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator} cannot work with partial rollout: {why}. "
+            "Use grpo, rloo, reinforce_plus_plus or gae, or leave out +async_training.partial_rollout=True"
+        )
+    filter_groups = OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)
+    _require(not filter_groups, "algorithm.filter_groups.enable=True", "False with partial rollout")
+    _check_trainer(config)
+
+
+def _check_trainer(config: DictConfig) -> None:
+    """Settings of verl's trainer that contradict one drain and one weight update a step."""
+    updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
+    _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1: one batch is taken a step")
+    _require(
+        not config.actor_rollout_ref.rollout.full_determinism,
+        "actor_rollout_ref.rollout.full_determinism=True",
+        "False: what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
+    )
+    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    _require(not sampler, f"trainer.v1.sampler.custom_sampler.path={sampler}", "null: the prompt manager decides")
+    reward = config.reward.reward_model
+    _require(
+        not reward.enable or reward.enable_resource_pool,
+        "reward.reward_model.enable=True with enable_resource_pool=False",
+        "on devices of its own (enable_resource_pool=True): sharing them puts engines to sleep while they generate",
+    )
+
+
+def _check_weights(config: DictConfig, block: PartialRolloutConfig) -> None:
+    unsupported = channel_lacks(config)
+    if block.weights.backend == "channel" and config.trainer.device not in CHANNEL_DEVICES:
+        raise ConfigError(
+            f"{BLOCK}.weights.backend=channel with trainer.device={config.trainer.device} is not allowed: the device "
+            f"must be one of {', '.join(CHANNEL_DEVICES)} (set {BLOCK}.weights.backend=verl or auto)"
+        )
+    if block.weights.backend == "channel" and unsupported:
+        raise ConfigError(
+            f"{BLOCK}.weights.backend=channel does not carry {unsupported}: set {BLOCK}.weights.backend=verl or auto"
+        )
+
+
+def _check_paths(config: DictConfig) -> None:
+    for key in ("data.train_files", "data.val_files"):
+        value = OmegaConf.select(config, key)
+        paths = list(value) if OmegaConf.is_list(value) else [value]
+        _require(bool(paths), f"{key}=[]", "at least one file")
+        for path in paths:
+            _require_path(key, path)
+    _require_path("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, hub=True)
+
+
+def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
+    _require(isinstance(path, str), f"{key}={path}", "a path" + (" or the name of a model on the hub" if hub else ""))
+    on_hub = hub and HUB_NAME.fullmatch(path) is not None
+    if "://" not in path and not on_hub and not os.path.exists(os.path.expanduser(path)):
+        raise DataError(f"{key}={path} does not exist; give the path of an existing one (set {key}=...)")
+
+
+def _require(condition: bool, given: str, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{given} is not allowed: must be {allowed}")
