@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HOLD_TIMEOUT_S = 60.0
 """A worker answers at once: it only notes which claims are held back."""
-JOURNAL_TIMEOUT_S = 300.0
+TOKENS_TIMEOUT_S = 300.0
 """Tokens of all trajectories in flight travel through Ray's object store."""
 STOP_TIMEOUT_S = 60.0
 """A worker that stops cancels its tasks and waits until they have ended."""
@@ -116,7 +116,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]
         self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
 
-    def journals(self) -> Saved:
+    def tokens_in_flight(self) -> Saved:
         """Tokens of all trajectories in flight, and of restored ones that nobody has claimed yet, by `{uid}_{session}`.
 
         The first worker sends the restored trajectories that no worker has started; all workers forget the others. A
@@ -124,18 +124,18 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """
         workers = self.agent_loop_workers
         calls = [worker.unclaimed.remote() for worker in workers]
-        unclaimed = frozenset.intersection(*self._wait_all(calls, "name unstarted trajectories", JOURNAL_TIMEOUT_S))
-        calls = [worker.journals.remote(unclaimed, with_unclaimed=worker is workers[0]) for worker in workers]
+        unclaimed = frozenset.intersection(*self._wait_all(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S))
+        calls = [worker.tokens_in_flight.remote(unclaimed, with_unclaimed=worker is workers[0]) for worker in workers]
         merged: Saved = {}
-        for answer in cast("list[Saved]", self._wait_all(calls, "hand over their tokens", JOURNAL_TIMEOUT_S)):
+        for answer in cast("list[Saved]", self._wait_all(calls, "hand over their tokens", TOKENS_TIMEOUT_S)):
             merged |= answer
         return merged
 
-    def restore_journals(self, saved: Saved) -> None:
+    def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
         ref = ray.put(saved)
-        calls = [worker.restore_journals.remote(ref) for worker in self.agent_loop_workers]
-        self._wait_all(calls, "take over tokens", JOURNAL_TIMEOUT_S)
+        calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
+        self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

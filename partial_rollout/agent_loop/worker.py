@@ -92,7 +92,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Restored trajectories that have not started here."""
         return self._trajectories.unclaimed()
 
-    async def journals(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
+    async def tokens_in_flight(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
         """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` of restored ones not started.
 
         Restored tokens of trajectories that are not in `unclaimed` are forgotten.
@@ -100,7 +100,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         restored = self._trajectories.keep_unclaimed(unclaimed)
         return self._trajectories.states() | (restored if with_unclaimed else {})
 
-    async def restore_journals(self, saved: Saved) -> None:
+    async def restore_tokens(self, saved: Saved) -> None:
         """Let trajectories go on from the tokens of a checkpoint, which holds no routed experts to replay."""
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)

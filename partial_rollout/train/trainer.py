@@ -231,7 +231,7 @@ class PartialRolloutTrainer(PPOTrainer):
         if snapshot is None:
             return 0
         tokens = load_tokens(snapshot, self.config, step)
-        self.agent_loop_manager.restore_journals(tokens)
+        self.agent_loop_manager.restore_tokens(tokens)
         logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
         return restore_queue(snapshot, self._ask, self.manager, partition_id)
 
@@ -245,7 +245,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
-        save_tokens(self.agent_loop_manager.journals(), self.config, self.global_steps)
+        save_tokens(self.agent_loop_manager.tokens_in_flight(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
         self._checkpoints.after_save(self.global_steps)

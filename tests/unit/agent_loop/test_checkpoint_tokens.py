@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.agent_loop.manager import JOURNAL_TIMEOUT_S, PartialRolloutAgentLoopManager
+from partial_rollout.agent_loop.manager import TOKENS_TIMEOUT_S, PartialRolloutAgentLoopManager
 from partial_rollout.agent_loop.trajectory import Saved, Trajectories
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.interrupt import FRESH, Context
@@ -54,7 +54,7 @@ class Worker(PartialRolloutAgentLoopWorker):
     @property
     def handle(self) -> Any:
         """Its calls are answered when they are waited for."""
-        names = ("unclaimed", "journals", "restore_journals")
+        names = ("unclaimed", "tokens_in_flight", "restore_tokens")
         return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self, name)) for name in names})
 
 
@@ -83,7 +83,7 @@ class World:
     def checkpoint(self) -> Saved:
         self.answers.clear()
         self.waits.clear()
-        return self.manager.journals()
+        return self.manager.tokens_in_flight()
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World([Worker() for _ in range(NUM_WORKERS)])
     monkeypatch.setattr(agent_loop_manager, "wait_for_all", world.wait_for_all)
     monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(put=lambda saved: saved))
-    world.manager.restore_journals(SAVED)
+    world.manager.restore_tokens(SAVED)
     return world
 
 
@@ -155,7 +155,7 @@ def test_one_worker_sends_what_nobody_has_started_and_the_others_their_own(world
 
 def test_workers_that_replay_routing_take_over_no_tokens(world: World) -> None:
     world.workers = [Worker(replays_routing=True) for _ in range(NUM_WORKERS)]
-    world.manager.restore_journals(SAVED)
+    world.manager.restore_tokens(SAVED)
     assert world.checkpoint() == {}
 
 
@@ -163,6 +163,6 @@ def test_every_wait_of_a_checkpoint_has_a_deadline_and_a_name(world: World) -> N
     world.checkpoint()
     who = "trainer waits for agent-loop workers to"
     assert world.waits == [
-        (JOURNAL_TIMEOUT_S, f"{who} name unstarted trajectories"),
-        (JOURNAL_TIMEOUT_S, f"{who} hand over their tokens"),
+        (TOKENS_TIMEOUT_S, f"{who} name unstarted trajectories"),
+        (TOKENS_TIMEOUT_S, f"{who} hand over their tokens"),
     ]

@@ -230,7 +230,7 @@ async def test_outside_of_a_trajectory_nothing_is_held_back_recorded_or_too_stal
     await worker.hold([], 9)
     client.on_generation(ResumableGeneration([1], 8))
     await client.before_segment()
-    assert await worker.journals(frozenset(), with_unclaimed=True) == {}
+    assert await worker.tokens_in_flight(frozenset(), with_unclaimed=True) == {}
 
 
 async def test_trajectories_that_run_side_by_side_record_their_own_calls(connected):
@@ -243,5 +243,5 @@ async def test_trajectories_that_run_side_by_side_record_their_own_calls(connect
 
     claim = make_claim("a")
     await asyncio.gather(trajectory(0), trajectory(1))
-    saved = await worker.journals(frozenset(), with_unclaimed=False)
+    saved = await worker.tokens_in_flight(frozenset(), with_unclaimed=False)
     assert {key: [call.prompt_ids for call in calls] for key, calls in saved.items()} == {"a_0": [[0]], "a_1": [[1]]}
