@@ -8,10 +8,12 @@ PYTEST := $(VENV_PYTHON) -m pytest
 ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
 WORKERS ?= 2
+IN_PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni check format test test-unit test-ray test-engine test-omni e2e bench docs config clean
+.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,11 +37,14 @@ format: setup ## let ruff format and fix what it can
 	$(VENV_PYTHON) -m ruff format .
 	$(VENV_PYTHON) -m ruff check --fix .
 
-test: test-omni ## everything that needs no GPU: unit, ray, engine, omni and the short end-to-end runs
-	$(PYTEST) -m "not gpu and not omni" -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+test: tell-time test-omni ## everything that needs no GPU: unit, ray, engine, omni and the short end-to-end runs
+	$(PYTEST) -m "not gpu and not omni" $(IN_PARALLEL) $(ARGS)
 
-test-unit: setup ## seconds, no Ray and no engine
-	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni" $(ARGS)
+tell-time:
+	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 45 minutes together on two quiet cores; it ends with what it did not run"
+
+test-unit: setup ## minutes, no Ray and no engine
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni" $(IN_PARALLEL) $(ARGS)
 
 test-ray: setup ## tests with a local Ray cluster
 	$(PYTEST) -m "ray and not gpu" $(ARGS)

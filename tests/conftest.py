@@ -23,6 +23,8 @@ FOLDER_MARKERS = ("ray", "engine", "e2e", "omni")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = "tests/e2e/test_training.py"
+LONGEST_FIRST = ("test_fifteen_steps", "test_reorder", "test_staleness", "test_killed_engine", "test_adaptive")
+"""Of the training jobs, so that no process waits at the end for one that the other began late."""
 RAY_LOGICAL_CPUS = 16
 
 
@@ -55,7 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))
-    items.sort(key=lambda item: FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, int]:
+    folder = FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1
+    long = [place for place, name in enumerate(LONGEST_FIRST) if name in item.nodeid]
+    return folder, long[0] if long else len(LONGEST_FIRST)
 
 
 LEFT_OUT = pytest.StashKey[set[str]]()
@@ -85,7 +93,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What did not run: skipped tests with their reasons stand above (`-ra`); those left out are counted by folder."""
-    folders = Counter(Path(name.partition("::")[0]).parts[1] for name in config.stash[LEFT_OUT])
+    folders = Counter(Path(name.partition("::")[0]).parts[:2][-1] for name in config.stash[LEFT_OUT])
     skipped = len(terminalreporter.stats.get("skipped", ()))
     parts = [f"{count} of tests/{folder}" for folder, count in sorted(folders.items())]
     left_out = f"; left out by this command: {', '.join(parts)}" if parts else ""
