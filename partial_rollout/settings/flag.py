@@ -71,6 +71,7 @@ def apply_mode(config: DictConfig, settings: Settings) -> None:
         if settings.block.slots.adaptive:
             rollout.disable_log_stats = False
         config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
+        config[BLOCK] = settings.block.to_mapping()  # old names as the new ones: nobody warns of them again
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
         block = settings.block.to_mapping()
         block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"

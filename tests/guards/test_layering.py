@@ -14,6 +14,7 @@ PURE = (
     "partial_rollout.types",
     "partial_rollout.errors",
     "partial_rollout.settings.block",
+    "partial_rollout.settings.command_line",
     "partial_rollout.advise.scheduler",
     "partial_rollout.weights.protocol",
     *(f"partial_rollout.diffusion.{name}" for name in ("hold", "sampling", "sde_window")),

@@ -265,3 +265,10 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
         ),
     }
     assert before.keys() - after.keys() <= {custom, "trainer.v1.sampler.custom_sampler"}
+
+
+def test_an_old_name_is_handed_on_as_the_new_one(composed: Composed):
+    config = composed({"partial_rollout.tail.policy": "sync"})
+    apply(config)
+    assert config.partial_rollout.tail.policy == "wait"
+    assert config.actor_rollout_ref.rollout.custom.partial_rollout.tail.policy == "wait"
