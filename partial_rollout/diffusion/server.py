@@ -91,7 +91,6 @@ class ServerStatistics:
     num_interrupted: int
     num_denoise_steps: int
     """Denoise steps of all requests and the warm-up, up to the last hold, drain or `count_steps`."""
-    last_drain_s: float
 
 
 class DiffusionServer:
@@ -261,7 +260,6 @@ class DiffusionServer:
             num_finished=self._num_finished,
             num_interrupted=self._num_interrupted,
             num_denoise_steps=self._num_denoise_steps,
-            last_drain_s=self._admission.last_drain_s,
         )
 
     def shutdown(self) -> None:

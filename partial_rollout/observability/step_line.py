@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 REWARD = "critic/score/mean"
 GEN_SECONDS = "timing_s/gen"
 STEP_SECONDS = "timing_s/step"
-RESPONSE_LENGTH = "response_length/mean"
 PREFIX = "partial_rollout"
 
 

@@ -6,6 +6,7 @@ Who is who in the task runner's process, where the training loop runs:
     PartialRolloutReplayBuffer      replay_buffer.py            waits for finished prompt groups: the next batch
     ReplicaFleet                    fleet.py                    one call to all engines: drain, resume, statistics
     SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
+    CheckpointKeeper                checkpoints.py              says which checkpoints are whole; removes old ones
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
     PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
 

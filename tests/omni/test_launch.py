@@ -54,7 +54,7 @@ def config(folder: Path, *, model: str = "model", prompts: str = "prompts", **gi
         ({"reward": "redness"}, ConfigError, "must be the import path of a function"),
         ({"prompts": "missing"}, DataError, "data.prompts=.*missing cannot be read"),
         ({"prompts": "empty"}, DataError, "data.prompts=.*empty has no prompt"),
-        ({"model": "no_vae"}, ConfigError, "model.path: .*config.json cannot be read"),
+        ({"model": "no_vae"}, ConfigError, "model.path=.*config.json cannot be read"),
         ({"algorithm": "dpo"}, ConfigError, "algorithm.name='dpo' is not registered .* flow_grpo, mix_grpo"),
         ({"height": 60}, ConfigError, "rollout.height=60 is not allowed: must be a multiple of 8"),
     ],

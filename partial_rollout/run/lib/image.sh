@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the recipes for image models.
-#   launch_image OVERRIDE... -- "$@"    starts $INTERPRETER with these Hydra overrides, then the user's
+#   image_command OVERRIDE... -- "$@"   fills COMMAND with $INTERPRETER, these Hydra overrides, then the user's
 
 setting ALGORITHM flow_grpo "flow_grpo or mix_grpo"
 setting OUTPUT_DIR "$PWD/outputs/$EXPERIMENT" "metrics.jsonl, before.png and after.png"

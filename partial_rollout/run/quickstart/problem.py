@@ -21,7 +21,6 @@ NUM_PLACES_SHORT = (3, 16)
 NUM_PLACES_LONG = (40, 99)
 LONG_FRACTION = 0.12
 """Above 5 %, so that the 95th percentile of lengths lies among the long ones."""
-CHARS_PER_PLACE = 3
 
 
 @dataclass(frozen=True, slots=True)
