@@ -30,6 +30,17 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
 
 
+def test_the_readme_says_how_long_the_second_command_takes() -> None:
+    """As `make test` itself says at its start."""
+    announced = re.search(r"make test:.*about (\d+) minutes", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    pages = [README, (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")]
+    said = [re.search(r"(?:no GPU:|takes) about (\d+) minutes on 2 quiet cores", page) for page in pages]
+    numbers = {found.group(1) for found in said if found}
+    assert all(said)
+    assert len(numbers) == 1
+    assert announced is None or announced.group(1) in numbers
+
+
 def test_the_exact_change_is_the_same_in_readme_and_documents() -> None:
     fence = re.compile(r"```diff\n.*?```", flags=re.DOTALL)
     [in_readme] = fence.findall(README)
