@@ -15,6 +15,8 @@ from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds
+from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.settings.derived import Settings
 from partial_rollout.train.slot_tuning import SlotTuner
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ async def test_workers_start_with_the_shares_that_a_resize_to_the_same_number_gi
     config = {"data": {"train_batch_size": 5}, "actor_rollout_ref": {"rollout": rollout}, "partial_rollout": {}}
     workers.config = OmegaConf.create(config)
     workers.rollout_config = workers.config.actor_rollout_ref.rollout
+    settings = Settings(PartialRolloutConfig(), batch=5, group=4, num_workers=2, uses_channel=False)
+    workers._slot_shares = settings.slot_shares
     for name in ("_settings", "llm_client", "teacher_client", "reward_loop_worker_handles"):
         setattr(workers, name, None)
     await workers._init_agent_loop_workers()
