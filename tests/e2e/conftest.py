@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from partial_rollout.run.quickstart import make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
@@ -65,14 +66,17 @@ def is_conserved(step: dict[str, Any]) -> bool:
     return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
 
 
-def with_lengths(task: Path, folder: Path, lengths: Sequence[int]) -> list[str]:
-    """Options for the task's first rows in their order, with these response lengths."""
+def with_lengths(
+    task: Path, folder: Path, lengths: Sequence[int], agent: Mapping[str, Iterable[int]] | None = None
+) -> list[str]:
+    """Options for the task's first rows in their order, with these response lengths; some rows have another agent."""
     frame = pd.read_parquet(task / "train.parquet").head(len(lengths))
     info = zip(frame["extra_info"], lengths, strict=True)
     frame["extra_info"] = [{**each, "index": row, "lengths": [n] * 4} for row, (each, n) in enumerate(info)]
-    frame["agent_name"] = "length_trace_agent"
+    others = {row: name for name, rows in (agent or {}).items() for row in rows}
+    frame["agent_name"] = [others.get(row, "length_trace_agent") for row in range(len(lengths))]
     frame.to_parquet(folder / "traced.parquet")
-    agents = ROOT / "benchmarks/trace_agent.yaml"
+    agents = ROOT / "tests/e2e/agents.yaml"
     return [
         "data.shuffle=False",
         f"data.train_files={folder / 'traced.parquet'}",
@@ -104,8 +108,9 @@ def run_job_and_signal(
 
 def _start(task: Path, folder: Path, overrides: tuple[str, ...], mark: str) -> subprocess.Popen[str]:
     environment = {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
+    environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
-        _command(task, folder, overrides),
+        [*_command(task, folder, overrides), _preloaded(mark)],
         env=os.environ | environment,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -140,12 +145,21 @@ def _signal(title: str, mark: str, number: signal.Signals) -> bool:
 
 def _ended(job: subprocess.Popen[str], output: str, folder: Path, mark: str) -> Job:
     (folder / f"log-{mark}.txt").write_text(output)
+    shutil.rmtree(f"/tmp/pr-{mark[:8]}")
     steps = [line["data"] for line in _json_lines(_metrics(folder, mark)) if "training/global_step" in line["data"]]
     return Job(job.returncode, output, steps, _json_lines(folder / "events.jsonl"), _survivors(mark))
 
 
 def _metrics(folder: Path, mark: str) -> Path:
     return folder / f"metrics-{mark}.jsonl"
+
+
+def _preloaded(mark: str) -> str:
+    """An option that makes Ray's workers forks of one process, which has imported what all of them need."""
+    nursery = Path("/tmp", f"pr-{mark[:8]}")  # short: paths of sockets are limited to 107 bytes
+    nursery.mkdir()
+    client = f"{sys.executable} -I -S {ROOT / 'tests/preloaded/client.py'} {nursery}"
+    return f"+ray_kwargs.ray_init.runtime_env.py_executable='{client}'"
 
 
 def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:
