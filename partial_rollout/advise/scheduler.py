@@ -89,13 +89,13 @@ class Rollout:
     load: Workload
     prompt_tokens: int
     prompts: Iterator[Group]
-    pending: deque[Group] = field(default_factory=deque)
+    pending: deque[Group] = field(default_factory=deque[Group])
     ongoing: int = 0
     """Number of groups that have been claimed and are not done."""
-    done: deque[Group] = field(default_factory=deque)
-    entering: deque[tuple[float, Request]] = field(default_factory=deque)
+    done: deque[Group] = field(default_factory=deque[Group])
+    entering: deque[tuple[float, Request]] = field(default_factory=deque[tuple[float, Request]])
     """Requests on their way to the engine, with the time of their arrival."""
-    running: list[tuple[int, int, Request]] = field(default_factory=list)
+    running: list[tuple[int, int, Request]] = field(default_factory=list[tuple[int, int, Request]])
     """A heap of (decode step after which a response ends, a number that breaks ties, the response)."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     decoded: int = 0
