@@ -41,7 +41,10 @@ class Trajectory:
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
         """`session` numbers the trajectories of a prompt; `saved` are the generate calls of a checkpoint."""
         self.claim = claim
+        self.session = session
         self.key = f"{claim.uid}_{session}"
+        self.engine_s = 0.0
+        """Seconds inside requests to an engine, waiting at a closed gate included."""
         self.generations: list[ResumableGeneration] = []
         """The generate calls made."""
         self._saved = deque(saved)

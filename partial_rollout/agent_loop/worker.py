@@ -7,6 +7,7 @@ the rows handed to `validate`, writes rows to TransferQueue's partition "val", a
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
@@ -16,6 +17,7 @@ from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
 from partial_rollout.errors import DataError
 from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
+from partial_rollout.observability.events import EventWriter, SegmentEnded, TrajectoryEnded, events_folder
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import RemoteActor
 from partial_rollout.types import Claim, TrajectorySummary
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from partial_rollout.core.resume import ResumableGeneration
+    from partial_rollout.core.resume import ResumableGeneration, Segment
     from partial_rollout.rollout.client import ResumingLLMServerClient
     from partial_rollout.runtime.prompt_manager import RolloutPromptManager
     from partial_rollout.settings.block import PartialRolloutConfig
@@ -50,8 +52,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             num_slots=num_slots,
         )
         self._trajectories = Trajectories()
+        self._events = EventWriter(events_folder(settings), worker_id)
         client = cast("ResumingLLMServerClient", self.llm_client)
         client.before_segment, client.on_generation = self._before_segment, self._on_generation
+        client.on_segment = self._on_segment
         self.llm_client = CountingClient(client)
 
     async def ping(self) -> str:
@@ -87,6 +91,25 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = CURRENT.get()
         if trajectory is not None:
             self._trajectories.record(trajectory, generation)
+
+    def _on_segment(self, generation: ResumableGeneration, segment: Segment, server: str, seconds: float) -> None:
+        """An engine has answered a trajectory's request, or given back what it has of the answer."""
+        trajectory = CURRENT.get()
+        if trajectory is None:
+            return
+        trajectory.engine_s += seconds
+        ended = SegmentEnded(
+            uid=trajectory.claim.uid,
+            session=trajectory.session,
+            server=server,
+            version=segment.version,
+            seconds=seconds,
+            prompt_tokens=generation.context_len,
+            tokens=len(segment.token_ids),
+            reused_tokens=segment.context.num_reused_tokens,
+            reason=segment.stop_reason or "",
+        )
+        self._events.write(ended)
 
     async def unclaimed(self) -> frozenset[str]:
         """Restored trajectories that have not started here."""
@@ -154,6 +177,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """One trajectory by verl's agent loop, scored and stored."""
         trajectory = self._trajectories.start(claim, session)
         CURRENT.set(trajectory)
+        started_s = time.monotonic()
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -163,7 +187,17 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         if not outputs:
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
-        return summaries(trajectory, outputs)
+        found = summaries(trajectory, outputs)
+        ended = TrajectoryEnded(
+            uid=claim.uid,
+            session=session,
+            seconds=time.monotonic() - started_s,
+            engine_seconds=trajectory.engine_s,
+            tokens=sum(each.response_len for each in found),
+            interruptions=trajectory.num_interruptions,
+        )
+        self._events.write(ended)
+        return found
 
     def forget(self, claim: Claim) -> None:
         """The claim has ended and the manager knows; until then a checkpoint needs the tokens."""

@@ -23,6 +23,7 @@ import logging
 import os
 import platform
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +32,8 @@ from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+    from partial_rollout.settings.block import PartialRolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,11 @@ class Fault(Event, frozen=True, tag="fault"):
     node: str = ""
     pid: int = 0
     step: int | None = None
+
+
+def events_folder(settings: PartialRolloutConfig) -> Path | None:
+    """Where the processes of a run write their events; None: nowhere. The flag replaces `auto` by a path."""
+    return None if settings.events in (None, "auto") else Path(settings.events)
 
 
 AnyEvent = (

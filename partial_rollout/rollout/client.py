@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class ResumingLLMServerClient(LLMServerClient):
     """Awaited before every request to a server; a worker sets it to hold generations back."""
     on_generation: Callable[[ResumableGeneration], None] | None = None
     """Called with every new generation; a worker sets it to give a generation the tokens to go on from."""
+    on_segment: Callable[[ResumableGeneration, Segment, str, float], None] | None = None
+    """Called with every segment before it is added, the server it comes from, and the seconds that it took."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -93,10 +96,14 @@ class ResumingLLMServerClient(LLMServerClient):
         while not generation.finished:
             if self.before_segment is not None:
                 await self.before_segment()
+            asked_s = time.monotonic()
             output = await self._generate_segment(request_id, generation, sampling_params, inputs, retained)
             retained = output.extra_fields.pop("retained")
             merged.add(output)
-            generation.add(_segment(output))
+            segment = _segment(output)
+            if self.on_segment is not None:
+                self.on_segment(generation, segment, _SERVER_ID.get(), time.monotonic() - asked_s)
+            generation.add(segment)
         return merged.complete(generation)
 
     async def _generate_segment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -75,4 +76,6 @@ def apply_mode(config: DictConfig, settings: Settings) -> None:
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
         block = settings.block.to_mapping()
         block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"
+        if settings.block.events == "auto":  # an absolute path, because other processes have other working folders
+            block["events"] = config[BLOCK].events = os.path.abspath(f"{config.trainer.default_local_dir}/events")
         rollout.custom = {**(rollout.get("custom") or {}), BLOCK: block}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.resume import kv_lags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from partial_rollout.types import FinishedGroup, QueueStatistics, TrajectorySummary
 
@@ -64,6 +64,17 @@ def queue_metrics(queue: QueueStatistics) -> dict[str, float]:
         **{f"{PREFIX}/queue/{name}": getattr(queue, name) for name in names},
         **{f"{PREFIX}/dropped/{reason}": count for reason, count in queue.dropped.items()},
     }
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a step's metrics that are numbers, as Python's own; verl's are of NumPy or torch in part."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+            value = value.item()
+        if isinstance(value, int | float):
+            found[name] = value
+    return found
 
 
 def _staleness_histogram(trajectories: Sequence[TrajectorySummary], trained_version: int) -> dict[str, int]:

@@ -13,14 +13,14 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
-from partial_rollout.observability.event_log import append_batch
+from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.metrics import group_metrics
 from partial_rollout.train.stale_mask import mask_stale_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ray.actor import ActorHandle
 
@@ -57,13 +57,16 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         manager: ActorHandle,
         agent_loops: PartialRolloutAgentLoopManager,
         settings: PartialRolloutConfig,
+        *,
         mini_batch: int,
         look: Callable[[], None] | None = None,
+        events: EventWriter | None = None,
     ) -> None:
-        """Hand over the prompt manager and the workers.
+        """Hand over the prompt manager, the workers and the run's event stream.
 
         `mini_batch` is the number of trajectories in a mini-batch; `look` is called at intervals during waits.
         """
+        self._events = events or EventWriter(None, "trainer")
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
         self._mini_batch = mini_batch
 
@@ -81,8 +84,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
         groups = self._take(batch_size, global_steps - 1, partition_id)
-        if self._settings.event_log:
-            append_batch(self._settings.event_log, global_steps, groups)
+        self._events.write(_taken(global_steps, groups))
         self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         batch = KVBatchMeta(
@@ -190,6 +192,16 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     def _ask(self, ref: ray.ObjectRef) -> Any:
         timeout_s = self._settings.timeouts.call_s
         return wait_for(ref, timeout_s=timeout_s, who_waits="trainer's replay buffer waits for the prompt manager")
+
+
+def _taken(step: int, groups: Sequence[FinishedGroup]) -> BatchTaken:
+    return BatchTaken(
+        step=step,
+        uids=[group.uid for group in groups],
+        source_index=[group.source_index for group in groups],
+        deferrals=[group.num_deferrals for group in groups],
+        interruptions=[sum(t.num_interruptions for t in group.trajectories) for group in groups],
+    )
 
 
 def _tag(group: FinishedGroup, trajectory: TrajectorySummary) -> dict[str, Any]:

@@ -54,15 +54,22 @@ One step, on the trainer's thread; workers and engines generate meanwhile:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from partial_rollout.errors import DataError
-from partial_rollout.observability.event_log import append_event
+from partial_rollout.observability.events import (
+    Choice,
+    EventWriter,
+    GateMoved,
+    StepEnded,
+    WeightsUpdated,
+    events_folder,
+)
 from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
@@ -72,7 +79,7 @@ from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.fleet import ReplicaFleet
-from partial_rollout.train.metrics import queue_metrics
+from partial_rollout.train.metrics import numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
@@ -117,6 +124,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
         self._checkpoints = CheckpointKeeper(config)
+        self._events = EventWriter(events_folder(self.settings), "trainer", keep_all=True)
         self.is_shut_down = False
         super().__init__(config)
 
@@ -140,7 +148,9 @@ class PartialRolloutTrainer(PPOTrainer):
         look = self.slot_tuner.look if self.slot_tuner else None
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
-        self.replay_buffer.bind(self.manager, agent_loop_manager, self.settings, mini_batch, look)
+        self.replay_buffer.bind(
+            self.manager, agent_loop_manager, self.settings, mini_batch=mini_batch, look=look, events=self._events
+        )
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -171,6 +181,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
+        self._note_gate(is_open=False, seconds=self.timing_raw["drain"], interrupted=interrupted)
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
         self._pending_sync_metrics["partial_rollout/deferred_groups"] = self.replay_buffer.num_deferred
         self._report_step("closed")
@@ -187,6 +198,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self._send_weights()
         with marked_timer("resume", self.timing_raw, color="red"):
             self.fleet.resume()
+        self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
 
     # ---- verl methods without a hook ----
@@ -261,6 +273,8 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
+        # verl adds nothing to the metrics between this call and its loggers but the time of a rollout dump.
+        self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=numbers(metrics)))
 
     @property
     def _num_slots(self) -> int:
@@ -279,10 +293,31 @@ class PartialRolloutTrainer(PPOTrainer):
         )
 
     def _note_slots(self, decision: SlotDecision) -> None:
-        if self.settings.event_log:
-            append_event(self.settings.event_log, "slots", self.global_steps, **dataclasses.asdict(decision))
+        self._events.write(
+            Choice(
+                step=self.global_steps,
+                key="partial_rollout.num_slots",
+                before=decision.before,
+                after=decision.after,
+                reason=decision.reason,
+            )
+        )
+
+    def _note_gate(self, *, is_open: bool, seconds: float, interrupted: int = 0) -> None:
+        version = self.global_steps if is_open else self.global_steps - 1
+        moved = GateMoved(
+            step=self.global_steps, version=version, is_open=is_open, seconds=seconds, interrupted=interrupted
+        )
+        self._events.write(moved)
 
     def _send_weights(self) -> None:
+        started_s = time.monotonic()
+        relaunches = self._update_engines()
+        seconds, version = time.monotonic() - started_s, self.global_steps
+        self._events.write(WeightsUpdated(step=version, version=version, seconds=seconds, relaunches=relaunches))
+
+    def _update_engines(self) -> int:
+        """Send the weights of this step to all engines; returns how many engines were started again for it."""
         timeout_s = self.settings.timeouts.resume_s
         if not self.derived.uses_channel:
             call_bounded(
@@ -291,9 +326,9 @@ class PartialRolloutTrainer(PPOTrainer):
                 who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
                 check=self.fleet.require_health,
             )
-            return
+            return 0
         # The call that checkpoint_manager.update_weights makes too; but that stops waiting when the first rank fails.
-        self._pending_sync_metrics["partial_rollout/engine_relaunches"] = update_engines(
+        relaunches = update_engines(
             lambda: self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"),
             self.fleet,
             version=self.global_steps,
@@ -301,6 +336,8 @@ class PartialRolloutTrainer(PPOTrainer):
             timeout_s=timeout_s,
             before_resend=self.checkpoint_manager.sleep_replicas,
         )
+        self._pending_sync_metrics["partial_rollout/engine_relaunches"] = relaunches
+        return relaunches
 
     def _report_step(self, gate: str) -> None:
         version = self.global_steps - 1 if gate == "closed" else self.global_steps

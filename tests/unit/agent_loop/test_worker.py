@@ -17,11 +17,14 @@ from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgen
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ClusterError, DataError, TooStale
+from partial_rollout.observability.events import EventReader, SegmentEnded, TrajectoryEnded
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
 from tests.fake_worker import make_claim
 from tests.unit.runtime.virtual_time import settle
+
+SAMPLING = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True)
 
 
 class WordTokenizer:
@@ -164,7 +167,7 @@ async def test_validation_raises_what_a_prompt_raised_after_all_have_ended():
 
 
 @pytest.fixture
-async def connected(monkeypatch):
+async def connected(monkeypatch, tmp_path):
     """A worker by its real constructor, and verl's client as it is given to it."""
     client = SimpleNamespace()
 
@@ -173,7 +176,7 @@ async def connected(monkeypatch):
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
     monkeypatch.setattr(worker_module, "find_manager", lambda name: None)
-    return PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(), 4), client
+    return PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(events=str(tmp_path)), 4), client
 
 
 async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_too_stale(connected):
@@ -201,6 +204,38 @@ async def test_before_every_segment_a_trajectory_is_held_back_and_ends_if_it_is_
         await task
 
 
+async def test_segments_of_trajectories_are_events_and_those_of_validation_are_not(connected, tmp_path):
+    worker, client = connected
+    call = ResumableGeneration([1, 2], 8)
+    parts = [
+        Segment([5], [-0.5], "aborted", version=3, openings=0, context=Context(3, FRESH)),
+        Segment([6, 7], [-0.5] * 2, "completed", version=4, openings=1, context=Context(3, "reuse_kv", 2)),
+    ]
+
+    async def asks_for_tokens():
+        for part, seconds in zip(parts, (2.0, 3.0), strict=True):
+            client.on_segment(call, part, "server-7", seconds)
+            call.add(part)
+
+    async def agent_loop(*args, **kwargs):
+        client.on_generation(call)
+        await asks_for_tokens()
+        return [output(3)]
+
+    worker._run_agent_loop, worker.rollout_config = agent_loop, SAMPLING
+    await asyncio.create_task(worker.generate(make_claim("a"), {"index": 0}, 1))
+    call = ResumableGeneration([1, 2], 8)
+    await asyncio.create_task(asks_for_tokens())
+
+    events = EventReader(tmp_path).read()
+    first, second = (event for event in events if isinstance(event, SegmentEnded))
+    assert (first.uid, first.session, first.server, first.version, first.seconds) == ("a", 1, "server-7", 3, 2.0)
+    assert (first.prompt_tokens, first.tokens, first.reused_tokens, first.reason) == (2, 1, 0, "aborted")
+    assert (second.prompt_tokens, second.tokens, second.reused_tokens, second.version) == (3, 2, 2, 4)
+    (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
+    assert (ended.uid, ended.session, ended.engine_seconds, ended.tokens) == ("a", 1, 5.0, 3)
+
+
 class ReplayBuffer(PartialRolloutReplayBuffer):
     """verl's terminal prompts, told by the test."""
 
@@ -208,7 +243,9 @@ class ReplayBuffer(PartialRolloutReplayBuffer):
         self.num_ended = num_ended
         timeouts = SimpleNamespace(batch_s=60)
         self.waits = []
-        self.bind(None, SimpleNamespace(wait_validation=self.waits.append), SimpleNamespace(timeouts=timeouts), 1)
+        self.bind(
+            None, SimpleNamespace(wait_validation=self.waits.append), SimpleNamespace(timeouts=timeouts), mini_batch=1
+        )
 
     def get_sampleable_count(self, global_steps, partition_id):
         assert (self.waits, partition_id) == ([60], "val")

@@ -214,6 +214,16 @@ async def test_a_new_generation_may_be_given_tokens_to_go_on_from():
     assert script.requests[0]["is_resumption"] is True
 
 
+async def test_every_segment_is_told_before_it_is_added_with_its_server():
+    told = []
+    client = make_client(Script(answer([5], "aborted"), answer([6, 7], "completed", openings=1, version=2)))
+    client.on_segment = lambda generation, segment, server, seconds: told.append(
+        (generation.context_len, segment.token_ids, segment.version, server, seconds >= 0)
+    )
+    await generate(client)
+    assert told == [(3, [5], 1, "server-7", True), (4, [6, 7], 2, "server-7", True)]
+
+
 async def test_what_an_interrupted_request_has_left_behind_goes_with_the_next_one_only():
     left = [Retained("salt", 1, "kept-1"), Retained("salt", 1, "kept-2")]
     script = Script(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -246,17 +247,25 @@ def test_no_data_file_is_refused(composed: Composed):
 
 
 def test_the_flag_sets_exactly_the_hooks(composed: Composed):
-    changes = {"partial_rollout.stream_interval": 7, "partial_rollout.timeouts.drain_s": 5}
-    config = composed(changes)
+    changes = {
+        "partial_rollout.stream_interval": 7,
+        "partial_rollout.timeouts.drain_s": 5,
+        "trainer.default_local_dir": "runs/a",
+    }
+    config, events = composed(changes), os.path.abspath("runs/a/events")
     apply(config)
     custom = "actor_rollout_ref.rollout.custom"
     handed_on = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
     assert handed_on == PartialRolloutConfig(
-        stream_interval=7, timeouts=TimeoutConfig(drain_s=5.0), weights=WeightsConfig(backend="channel")
+        stream_interval=7,
+        timeouts=TimeoutConfig(drain_s=5.0),
+        weights=WeightsConfig(backend="channel"),
+        events=events,
     )
     before, after = leaves(composed(changes)), leaves(config)
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     assert {key: value for key, value in changed.items() if not key.startswith(custom)} == {
+        "partial_rollout.events": events,
         "trainer.v1.trainer_mode": "partial_rollout",
         "trainer.v1.sampler.custom_sampler.path": "pkg://partial_rollout.train.replay_buffer",
         "trainer.v1.sampler.custom_sampler.name": "PartialRolloutReplayBuffer",

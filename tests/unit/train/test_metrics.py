@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from partial_rollout.train.metrics import group_metrics
+import numpy as np
+
+from partial_rollout.train.metrics import group_metrics, numbers
 from partial_rollout.types import ContextSpan, FinishedGroup, TrajectorySummary, VersionSpan
 
 
@@ -51,3 +53,9 @@ def test_counts_tokens_that_were_sampled_on_older_kv() -> None:
     assert metrics["partial_rollout/old_kv_steps/max"] == 2
     unknown = group_metrics([FinishedGroup("b", 1, "0", (kept,))], trained_version=7)
     assert unknown["partial_rollout/old_kv_steps/max"] == 0
+
+
+def test_only_numbers_of_a_step_are_told_and_they_are_pythons_own() -> None:
+    found = numbers({"a": 1, "b": np.float32(0.5), "c": "text", "d": np.zeros(3), "e": np.int64(2), "f": None})
+    assert found == {"a": 1, "b": 0.5, "e": 2}
+    assert [type(value) for value in found.values()] == [int, float, int]

@@ -13,6 +13,7 @@ from fake_transfer_queue import FakeTransferQueue
 from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
+from partial_rollout.observability.events import BatchTaken, EventReader, EventWriter
 from partial_rollout.runtime import remote_call
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.train import replay_buffer
@@ -22,6 +23,7 @@ from partial_rollout.types import Claim, FinishedGroup, ManagerStatus, QueueStat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 STEP = 7
 
@@ -90,6 +92,7 @@ class World:
     held: list[str] = field(default_factory=list)
     oldest: list[int | None] = field(default_factory=list)
     tail: TailConfig = field(default_factory=TailConfig)
+    events: EventWriter | None = None
 
     def hold(self, claims: list[Claim], oldest_version: int | None) -> Ref:
         self.held += [claim.uid for claim in claims]
@@ -103,7 +106,7 @@ class World:
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
         workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
         settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
-        buffer.bind(cast("Any", Manager(list(answers))), workers, settings, mini_batch=1)
+        buffer.bind(cast("Any", Manager(list(answers))), workers, settings, mini_batch=1, events=self.events)
         return buffer
 
 
@@ -141,6 +144,14 @@ def test_a_batch_has_all_trajectories_of_the_groups_with_the_tags_that_verl_read
     }
     assert metrics
     assert world.refills == []
+
+
+def test_a_batch_is_an_event_with_its_prompts_and_their_rows(world: World, tmp_path: Path) -> None:
+    world.events = EventWriter(tmp_path, "trainer")
+    world.buffer(Ref(TakeResult(groups=(group("b", 10, 20), group("a", 30))))).sample(STEP, "train", 2)
+    (taken,) = (event for event in EventReader(tmp_path).read() if isinstance(event, BatchTaken))
+    assert (taken.step, taken.uids, taken.source_index) == (STEP, ["b", "a"], ["0", "0"])
+    assert (taken.deferrals, taken.interruptions) == ([0, 0], [0, 0])
 
 
 def test_the_rows_of_taken_prompts_are_cleared_but_not_their_trajectories(world: World) -> None:
