@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 import psutil
 import pytest
 
+from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader
 from partial_rollout.run.quickstart import make_task
 
 if TYPE_CHECKING:
@@ -41,9 +43,15 @@ class Job:
     code: int
     output: str
     steps: list[dict[str, Any]]
-    events: list[dict[str, Any]]
+    stream: list[AnyEvent]
+    """All events in the folder, of earlier jobs there too."""
     survivors: list[str]
     """Command lines of processes that the job left behind."""
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The batches taken."""
+        return [msgspec.to_builtins(event) for event in self.stream if isinstance(event, BatchTaken)]
 
 
 @pytest.fixture(scope="session")
@@ -147,7 +155,8 @@ def _ended(job: subprocess.Popen[str], output: str, folder: Path, mark: str) -> 
     (folder / f"log-{mark}.txt").write_text(output)
     shutil.rmtree(f"/tmp/pr-{mark[:8]}")
     steps = [line["data"] for line in _json_lines(_metrics(folder, mark)) if "training/global_step" in line["data"]]
-    return Job(job.returncode, output, steps, _json_lines(folder / "events.jsonl"), _survivors(mark))
+    events = EventReader(folder / "events").read()
+    return Job(job.returncode, output, steps, events, _survivors(mark))
 
 
 def _metrics(folder: Path, mark: str) -> Path:
@@ -169,7 +178,7 @@ def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:
         f"actor_rollout_ref.model.path={task / 'model'}", "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
-        f"partial_rollout.event_log={folder / 'events.jsonl'}", *overrides,
+        f"partial_rollout.events={folder / 'events'}", *overrides,
     ]  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 
+from partial_rollout.observability.events import BatchTaken, EventReader
+
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 KILLED_IN, LAST_KILLED_IN = 1, 3
 """Steps; in the last one the model is taken away too, so that the engine cannot start again."""
@@ -21,7 +23,7 @@ KILLED_IN, LAST_KILLED_IN = 1, 3
 def killing(*args: Any, **kwargs: Any) -> Any:
     """As verl's vanilla loss."""
     folder = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parent
-    step = len((folder / "events.jsonl").read_text().splitlines())
+    step = sum(isinstance(event, BatchTaken) for event in EventReader(folder / "events").read())
     model = folder / "model"
     if step == LAST_KILLED_IN and model.exists():
         model.rename(folder / "gone")

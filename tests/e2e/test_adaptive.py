@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.observability.events import Choice
 from tests.e2e.conftest import FLAG, is_conserved, run_job, with_lengths
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ def test_slots_rise_until_the_cache_is_full(task: Path, tmp_path: Path) -> None:
     assert job.survivors == []
     assert all(is_conserved(step) for step in job.steps)
 
-    changes = [event for event in job.events if event["event"] == "slots"]
-    assert [change["before"] for change in changes] == [FIRST, *(change["after"] for change in changes[:-1])]
-    assert all(4 <= change["after"] <= MOST and change["after"] % 4 == 0 for change in changes)
-    lowered = [change for change in changes if change["after"] < change["before"]]
+    changes = [event for event in job.stream if isinstance(event, Choice)]
+    assert {change.key for change in changes} == {"partial_rollout.num_slots"}
+    assert [change.before for change in changes] == [FIRST, *(change.after for change in changes[:-1])]
+    assert all(4 <= change.after <= MOST and change.after % 4 == 0 for change in changes)
+    lowered = [change for change in changes if change.after < change.before]
     assert lowered
-    assert all("KV cache" in change["reason"] or "preempted" in change["reason"] for change in lowered)
-    assert max(change["after"] for change in changes) > FIRST
-    assert job.steps[-1]["partial_rollout/slots/num"] == changes[-1]["after"]
+    assert all("KV cache" in change.reason or "preempted" in change.reason for change in lowered)
+    assert max(change.after for change in changes) > FIRST
+    assert job.steps[-1]["partial_rollout/slots/num"] == changes[-1].after
     assert sum(step["partial_rollout/slots/lowered"] for step in job.steps) == len(lowered)

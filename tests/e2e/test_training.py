@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from partial_rollout.observability.events import (
+    GateMoved,
+    SegmentEnded,
+    StepEnded,
+    TrajectoryEnded,
+    WeightsUpdated,
+)
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import FLAG, LONG, SHORT, Job, is_conserved, run_job, run_job_and_signal, with_lengths
 
@@ -58,6 +65,8 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     assert all(0 < step["packing/padding_share"] < 1 for step in first.steps)
     assert all(step["actor/packing_rows"] == step["packing/micro_batches"] for step in first.steps)
 
+    _check_the_event_stream_tells_the_same(first)
+
     options += [*PACKED, *REUSING_KV, *BOUNDED]
     second = run_job(task, tmp_path, *options, "trainer.total_training_steps=15")
     _check_ended_cleanly(second, steps=range(11, 16))
@@ -72,6 +81,26 @@ def test_ten_steps_then_a_restart(task: Path, tmp_path: Path) -> None:
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_saved_tokens_were_trained(second, tmp_path / "checkpoints/global_step_10")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
+
+
+def _check_the_event_stream_tells_the_same(job: Job) -> None:
+    """Steps as in verl's logger, two moves of the gate and an update a step, and no token without its segment."""
+    steps = [event for event in job.stream if isinstance(event, StepEnded)]
+    assert [(event.step, event.total) for event in steps] == [(step["training/global_step"], 10) for step in job.steps]
+    assert [event.metrics["critic/score/mean"] for event in steps] == [step["critic/score/mean"] for step in job.steps]
+    moves = [event for event in job.stream if isinstance(event, GateMoved)]
+    assert [(move.step, move.is_open) for move in moves] == [(n, is_open) for n in range(1, 11) for is_open in (0, 1)]
+    interrupted = [move.interrupted for move in moves if not move.is_open]
+    assert interrupted == [step["partial_rollout/interrupted"] for step in job.steps]
+    updates = [event.version for event in job.stream if isinstance(event, WeightsUpdated)]
+    assert updates == list(range(11))
+    tokens = Counter()
+    for event in job.stream:
+        if isinstance(event, SegmentEnded):
+            tokens[event.uid, event.session] += event.tokens
+    ended = {(e.uid, e.session): e.tokens for e in job.stream if isinstance(e, TrajectoryEnded)}
+    assert len(ended) >= 10 * 8 * 4
+    assert {key: tokens[key] for key in ended} == ended
 
 
 def _check_ended_cleanly(job: Job, *, steps: range) -> None:
