@@ -83,7 +83,7 @@ class ChannelServer(vLLMHttpServer):
         """
         self._weights.require_receivable(self._name)
         weights = self.settings.weights
-        options = {"update_number": update_number, "timeout_s": weights.timeout_s, "validate": weights.validate}
+        options = {"update_number": update_number, "timeout_s": weights.timeout_s, "validate": weights.validate_values}
         update = f"weight update {update_number} (version {version})"
         self._weights.begun(update_number, update)
         take = _take_weights(self.engine, options | {"peft_config": peft_config})
