@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from verl.workers.rollout.replica import RolloutMode
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -110,6 +111,7 @@ class FakeEngine:
         self.queues.clear()
 
     async def collective_rpc(self, method: str, **options: Any) -> None:
+        msgspec.msgpack.encode(options)  # as vLLM does on the way to its workers: TypeError for what is no plain value
         self._note(f"rpc {method}")
         if self.rpc_failure is not None:
             raise self.rpc_failure

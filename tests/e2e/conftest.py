@@ -178,6 +178,7 @@ def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:
         f"actor_rollout_ref.model.path={task / 'model'}", "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+        "+ray_kwargs.ray_init.include_dashboard=False",  # twelve processes, which no test here looks at
         f"partial_rollout.events={folder / 'events'}", *overrides,
     ]  # fmt: skip
 
