@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from partial_rollout.errors import ConfigError, UserError
@@ -153,6 +155,7 @@ def test_capacity_is_never_below_one_batch(factor: float, batch: int, capacity: 
 
 def test_the_name_of_0_1_for_waiting_is_accepted_with_one_warning(caplog: pytest.LogCaptureFixture):
     _warn_of_old_name.cache_clear()
+    caplog.set_level(logging.WARNING)  # a library may have raised the root logger's
     old = [PartialRolloutConfig.from_mapping({"tail": {"policy": "sync"}}) for _ in range(2)]
     assert old == [PartialRolloutConfig(tail=TailConfig(policy="wait"))] * 2
     (record,) = caplog.records
