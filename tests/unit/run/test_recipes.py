@@ -62,7 +62,7 @@ def _composed(words: tuple[str, ...]) -> Any:
 
 def test_every_recipe_has_its_baseline():
     assert {f"{Path(name).stem}_baseline.sh" for name in RECIPES} == set(ALL) - set(RECIPES)
-    assert len(RECIPES) == 5
+    assert len(RECIPES) == 6
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -179,3 +179,22 @@ def test_the_quickstart_fits_its_task():
         == config.data.max_prompt_length + config.data.max_response_length
     )
     assert config.trainer.total_training_steps == 3 * config.trainer.save_freq == 60
+
+
+def test_the_smollm2_recipe_fits_its_task_and_has_a_form_for_a_cpu():
+    config = composed(command("run_smollm2_reasoning_gym.sh"))
+    reward = config.reward.custom_reward_function
+    assert (reward.path, reward.name) == ("pkg://partial_rollout.run.smollm2_reasoning_gym.reward", "compute_score")
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    assert rollout.max_model_len == data.max_prompt_length + data.max_response_length
+    assert config.trainer.n_gpus_per_node == 1
+    assert config.data.train_files.endswith("/smollm2_task/train.parquet")
+
+    on_cpu = composed(command("run_smollm2_reasoning_gym.sh", DEVICE="cpu", PREFETCH_FACTOR="3"))
+    assert is_enabled(on_cpu)
+    assert (on_cpu.trainer.device, on_cpu.trainer.total_training_steps) == ("cpu", 3)
+    assert on_cpu.reward.custom_reward_function.path == reward.path
+    assert on_cpu.actor_rollout_ref.model.path == config.actor_rollout_ref.model.path
+    assert read_settings(on_cpu).block.prefetch_factor == 3
+    refused = shell("run_smollm2_reasoning_gym.sh", DEVICE="tpu")
+    assert (refused.returncode, refused.stderr) == (2, "error: DEVICE=tpu is not allowed: must be cuda or cpu\n")

@@ -1,0 +1,63 @@
+"""The comparison of learning: what each mode starts, and what is said of unequal jobs."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from benchmarks import smollm2
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import is_enabled
+from partial_rollout.settings.refused import check_config
+from tests.unit.benchmarks.test_jobs import CONFIGS
+from tests.unit.run.test_recipes import shell
+
+
+def job(mode: str, rewards: list[float], step_s: float) -> smollm2.Job:
+    steps = [{smollm2.REWARD: reward, smollm2.STEP_S: step_s} for reward in rewards]
+    return {"mode": mode, "seed": 0, "steps": steps}
+
+
+def started(mode: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables and overrides of the recipe, as a dry run shows them."""
+    smollm2.main(["--out", "/somewhere", "--modes", mode, "--env", "TEST_FREQ=5", "--set", "a.b=1", "--dry-run"])
+    env, *words = shlex.split(capsys.readouterr().out)
+    assert env == "env"
+    start = words.index("bash")
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 2 :]
+
+
+@pytest.mark.parametrize("mode", smollm2.MODES)
+def test_a_dry_run_shows_the_recipe_of_each_mode(mode: str, capsys: pytest.CaptureFixture[str]):
+    variables, words = started(mode, capsys)
+    assert (variables["TEST_FREQ"], words[-1]) == ("5", "a.b=1")
+    done = shell(smollm2.RECIPE.name, *words[:-1], PARTIAL_ROLLOUT_DRY_RUN="1", **variables)
+    assert done.returncode == 0, done.stderr
+    overrides = [word for word in shlex.split(done.stdout)[3:] if not word.startswith("hydra.")]
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = compose("partial_rollout", overrides=overrides)
+    assert not config.actor_rollout_ref.rollout.free_cache_engine
+    assert is_enabled(config) == mode.startswith("reuse_kv")
+    if is_enabled(config):
+        check_config(config, read_settings(config))
+        assert read_settings(config).block.tail.interrupt_mode == "reuse_kv"
+    else:
+        assert config.trainer.v1.trainer_mode == mode
+
+
+def test_jobs_of_unequal_length_are_compared_over_the_steps_that_all_have():
+    slow = job("sync", [0.0] * 10 + [1.0] * 10, 2.0)
+    fast = job("reuse_kv_3", [0.0] * 5 + [1.0] * 35, 1.0)
+    found = smollm2.summarise([slow, fast])
+    assert found["common_steps"] == 20
+    first, second = found["summary"]
+    assert (first["steps_to_level"], first["s_to_level"], first["time_ratio"]) == (20, 40.0, 1.0)
+    assert (second["steps_to_level"], second["s_to_level"], second["time_ratio"]) == (15, 15.0, 0.5)
+
+
+def test_held_out_accuracy_is_the_mean_of_the_tasks():
+    accuracy = {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.7, "val-aux/num_turns/mean": 2.0}
+    steps = [{smollm2.REWARD: 0.0, smollm2.STEP_S: 9.0}, {smollm2.REWARD: 0.0, smollm2.STEP_S: 9.0, **accuracy}]
+    assert smollm2.held_out({"mode": "sync", "seed": 0, "steps": steps}) == {"2": 0.6}
