@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 BLOCK = "partial_rollout"
 RETIRED_KEYS = {
     "event_log": f"set {BLOCK}.events to a folder, or leave it out: the run's event stream has what the log had",
-    "manager.namespace": f"leave it out: {BLOCK}.manager.name tells concurrent runs apart",
+    "manager.namespace": f"leave it out: a Ray cluster carries one run, and {BLOCK}.manager.name names it",
     "slots.kv_high": "leave it out: the KV cache counts as full when 90 % are in use",
     "tail.boundary": "leave it out: the end of a step interrupts what is unfinished, as tail.boundary=now did",
     "packing.per_rank_batch_size": f"leave it out: {BLOCK}.packing.token_budget bounds what a row holds",
@@ -89,8 +89,8 @@ class ManagerConfig(_Block):
     name: str = _key(
         "rollout_prompt_manager",
         "Name of the Ray actor that holds the queues; `python -m partial_rollout.status --name` finds it.",
-        who="two runs on one Ray cluster",
-        evidence="a second run with the same name is refused",
+        who="whoever wants another name in Ray's dashboard; a Ray cluster carries one run in any case",
+        evidence="a need: status and workers find the actor by it",
         min_length=1,
     )
 
@@ -296,7 +296,7 @@ class SlotsConfig(_Block):
         None,
         "Upper bound of an adaptive number; null: all prompts that may be in flight x rollout.n.",
         who="runs that bound how old tokens become: more slots mean older ones",
-        evidence="set in the measured runs to what the engine was started for",
+        evidence="a need: bounds of what changes by itself; no measured run set it",
         ge=1,
     )
     interval_s: float = _key(
