@@ -117,9 +117,8 @@ def draw(jobs: Sequence[Job], png: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(PANELS)
-    figure, panels = plt.subplot_mosaic(
-        [["minutes"] * 5] * 2 + [names[:5], names[5:]], figsize=(16, 13), layout="constrained"
-    )
+    rows: Any = [["minutes"] * 5] * 2 + [names[:5], names[5:]]
+    figure, panels = plt.subplot_mosaic(rows, figsize=(16, 13), layout="constrained")
     for job in jobs:
         minutes = [seconds(job, number) / 60 for number in range(1, len(job["steps"]) + 1)]
         means, raw = rewards(job), rewards(job, 1)

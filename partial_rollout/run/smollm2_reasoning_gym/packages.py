@@ -29,7 +29,7 @@ def reasoning_gym() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
-        raise DataError(f"{error.name} is not installed, which reasoning-gym needs. {_advice()}") from error
+        raise DataError(f"{error.name} is not installed, which the problems need. {_advice()}") from error
 
 
 def gguf_file() -> Path:

@@ -42,7 +42,8 @@ def train(
     with the same torch and transformers.
     """
     with _deterministic(seed):
-        model.to(device).train()
+        network: torch.nn.Module = model
+        network.to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, LEARNING_RATE, total_steps=num_steps + 1, pct_start=WARMUP_FRACTION, cycle_momentum=False
@@ -61,7 +62,7 @@ def train(
             schedule.step()
             if step % 10 == 0:
                 progress.set_postfix(loss=f"{loss.item():.3f}")
-        model.to("cpu").eval()
+        network.to("cpu").eval()
         return loss.item()
 
 
