@@ -42,7 +42,7 @@ def train(
     with the same torch and transformers.
     """
     with _deterministic(seed):
-        network: torch.nn.Module = model
+        network: Any = model  # transformers types `to` as a function of two models
         network.to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
