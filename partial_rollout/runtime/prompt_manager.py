@@ -57,7 +57,7 @@ METRICS_INTERVAL_S = 1.0
 """Metrics are exported once in this time, so their cost does not grow with the number of events."""
 
 NAMESPACE = "partial_rollout"
-"""Ray namespace of the manager, which the names of concurrent runs tell apart."""
+"""Ray namespace of the manager, in which `partial_rollout.status` looks for its name."""
 MAX_CONCURRENT_CALLS = 10_000
 """Every worker has one long poll waiting here, so this must be far above the number of workers."""
 
@@ -347,8 +347,8 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
         return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, batch_s=batch_s)
     except ValueError as error:
         raise ClusterError(
-            f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, "
-            "or set partial_rollout.manager.name to another name"
+            f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, or start "
+            "this one on a Ray cluster of its own (ray_kwargs.ray_init.address, RAY_ADDRESS)"
         ) from error
 
 
