@@ -19,6 +19,7 @@ writer says so in the log once, and writes no more.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -226,12 +227,15 @@ class EventWriter:
             self._append(event)
         except OSError as error:
             self._give_up(error)
+        except (TypeError, ValueError, OverflowError) as error:  # a value that JSON cannot hold
+            logger.warning("an event %s of %s is left out: %s", type(event).__name__, self._role, error)
 
     def close(self) -> None:
         """Later events are dropped."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        if file >= 0:
+            with contextlib.suppress(OSError):  # some file systems tell of a full quota only here
+                os.close(file)
 
     def _append(self, event: AnyEvent) -> None:
         if not event.t:

@@ -38,6 +38,8 @@ def check_overrides(arguments: Iterable[str]) -> None:
 
 def _check_override(name: str, value: str) -> None:
     first, _, key = name.partition(".")
+    if "/" in name or name == FLAG.partition(".")[0]:
+        return  # a config group, or the whole block of the flag, which is checked when it is composed
     if first == BLOCK:
         _check_key(key, value)
     elif (
@@ -46,7 +48,7 @@ def _check_override(name: str, value: str) -> None:
         or (difflib.get_close_matches(name, [FLAG], 1, CLOSE_WORD) and name != FLAG)
     ):
         raise ConfigError(f"unknown key {name}: did you mean {FLAG}? It is set with +{FLAG}=True")
-    elif difflib.get_close_matches(first, [BLOCK], 1, CLOSE_WORD):
+    elif key and difflib.get_close_matches(first, [BLOCK], 1, CLOSE_WORD):
         raise ConfigError(f"unknown key {name}: did you mean {BLOCK}.{key}?")
 
 

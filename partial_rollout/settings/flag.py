@@ -76,6 +76,8 @@ def apply_mode(config: DictConfig, settings: Settings) -> None:
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
         block = settings.block.to_mapping()
         block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"
-        if settings.block.events == "auto":  # an absolute path, because other processes have other working folders
-            block["events"] = config[BLOCK].events = os.path.abspath(f"{config.trainer.default_local_dir}/events")
+        if settings.block.events is not None:  # an absolute path, because other processes have other working folders
+            given = settings.block.events
+            folder = f"{config.trainer.default_local_dir}/events" if given == "auto" else given
+            block["events"] = config[BLOCK].events = os.path.abspath(folder)
         rollout.custom = {**(rollout.get("custom") or {}), BLOCK: block}

@@ -26,6 +26,8 @@ from omegaconf import OmegaConf, open_dict
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from omegaconf import DictConfig
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class CheckpointKeeper:
         saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
         self._marks = not saves_later
         self._removes = self._marks and config.trainer.nnodes == 1
+        self._own: set[int] = set()
+        """Steps of the checkpoints of this run, and of those that it goes on from: only these are removed."""
         self._keep: int | None = None
         if self._removes:
             self._keep = _largest(config)
@@ -67,19 +71,33 @@ class CheckpointKeeper:
         """Let verl find a whole checkpoint.
 
         Raises:
-            DataError: the chosen checkpoint is not whole, or there are checkpoints and none is whole.
+            DataError: the chosen checkpoint is not whole, or verl's tracker names one that is not and no other one is.
         """
-        if self._trainer.resume_mode == "auto":
-            choose_checkpoint(self._root)
-        elif self._trainer.resume_mode == "resume_path":
-            require_whole(Path(self._trainer.resume_from_path).absolute())
+        mode, path = self._trainer.resume_mode, self._trainer.get("resume_from_path")
+        if not self._marks:
+            return  # verl's save may still be under way when its folder looks whole
+        if mode == "auto":
+            first = choose_checkpoint(self._root)
+        elif mode == "resume_path" and isinstance(path, str):
+            require_whole(Path(path).absolute())
+            match = STEP_FOLDER.fullmatch(Path(path).name)
+            first = int(match[1]) if match and Path(path).absolute().parent == self._root else None
+        else:
+            first = None
+        # What came later belongs to a run that was left for this one.
+        self._own = {step for step in _steps(self._root) if first is not None and step <= first}
+
+    def before_save(self, step: int) -> None:
+        """A folder of that step is no longer whole: it is written over."""
+        (self._root / f"global_step_{step}" / MANIFEST).unlink(missing_ok=True)
 
     def after_save(self, step: int) -> None:
-        """Mark the checkpoint that verl has saved, then remove older ones that nobody asked to keep."""
+        """Mark the checkpoint that verl has saved, then remove older ones of this run that nobody asked to keep."""
         if self._marks:
             mark_whole(self._root / f"global_step_{step}")
+        self._own.add(step)
         if self._removes:
-            prune(self._root, self._keep)
+            prune(self._root, self._keep, among=self._own)
 
     @property
     def _root(self) -> Path:
@@ -111,50 +129,71 @@ def mark_whole(folder: Path) -> None:
     _write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}))
 
 
-def missing_parts(folder: Path) -> list[str]:
-    """What a checkpoint lacks to be whole, as relative paths; empty for a whole one."""
+def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
+    """What a checkpoint lacks to be whole, as relative paths; empty for a whole one.
+
+    `was_finished`: somebody says that the save had ended, as verl's tracker file does and a user who names the folder.
+    What is missing of such a checkpoint, and verl can start without, was taken out on purpose: the data loader's state
+    and the optimizer's. A manifest says the same.
+    """
     manifest = folder / MANIFEST
     if not manifest.exists():
         parts = PARTS_WITH_QUEUE if (folder / QUEUE).exists() else PARTS
-        return [part for part in parts if not _has_content(folder / part)]
+        needed = [part for part in parts if not (was_finished and _is_dispensable(part))]
+        return [part for part in needed if not _has_content(folder / part)]
     try:
         expected: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
     except (ValueError, KeyError, TypeError):
         return [MANIFEST]
     found = _sizes(folder)
-    return sorted(name for name, size in expected.items() if found.get(name) != size)
+    return sorted(
+        name
+        for name, size in expected.items()
+        if found.get(name) != size and (name in found or not _is_dispensable(name))
+    )
+
+
+def _is_dispensable(name: str) -> bool:
+    return name == "data.pt" or Path(name).name.startswith("optim_")
 
 
 def choose_checkpoint(root: Path) -> int | None:
-    """Let verl's tracker name the newest whole checkpoint below `root`, and return its step; None if there is none.
+    """Let verl's tracker name the newest whole checkpoint below `root`, and return its step; None: begin afresh.
 
     A tracker that names a whole checkpoint stays as it is: it may name an older one because a user wrote it.
 
     Raises:
-        DataError: there are checkpoints, and none is whole.
+        DataError: the tracker names a checkpoint that is not whole, and no other one is.
     """
     steps = _steps(root)
-    if not steps:
-        return None
     named = _read_tracker(root)
-    if named in steps and not (missing := missing_parts(steps[named])):
+    if named in steps and not missing_parts(steps[named], was_finished=True):
         return named
     for step in sorted(steps, reverse=True):
         if not missing_parts(steps[step]):
             logger.warning("%s: %s; this run goes on from step %d", root, _what_is_wrong(root, named, steps), step)
             write_tracker(root, step)
             return step
-    newest = steps[max(steps)]
-    missing = ", ".join(missing_parts(newest)[:3])
-    raise DataError(
-        f"no checkpoint in {root} is whole: {newest.name} lacks {missing}; start afresh with "
-        "trainer.resume_mode=disable, or set trainer.default_local_dir to another folder"
-    )
+    if named in steps:
+        missing = ", ".join(missing_parts(steps[named], was_finished=True)[:3])
+        raise DataError(
+            f"no checkpoint in {root} is whole: {steps[named].name} lacks {missing}; start afresh with "
+            "trainer.resume_mode=disable, or set trainer.default_local_dir to another folder"
+        )
+    if steps:
+        logger.warning("%s: no save in it was finished (%s); this run begins afresh", root, _names(steps))
+    if named is None:
+        (root / TRACKER).unlink(missing_ok=True)  # verl cannot read one without a number
+    return None
+
+
+def _names(steps: dict[int, Path]) -> str:
+    return ", ".join(steps[step].name for step in sorted(steps))
 
 
 def require_whole(folder: Path) -> None:
-    """Raise DataError for a checkpoint that was chosen by hand and lacks a part."""
-    if missing := missing_parts(folder):
+    """Raise DataError for a checkpoint that was chosen by hand and lacks a part that verl cannot start without."""
+    if missing := missing_parts(folder, was_finished=True):
         raise DataError(
             f"checkpoint {folder} is not whole, it lacks {', '.join(missing[:3])}: choose another one with "
             "trainer.resume_from_path, or let trainer.resume_mode=auto find the newest whole one"
@@ -166,19 +205,25 @@ def write_tracker(root: Path, step: int) -> None:
     _write_durably(root / TRACKER, str(step))
 
 
-def prune(root: Path, keep: int | None) -> list[Path]:
-    """Remove whatever is older than the `keep` newest whole checkpoints; None keeps all. Returns what was removed.
+def prune(root: Path, keep: int | None, *, among: Collection[int]) -> list[Path]:
+    """Of the checkpoints of the steps `among`, remove what is older than the `keep` newest whole ones; None keeps all.
 
-    A folder that is newer than the newest whole one is being written, or was when a run was killed: it stays until a
-    newer one is whole. The folders go with everything in them, the dumps of queue and TransferQueue included.
+    Returns what was removed. A folder that is newer than the newest whole one was being written when a run was killed:
+    it stays until a newer one is whole. The folders go with everything in them, the dumps of queue and TransferQueue
+    included. A folder that cannot be removed stays, with a warning.
     """
-    steps = _steps(root)
+    steps = {step: folder for step, folder in _steps(root).items() if step in among}
     whole = sorted((step for step, folder in steps.items() if not missing_parts(folder)), reverse=True)
     if keep is None or len(whole) < keep:
         return []
-    removed = [steps[step] for step in sorted(steps) if step < whole[keep - 1]]
-    for folder in removed:
-        shutil.rmtree(folder)
+    removed: list[Path] = []
+    for step in sorted(step for step in steps if step < whole[keep - 1]):
+        try:
+            shutil.rmtree(steps[step])
+        except OSError as error:
+            logger.warning("the old checkpoint %s could not be removed: %s", steps[step], error)
+        else:
+            removed.append(steps[step])
     return removed
 
 

@@ -70,8 +70,11 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those of a step's metrics that are numbers, as Python's own; verl's are of NumPy or torch in part."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
-        if hasattr(value, "item") and getattr(value, "size", 1) == 1:
-            value = value.item()
+        if hasattr(value, "item"):
+            try:
+                value = value.item()
+            except (TypeError, ValueError, RuntimeError):  # more than one number
+                continue
         if isinstance(value, int | float):
             found[name] = value
     return found

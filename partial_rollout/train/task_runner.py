@@ -29,6 +29,7 @@ class TaskRunner(TaskRunnerBase):
         timeout_s = read_block(config).timeouts.resources_s
         require_own_transfer_queue(timeout_s)
         require_resources(config, timeout_s)
+        require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources
         register_replicas(partial_rollout=enabled)
         if enabled:
             import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)

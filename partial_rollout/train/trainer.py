@@ -258,6 +258,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
+        self._checkpoints.before_save(self.global_steps)
         save_tokens(self.agent_loop_manager.tokens_in_flight(), self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()

@@ -150,7 +150,11 @@ def test_a_full_disk_ends_the_stream_and_not_the_run(
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def over_quota(file: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
     monkeypatch.setattr(events.os, "write", full)
+    monkeypatch.setattr(events.os, "close", over_quota)
     with caplog.at_level(logging.WARNING):
         writer.write(Warned(text="a"))
         writer.write(Warned(text="b"))
@@ -160,6 +164,15 @@ def test_a_full_disk_ends_the_stream_and_not_the_run(
     monkeypatch.undo()
     writer.write(Warned(text="c"))
     assert without_opened(EventReader(tmp_path).read()) == []
+
+
+def test_a_value_that_json_cannot_hold_costs_its_event_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = EventWriter(tmp_path, "worker-0")
+    with caplog.at_level(logging.WARNING):
+        writer.write(Choice(step=1, key="slots", before=object(), after=1, reason="a"))
+    assert "an event Choice of worker-0 is left out" in caplog.text
+    writer.write(Warned(text="b"))
+    assert [event.text for event in EventReader(tmp_path).read() if isinstance(event, Warned)] == ["b"]
 
 
 def test_without_a_folder_nothing_is_written() -> None:

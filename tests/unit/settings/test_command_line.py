@@ -47,6 +47,9 @@ def test_what_is_right_or_not_ours_is_left_to_hydra():
             "~partial_rollout.event_log",
             "actor_rollout_ref.rollout.n=4",
             "+trainer.v1.partial_rollout.parameter_sync_step=1",
+            "+async_training={partial_rollout: True}",
+            "+mine/partial_rollout=fast",
+            "+partial_rollout_notes=x",
         ]
     )
 

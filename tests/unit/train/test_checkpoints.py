@@ -28,7 +28,13 @@ from partial_rollout.train.checkpoints import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-FILES = ("actor/model.pt", "actor/optim.pt", "data.pt", "transfer_queue/state.pkl", "partial_rollout/queue.json")
+FILES = (
+    "actor/model.pt",
+    "actor/optim_world_size_1_rank_0.pt",
+    "data.pt",
+    "transfer_queue/state.pkl",
+    "partial_rollout/queue.json",
+)
 
 
 def save(root: Path, step: int, *, whole: bool = True, without: str | None = None) -> Path:
@@ -57,9 +63,9 @@ def tracked(root: Path) -> str:
 def test_a_marked_checkpoint_is_whole_until_one_of_its_files_changes_or_goes(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     assert missing_parts(folder) == []
-    (folder / "actor/optim.pt").write_text("cut")
-    (folder / "data.pt").unlink()
-    assert missing_parts(folder) == ["actor/optim.pt", "data.pt"]
+    (folder / "data.pt").write_text("cut")
+    (folder / "actor/model.pt").unlink()
+    assert missing_parts(folder) == ["actor/model.pt", "data.pt"]
 
 
 @pytest.mark.parametrize("part", ["actor", "data.pt", "transfer_queue"])
@@ -109,7 +115,7 @@ def test_the_next_run_goes_on_from_the_newest_whole_checkpoint(
     caplog.set_level(logging.WARNING)  # a library may have raised the root logger's
     save(tmp_path, 1)
     save(tmp_path, 2)
-    save(tmp_path, 3, whole=False, without="data.pt")
+    save(tmp_path, 3, whole=False, without="actor")
     if tracker is not None:
         track(tmp_path, tracker)
     assert choose_checkpoint(tmp_path) == 2
@@ -134,10 +140,39 @@ def test_without_a_checkpoint_a_run_begins_afresh(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path) is None
 
 
-def test_checkpoints_of_which_none_is_whole_are_not_silently_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_named_is_not_silently_passed_over_when_none_is_whole(tmp_path: Path) -> None:
     save(tmp_path, 4, whole=False, without="actor")
+    track(tmp_path, "4")
     with pytest.raises(DataError, match=r"global_step_4 lacks actor"):
         choose_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tracker", [None, ""])
+def test_a_run_that_was_killed_in_its_first_save_begins_afresh(
+    tmp_path: Path, tracker: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And verl finds no tracker without a number, on which it would end."""
+    caplog.set_level(logging.WARNING)
+    save(tmp_path, 4, whole=False, without="data.pt")
+    if tracker is not None:
+        track(tmp_path, tracker)
+    assert choose_checkpoint(tmp_path) is None
+    assert not (tmp_path / TRACKER).exists()
+    assert "global_step_4" in caplog.text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_user_took_out_of_a_finished_checkpoint_is_not_missed(tmp_path: Path, whole: bool) -> None:
+    """verl starts without the data loader's state, and without the optimizer's if it is told to."""
+    folder = save(tmp_path, 1, whole=whole)
+    (folder / "data.pt").unlink()
+    (folder / "actor/optim_world_size_1_rank_0.pt").unlink()
+    track(tmp_path, "1")
+    assert choose_checkpoint(tmp_path) == 1
+    require_whole(folder)
+    shutil.rmtree(folder / "transfer_queue")
+    with pytest.raises(DataError, match="lacks transfer_queue"):
+        require_whole(folder)
 
 
 def test_a_checkpoint_chosen_by_hand_must_be_whole(tmp_path: Path) -> None:
@@ -162,7 +197,7 @@ def test_only_what_is_older_than_the_whole_ones_kept_is_removed(
         save(tmp_path, step)
     for step in (2, 5):
         save(tmp_path, step, whole=False, without="data.pt")
-    removed = prune(tmp_path, keep)
+    removed = prune(tmp_path, keep, among=range(1, 6))
     kept = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir())
     assert kept == (left or [1, 2, 3, 4, 5])
     assert [path.name for path in removed] == [f"global_step_{step}" for step in range(1, 6) if step not in kept]
@@ -194,16 +229,18 @@ def config(root: Path, *, estimator: str = "grpo", async_save: bool = False, **t
 def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
     tmp_path: Path, changes: dict, left: list[int]
 ) -> None:
-    """Over a restart, too: a keeper knows what earlier runs have saved."""
+    """Over a restart, too: a keeper knows what the run has saved before."""
     settings = config(tmp_path, **changes)
     keeper = CheckpointKeeper(settings)
     is_verls = bool({"nnodes", "async_save"} & changes.keys())
     assert settings.trainer.get("max_actor_ckpt_to_keep") == (1 if is_verls else None)
     for step in (1, 2):
         save(tmp_path, step)
+    keeper.before_load()
     save(tmp_path, 3, whole=False)
     keeper.after_save(3)
-    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir()) == left
+    kept = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
+    assert kept == left
     assert (tmp_path / "global_step_3" / MANIFEST).exists() is not changes.get("async_save", False)
 
 
@@ -217,3 +254,42 @@ def test_a_run_is_led_to_a_whole_checkpoint_before_verl_looks_for_one(tmp_path: 
     assert tracked(tmp_path) == "1"
     with pytest.raises(DataError, match="lacks actor"):
         CheckpointKeeper(config(tmp_path, resume_mode="resume_path", resume_from_path=str(torn))).before_load()
+
+
+@pytest.mark.parametrize("mode", ["disable", "auto", "resume_path"])
+def test_checkpoints_that_are_not_this_runs_stay(tmp_path: Path, mode: str) -> None:
+    """Of a run in the same folder that this one does not go on from, and of what was left by going back to step 2."""
+    for step in (2, 8, 9):
+        save(tmp_path, step)
+    track(tmp_path, "2")
+    path = str(tmp_path / "global_step_2")
+    keeper = CheckpointKeeper(config(tmp_path, resume_mode=mode, resume_from_path=path, max_actor_ckpt_to_keep=1))
+    keeper.before_load()
+    for step in (3, 4):
+        save(tmp_path, step, whole=False)
+        keeper.after_save(step)
+    left = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
+    assert left == ([2, 4, 8, 9] if mode == "disable" else [4, 8, 9])
+
+
+def test_a_folder_that_is_written_over_is_not_whole_until_it_is_saved(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(config(tmp_path))
+    folder = save(tmp_path, 1)
+    keeper.before_save(1)
+    assert not (folder / MANIFEST).exists()
+    keeper.before_save(2)
+
+
+def test_a_folder_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    def busy(folder: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert prune(tmp_path, 1, among={1, 2}) == []
+    assert "global_step_1 could not be removed" in caplog.text

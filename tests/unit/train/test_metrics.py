@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import torch
 
 from partial_rollout.train.metrics import group_metrics, numbers
 from partial_rollout.types import ContextSpan, FinishedGroup, TrajectorySummary, VersionSpan
@@ -56,6 +57,8 @@ def test_counts_tokens_that_were_sampled_on_older_kv() -> None:
 
 
 def test_only_numbers_of_a_step_are_told_and_they_are_pythons_own() -> None:
-    found = numbers({"a": 1, "b": np.float32(0.5), "c": "text", "d": np.zeros(3), "e": np.int64(2), "f": None})
-    assert found == {"a": 1, "b": 0.5, "e": 2}
-    assert [type(value) for value in found.values()] == [int, float, int]
+    found = numbers(
+        {"a": 1, "b": np.float32(0.5), "c": "text", "d": np.zeros(3), "e": np.int64(2), "f": None, "g": torch.tensor(3)}
+    )
+    assert found == {"a": 1, "b": 0.5, "e": 2, "g": 3}
+    assert [type(value) for value in found.values()] == [int, float, int, int]

@@ -1,0 +1,33 @@
+"""Before anything is made, the task runner asks whose the Ray cluster is, and what is free on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl")
+
+from partial_rollout.train import task_runner
+from partial_rollout.train.task_runner import TaskRunner
+
+CONFIG = OmegaConf.create({"partial_rollout": {"timeouts": {"resources_s": 7.0}}})
+
+
+def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_resources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(task_runner, "configure_logging", lambda: None)
+    monkeypatch.setattr(task_runner, "require_own_transfer_queue", lambda timeout_s: asked.append(timeout_s))
+    monkeypatch.setattr(task_runner, "require_resources", lambda config, timeout_s: asked.append("resources"))
+
+    def nothing_more(**options: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(task_runner, "register_replicas", nothing_more)
+    runner_class = getattr(TaskRunner, "__ray_actor_class__", TaskRunner)
+    with pytest.raises(InterruptedError):
+        runner_class.run(object.__new__(runner_class), CONFIG)
+    assert asked == [7.0, "resources", 0.0]
