@@ -268,14 +268,14 @@ class Jobs:
         self._jobs: list[dict[str, Any]] = []
         self._storing = threading.Lock()
 
-    def commands(self, folder: Path) -> dict[str, list[str]]:
-        """The command of each mode's job, with model and prompts in `folder`."""
+    def commands(self, folder: Path, repeat: int = 0) -> dict[str, list[str]]:
+        """The command of each mode's job, with model and prompts in `folder`; each repeat has a folder of its own."""
         options, load = self._options, self._load
         shared = [*settings(folder, load, self._prompt_tokens), *(ROLLOUT_ONLY if options.rollout_only else ())]
         gpu = None if options.shape in ON_A_CPU else on_a_gpu(options.memory, options.shape)
         found = {}
         for mode in options.modes:
-            words = command(mode, options.out.resolve() / mode, load, shared, gpu)
+            words = command(mode, options.out.resolve() / f"{mode}-{repeat}", load, shared, gpu)
             found[mode] = [*words, *options.set]
         return found
 
@@ -285,10 +285,10 @@ class Jobs:
         tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
         write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
         write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.num_prompts)
-        commands = self.commands(folder)
+        commands = [self.commands(folder, repeat) for repeat in range(options.repeats)]
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or make_lanes(options.at_once)
-        run_all([partial(self._run_one, commands[mode], mode, repeat) for mode, repeat in names], lanes)
+        run_all([partial(self._run_one, commands[repeat][mode], mode, repeat) for mode, repeat in names], lanes)
         if not any(job["steps"] for job in self._jobs):
             raise SystemExit(f"no job got to a measured step; logs in {options.out}")
 

@@ -414,6 +414,7 @@ class PartialRolloutConfig(_Block):
         "stream.",
         who="runs whose checkpoints are on a slow network file system: give a local folder",
         evidence="8 µs an event on a local disk",
+        min_length=1,
     )
     manager: ManagerConfig = ManagerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

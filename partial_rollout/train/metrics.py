@@ -76,7 +76,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             except (TypeError, ValueError, RuntimeError):  # more than one number
                 continue
         if isinstance(value, int | float):
-            found[name] = value
+            found[name] = int(value) if isinstance(value, bool) else value
     return found
 
 

@@ -58,7 +58,16 @@ def test_counts_tokens_that_were_sampled_on_older_kv() -> None:
 
 def test_only_numbers_of_a_step_are_told_and_they_are_pythons_own() -> None:
     found = numbers(
-        {"a": 1, "b": np.float32(0.5), "c": "text", "d": np.zeros(3), "e": np.int64(2), "f": None, "g": torch.tensor(3)}
+        {
+            "h": True,
+            "a": 1,
+            "b": np.float32(0.5),
+            "c": "text",
+            "d": np.zeros(3),
+            "e": np.int64(2),
+            "f": None,
+            "g": torch.tensor(3),
+        }
     )
-    assert found == {"a": 1, "b": 0.5, "e": 2, "g": 3}
-    assert [type(value) for value in found.values()] == [int, float, int, int]
+    assert found == {"h": 1, "a": 1, "b": 0.5, "e": 2, "g": 3}
+    assert [type(value) for value in found.values()] == [int, int, float, int, int]
