@@ -62,11 +62,14 @@ class Opened(Event, frozen=True, tag="opened"):
 
 
 class StepEnded(Event, frozen=True, tag="step"):
-    """A training step ended; `metrics` are all that verl and this package report of it, by name."""
+    """A training step ended; `metrics` are all that verl and this package report of it, by name.
+
+    A metric that is no finite number (NaN, infinity) is None, since JSON has neither.
+    """
 
     step: int
     total: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
 
 class BatchTaken(Event, frozen=True, tag="taken"):

@@ -117,6 +117,7 @@ class Nursery:
 
     def _leave(self, client: socket.socket, request: Request, files: list[int]) -> None:
         """Become a process as if started by itself: signals, files, environment and folder of the client."""
+        os.setpgid(0, 0)  # when a worker has ended, Ray kills what is left of its process group
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         high = [os.dup2(fd, HIGH + place, inheritable=False) for place, fd in enumerate(files)]

@@ -74,6 +74,13 @@ def test_each_kind_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (first["event"], first["format"], first["role"], first["pid"]) == ("opened", 1, "trainer", os.getpid())
 
 
+def test_a_metric_that_is_no_number_does_not_cost_the_step(tmp_path: Path) -> None:
+    written(tmp_path, StepEnded(t=1.0, step=1, total=2, metrics={"a": float("nan"), "b": float("inf"), "c": 0.5}))
+    (step,) = without_opened(EventReader(tmp_path).read())
+    assert isinstance(step, StepEnded)
+    assert step.metrics == {"a": None, "b": None, "c": 0.5}
+
+
 def test_events_of_several_processes_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     written(tmp_path, *ONE_OF_EACH[1::2], role="worker-1")
     written(tmp_path, *ONE_OF_EACH[0::2], role="worker-0")
