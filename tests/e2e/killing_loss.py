@@ -15,7 +15,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from partial_rollout.observability.events import BatchTaken, EventReader
 
 RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
-KILLED_IN, LAST_KILLED_IN = 1, 3
+KILLED_IN, LAST_KILLED_IN = 1, 4
 """Steps; in the last one the model is taken away too, so that the engine cannot start again."""
 
 

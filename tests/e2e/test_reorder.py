@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, traced
+from partial_rollout.runtime.termination import INTERRUPTED_CODE
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +31,15 @@ def _kinds(steps: list[dict[str, Any]]) -> list[str]:
 def _check(job: Job, steps: range) -> None:
     assert job.code == 0, job.output[-4000:]
     assert job.survivors == []
-    assert [step["training/global_step"] for step in job.steps] == list(steps)
-    assert all(is_conserved(step) for step in job.steps)
+    _check_steps(job.steps, steps)
+
+
+def _check_steps(found: list[dict[str, Any]], steps: range) -> None:
+    assert [step["training/global_step"] for step in found] == list(steps)
+    assert all(is_conserved(step) for step in found)
     # The schedule rises by one part of eight a step, whatever the kind of round.
     rates = [LEARNING_RATE * step / 8 for step in steps]
-    assert [step["actor/lr"] for step in job.steps] == pytest.approx(rates)
+    assert [step["actor/lr"] for step in found] == pytest.approx(rates)
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +92,21 @@ def test_deferred_groups_are_trained_together_with_the_tokens_they_had(
     assert len(uids) == len(set(uids)) == 64
 
 
-def test_a_few_deferred_groups_join_each_round(
+def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_leaves_nothing(
     task: Path, options: list[str], short_rounds: tuple[Path, Job], tmp_path: Path
 ) -> None:
     """Ten groups a round, four of them deferred, of which a batch takes what the fresh short ones leave room for."""
     _continued(short_rounds, tmp_path)
-    few = "partial_rollout.tail.max_deferred_per_round=4"
-    job = run_job(task, tmp_path, *options, few, "trainer.total_training_steps=6")
-    _check(job, range(5, 7))
-    assert _kinds(job.steps) == ["mixed"] * 2
-    batches = [list(map(int, event["source_index"])) for event in job.events[-2:]]
+    few = [*options, "partial_rollout.tail.max_deferred_per_round=4", "trainer.total_training_steps=40"]
+    driver = {"process": "partial_rollout.main_ppo", "number": signal.SIGINT}
+    job = run_job_and_signal(task, tmp_path, *few, after="step:6 ", **driver)
+    _check_steps(job.steps[:2], range(5, 7))
+    assert _kinds(job.steps[:2]) == ["mixed"] * 2
+    batches = [list(map(int, event["source_index"])) for event in job.events[4:6]]
     assert all(2 <= sum(row % EVERY == EVERY - 1 for row in batch) <= 5 for batch in batches)
     trained = set(LONG_ROWS) & {row for batch in batches for row in batch}
     assert len(trained) >= 2
+
+    assert job.code == INTERRUPTED_CODE
+    assert "error: interrupted" in job.output
+    assert job.survivors == []

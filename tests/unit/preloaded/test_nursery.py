@@ -22,7 +22,8 @@ CLIENT = ROOT / "tests/preloaded/client.py"
 TIMEOUT_S = 60.0
 SCRIPT = """
 import os, sys
-print(os.getpid(), os.getpgrp() == os.getpid(), os.getcwd(), os.environ["GREETING"], *sys.argv[1:], "wave" in sys.modules, flush=True)
+has_own_group = os.getpgrp() == os.getpid()
+print(os.getpid(), has_own_group, os.getcwd(), os.environ["GREETING"], *sys.argv[1:], "wave" in sys.modules, flush=True)
 data = sys.stdin.read()
 print(data, end="")
 sys.exit(7)
