@@ -1,6 +1,6 @@
 """Does a real model learn in the fast modes? The SmolLM2 recipe in several modes: rewards against steps and minutes.
 
-    python -m benchmarks.smollm2 --gpus 0 1 1 0 --job-s 1200 --json FILE.json --png FILE.png --out OUT
+    python -m benchmarks.smollm2 --gpus 0 1 1 0 --job-s 1200 --json FILE.json --out OUT
 
 One job for each mode and seed, on the first of `--gpus` that is free; a GPU named twice has two jobs side by side. A
 job that does not end within `--job-s` counts as far as it came. All have the same data, learning rate, correction and
@@ -109,33 +109,6 @@ def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
     return {"common_steps": common, "summary": rows}
 
 
-def draw(jobs: Sequence[Job], png: Path) -> None:
-    """The reward against minutes, large, and below it everything against steps."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(PANELS)
-    rows: Any = [["minutes"] * 5] * 2 + [names[:5], names[5:]]
-    figure, panels = plt.subplot_mosaic(rows, figsize=(16, 13), layout="constrained")
-    for job in jobs:
-        minutes = [seconds(job, number) / 60 for number in range(1, len(job["steps"]) + 1)]
-        means, raw = rewards(job), rewards(job, 1)
-        spread = [statistics.pstdev(raw[max(0, end - WINDOW) : end]) for end in range(1, len(raw) + 1)]
-        [line] = panels["minutes"].plot(minutes, means, label=f"{job['mode']}, seed {job['seed']}: {len(raw)} steps")
-        edges = ([mean + sign * each for mean, each in zip(means, spread, strict=True)] for sign in (-1, 1))
-        panels["minutes"].fill_between(minutes, *edges, alpha=0.1, color=line.get_color())
-        for title, name in PANELS.items():
-            points = [(number, step[name]) for number, step in enumerate(job["steps"], 1) if name in step]
-            panels[title].plot(*zip(*points, strict=True), color=line.get_color(), linewidth=1) if points else None
-            panels[title].set(title=title, xlabel="training step")
-    panels["minutes"].set(xlabel="minutes of training, validation left out")
-    panels["minutes"].set_ylabel(f"reward, mean of {WINDOW} steps (band: their standard deviation)")
-    panels["minutes"].legend(loc="lower right")
-    figure.savefig(png, dpi=80)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,13 +122,12 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="the recipe's variables for all jobs")
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides for all jobs")
     line.add_argument("--json", type=Path, help="file for the result")
-    line.add_argument("--png", type=Path, help="file for the picture")
     line.add_argument("--dry-run", action="store_true", help="print the jobs' commands, and run nothing")
     return line
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the jobs; what has ended is stored and drawn."""
+    """Run the jobs; what has ended is stored. `scripts.draw_results` draws it."""
     options = parser().parse_args(words)
     runs = [(mode, seed) for seed in options.seeds for mode in options.modes]
     if options.dry_run:
@@ -163,7 +135,6 @@ def main(words: list[str] | None = None) -> None:
         return
     heed_termination()
     about = about_run(options)
-    del about["options"]["png"]  # a path
     manifest = options.out / "smollm2_task" / MANIFEST
     about["starting_model"] = json.loads(manifest.read_text()) if manifest.exists() else None
     jobs: list[Job] = []
@@ -174,7 +145,6 @@ def main(words: list[str] | None = None) -> None:
         if job["steps"]:
             jobs.append({"mode": mode, "seed": seed, "gpus": lane.gpus} | job)
             store({**about, **summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
-            draw(jobs, options.png) if options.png else None
 
     run_all([partial(run, *each) for each in runs], [Lane(gpus=(gpu,)) for gpu in options.gpus])
 
