@@ -17,7 +17,7 @@ import contextlib
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -204,7 +204,8 @@ class EngineRequest:
         """
         merged: RequestOutput | None = None
         while merged is None or not merged.finished:
-            output = self.queue.get_nowait() or await self.queue.get()
+            # The queue's type allows the output of a pooling model, which no request of ours asks for.
+            output = cast("RequestOutput", self.queue.get_nowait() or await self.queue.get())
             for completion in output.outputs:
                 drop_repeated_logprobs(completion)
                 self.has_tokens = self.has_tokens or len(completion.token_ids) > 0
@@ -220,7 +221,7 @@ class EngineRequest:
 
         A request that has ended by itself stays as it is.
         """
-        waiting = self.queue.output
+        waiting = cast("RequestOutput | Exception | None", self.queue.output)
         if isinstance(waiting, Exception) or (waiting is not None and waiting.finished):
             return True
         has_tokens = self.has_tokens or (waiting is not None and any(c.token_ids for c in waiting.outputs))

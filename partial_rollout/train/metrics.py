@@ -66,9 +66,9 @@ def queue_metrics(queue: QueueStatistics) -> dict[str, float]:
     }
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Those of a step's metrics that are numbers, as Python's own; verl's are of NumPy or torch in part."""
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for name, value in metrics.items():
         if hasattr(value, "item"):
             try:
