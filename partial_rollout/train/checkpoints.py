@@ -126,7 +126,7 @@ def mark_whole(folder: Path) -> None:
     for part in PARTS_WITH_QUEUE:
         _require_content(folder / part)
     sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
-    _write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}))
+    write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}).encode())
 
 
 def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
@@ -202,7 +202,7 @@ def require_whole(folder: Path) -> None:
 
 def write_tracker(root: Path, step: int) -> None:
     """Name the checkpoint that the next run goes on from; the tracker always holds a number, whatever happens."""
-    _write_durably(root / TRACKER, str(step))
+    write_durably(root / TRACKER, str(step).encode())
 
 
 def prune(root: Path, keep: int | None, *, among: Collection[int]) -> list[Path]:
@@ -268,11 +268,12 @@ def _require_content(part: Path) -> None:
         )
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all, and on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -7,7 +7,6 @@ unfinished prompts.
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ import transfer_queue as tq
 from partial_rollout.core.resume import GenerationState
 from partial_rollout.errors import ConfigError, DataError
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.train.checkpoints import write_durably
 from partial_rollout.types import PromptMeta, QueueSnapshot
 
 if TYPE_CHECKING:
@@ -144,11 +144,7 @@ def _plain(value: Any) -> int | float:
 
 
 def _write(content: bytes, config: DictConfig, step: int, name: str) -> None:
-    path = Path(config.trainer.default_local_dir) / f"global_step_{step}" / "partial_rollout" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    write_durably(Path(config.trainer.default_local_dir) / f"global_step_{step}" / "partial_rollout" / name, content)
 
 
 def _adopt_prompts(group_size: int) -> QueueSnapshot | None:
