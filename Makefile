@@ -65,7 +65,7 @@ bench: setup-omni ## the benchmarks on a CPU, about an hour; results in outputs/
 
 docs: setup ## the documents as a site in build/site; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with the search: $(VENV_PYTHON) -m http.server -d build/site"
 
 config: setup ## the composed configuration: verl's defaults plus ours
 	$(VENV_PYTHON) -m partial_rollout.main_ppo --cfg job

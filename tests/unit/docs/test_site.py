@@ -35,6 +35,13 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert {path.relative_to(ROOT / "docs") for path in PAGES} <= built
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_fences(page: Path) -> None:
+    """Behind a list an indented block would be text of the list's last point."""
+    outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"\n\n {4}.*", outside)
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
