@@ -38,6 +38,15 @@ class Claim:
     """1 at first; one more after each failure, loss of its worker, or loss of its tokens to the staleness bound."""
     goes_on: bool = False
     """Whether the trajectories may go on from the tokens of a checkpoint: of the first claim after it was loaded."""
+    source_index: str = ""
+    """As in `PromptMeta`."""
+
+    @property
+    def prompt_name(self) -> str:
+        """The prompt for people: its uid, and which row of the data set it is."""
+        return (
+            f"prompt {self.uid} (extra_info.index={self.source_index})" if self.source_index else f"prompt {self.uid}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

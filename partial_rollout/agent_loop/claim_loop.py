@@ -245,8 +245,8 @@ class ClaimLoop:
     async def _expire(self, claim: Claim) -> None:
         restarted = await self._manager.expire(claim)
         logger.info(
-            "tokens of prompt %s are past the staleness bound: the prompt is %s",
-            claim.uid,
+            "tokens of %s are past the staleness bound: the prompt is %s",
+            claim.prompt_name,
             "restarted" if restarted else "dropped",
         )
         if not restarted:
@@ -258,11 +258,11 @@ class ClaimLoop:
             await self._drop(claim, unusable)
             return
         error = errors[0]
-        logger.error("attempt %d of prompt %s failed", claim.attempt, claim.uid, exc_info=error)
+        logger.error("attempt %d of %s failed", claim.attempt, claim.prompt_name, exc_info=error)
         if not await self._manager.fail(claim, f"{type(error).__name__}: {error}"):
             await self._store.clear([claim.uid])
 
     async def _drop(self, claim: Claim, error: DataError) -> None:
-        logger.warning("prompt %s is dropped: %s", claim.uid, error)
+        logger.warning("%s is dropped: %s", claim.prompt_name, error)
         await self._manager.drop(claim, error.reason)
         await self._store.clear([claim.uid])

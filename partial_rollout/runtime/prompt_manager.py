@@ -223,8 +223,8 @@ class RolloutPromptManager:
         """
         async with self._changing():
             given_back = self._queue.fail(claim)
-            self._last_failure = f"{claim.uid}: {reason}"
-            logger.warning("attempt %d of prompt %s failed (%s)", claim.attempt, claim.uid, reason)
+            self._last_failure = f"{claim.prompt_name}: {reason}"
+            logger.warning("attempt %d of %s failed (%s)", claim.attempt, claim.prompt_name, reason)
             return given_back
 
     async def expire(self, claim: Claim) -> bool:

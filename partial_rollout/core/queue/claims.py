@@ -52,7 +52,16 @@ class ClaimBook:
         if entry.begun is None:
             entry.begun = self.ages.begin(None)
         meta, attempt = entry.meta, 1 + entry.failures + entry.restarts + entry.losses
-        claim = Claim(meta.uid, self.next_id, worker_id, meta.num_trajectories, meta.global_step, attempt, goes_on)
+        claim = Claim(
+            meta.uid,
+            self.next_id,
+            worker_id,
+            num_trajectories=meta.num_trajectories,
+            global_step=meta.global_step,
+            attempt=attempt,
+            goes_on=goes_on,
+            source_index=meta.source_index,
+        )
         self.next_id += 1
         entry.claim = claim
         self.ongoing[claim.claim_id] = entry

@@ -106,10 +106,12 @@ async def test_a_group_is_not_reported_before_its_last_trajectory_has_ended():
         assert worker.calls == ["clear a_1_0", "fail a: ValueError: bad tool"]
 
 
-async def test_an_unusable_prompt_is_dropped_with_its_reason_and_frees_all_slots():
+async def test_an_unusable_prompt_is_dropped_with_its_reason_and_frees_all_slots(caplog):
     worker = FakeWorker()
     worker.on_prepare = raising(DataError("700 tokens", reason="prompt_too_long"))
-    async with running(worker, make_claim()):
+    caplog.set_level("WARNING", logger="partial_rollout")
+    async with running(worker, dataclasses.replace(make_claim(), source_index="41")):
+        assert "prompt a (extra_info.index=41) is dropped: 700 tokens" in caplog.text
         assert worker.calls == ["drop a: prompt_too_long", "clear a"]
         assert (worker.loop.slots.in_use, worker.running) == (0, 0)
 

@@ -337,7 +337,8 @@ def test_restore_into_a_used_manager_is_refused() -> None:
 
 def test_status_shows_workers_step_and_last_failure() -> None:
     async def main() -> None:
-        manager = await make_manager("a")
+        manager = await make_manager()
+        await manager.admit([PromptMeta("a", GROUP, global_step=1, source_index="41")])
         await manager.report_worker("w0", WorkerStatus(inflight_trajectories=3, slot_budget=8, requests_in_flight=1))
         await manager.report_worker("w1", WorkerStatus(inflight_trajectories=2, slot_budget=8))
         await manager.report_step(4, 3, "closed")
@@ -345,7 +346,7 @@ def test_status_shows_workers_step_and_last_failure() -> None:
         status = await manager.status()
         assert (status.slots_in_use, status.slots_total, status.parked_requests) == (5, 16, 1)
         assert (status.step, status.weight_version, status.gate) == (4, 3, "closed")
-        assert status.last_failure == "a: ValueError: no"
+        assert status.last_failure == "prompt a (extra_info.index=41): ValueError: no"
         await manager.release_worker("w0")
         assert (await manager.status()).slots_total == 8
 
