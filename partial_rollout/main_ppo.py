@@ -5,28 +5,37 @@ The same command line without the flag runs verl's own trainer.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
+import psutil
 import ray
 from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.integrations.verl_compat import check_versions
+from partial_rollout.observability import stages
+from partial_rollout.observability.events import CommandEnded, EventWriter
+from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.termination import INTERRUPTED_CODE, heed_termination
 from partial_rollout.settings.command_line import check_overrides
 from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.flag import apply_mode, is_enabled, provide_attention
+from partial_rollout.settings.flag import apply_mode, is_enabled, place_events, provide_attention
 from partial_rollout.settings.refused import check_config, check_inputs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "configs")
+
+
+logger = logging.getLogger("partial_rollout.main_ppo")
+"""By name, since this module is `__main__` as a command."""
 
 
 def run(config: DictConfig) -> None:
@@ -39,6 +48,8 @@ def run(config: DictConfig) -> None:
     check_inputs(config)
     provide_attention(config)
     settings = read_settings(config)
+    report_to(EventWriter(driver_folder(config), "driver", keep_all=True))
+    stages.begin(stages.CONFIGURATION, psutil.Process().create_time())
     if is_enabled(config):
         check_config(config, settings)
         apply_mode(config, settings)
@@ -53,6 +64,7 @@ def run(config: DictConfig) -> None:
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
     _require_estimator(str(config.algorithm.adv_estimator))
+    stages.begin(stages.RAY)
     try:
         actor_class = ray.remote(num_cpus=0)(TaskRunner)
         run_ppo(config, task_runner_class=StartedRunner(actor_class, settings.block.timeouts.start_s))
@@ -101,6 +113,12 @@ class StartedRunner:
         return runner
 
 
+def driver_folder(config: DictConfig) -> Path | None:
+    """The folder of the event stream, also without the flag."""
+    folder = place_events(config)
+    return None if folder is None else Path(folder)
+
+
 def root_cause(error: BaseException) -> BaseException:
     """What was raised first, below Ray's wrappers of every actor it passed through."""
     while isinstance(error, RayTaskError):
@@ -108,20 +126,31 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def note_end(code: int, text: str = "") -> None:
+    """Write into the event stream how the command ended."""
+    logger.info("the command ends with code %d", code, extra={"event": CommandEnded(code=code, text=text)})
+
+
+def end(text: str, code: int) -> NoReturn:
+    """End the process with an error."""
+    note_end(code, text)
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
 @hydra.main(config_path=CONFIG_DIR, config_name="partial_rollout", version_base=None)
 def main(config: DictConfig) -> None:
     """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 130 for Ctrl-C, 1 for any other failure."""
     try:
         run(config)
+        note_end(0)
     except (PartialRolloutError, OmegaConfBaseException, RayError) as error:
         cause = root_cause(error)
         mistake = isinstance(cause, UserError | OmegaConfBaseException)
         text = str(cause) if mistake else f"training failed: {type(cause).__name__}: {cause}"
-        print(f"error: {text}", file=sys.stderr)
-        sys.exit(2 if mistake else 1)
+        end(text, 2 if mistake else 1)
     except KeyboardInterrupt:
-        print("error: interrupted; the run goes on from its last checkpoint when it is started again", file=sys.stderr)
-        sys.exit(INTERRUPTED_CODE)
+        end("interrupted; the run goes on from its last checkpoint when it is started again", INTERRUPTED_CODE)
     finally:
         ray.shutdown()
 

@@ -112,6 +112,10 @@ class Holds:
             if claim_id in self._running or claim_id > self._newest_claim:
                 self._holds.setdefault(claim_id, _Hold())
 
+    def holds_back(self, claim_id: int) -> bool:
+        """Whether a trajectory of the claim would wait in `pass_by`."""
+        return claim_id in self._holds
+
     async def pass_by(self, claim_id: int) -> None:
         """Called by a trajectory: wait while its claim is held back."""
         while (hold := self._holds.get(claim_id)) is not None:

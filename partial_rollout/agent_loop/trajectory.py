@@ -8,7 +8,7 @@ From the first call on that asks something else (after a tool that answers diffe
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,24 @@ class Trajectory:
         self.claim = claim
         self.session = session
         self.key = f"{claim.uid}_{session}"
+        self.row = ""
+        """Row of the data set, where it says one."""
         self.engine_s = 0.0
         """Seconds inside requests to an engine, waiting at a closed gate included."""
         self.generations: list[ResumableGeneration] = []
         """The generate calls made."""
+        self.phase_s: Counter[str] = Counter()
+        """Seconds by what the trajectory waited for, without the phase that lasts."""
+        self._phase, self._since_s = "", 0.0
         self._saved = deque(saved)
+
+    def enter(self, phase: str, now_s: float) -> bool:
+        """From now on the trajectory waits for something else; returns whether it is something else."""
+        if phase == self._phase:
+            return False
+        self.phase_s[self._phase] += now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
+        return True
 
     @property
     def finished(self) -> list[ResumableGeneration]:

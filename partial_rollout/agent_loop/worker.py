@@ -17,13 +17,20 @@ from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
 from partial_rollout.errors import DataError
 from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
-from partial_rollout.observability.events import EventWriter, SegmentEnded, TrajectoryEnded, events_folder
+from partial_rollout.observability.events import (
+    EventWriter,
+    PhaseBegan,
+    SegmentEnded,
+    TrajectoryEnded,
+    events_folder,
+)
+from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import RemoteActor
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tensordict import TensorDict
 
@@ -53,10 +60,11 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         self._trajectories = Trajectories()
         self._events = EventWriter(events_folder(settings), worker_id)
+        report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
         client.before_segment, client.on_generation = self._before_segment, self._on_generation
         client.on_segment = self._on_segment
-        self.llm_client = CountingClient(client)
+        self.llm_client = CountingClient(client, self._enter)
 
     async def ping(self) -> str:
         """Answer once the constructor has succeeded."""
@@ -83,7 +91,11 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
         trajectory = CURRENT.get()
         if trajectory is not None:
-            await self._claim_loop.holds.pass_by(trajectory.claim.claim_id)
+            holds, claim_id = self._claim_loop.holds, trajectory.claim.claim_id
+            if holds.holds_back(claim_id):
+                self._enter("held")
+                await holds.pass_by(claim_id)
+                self._enter("engine", again=True)
             self._trajectories.require_fresh(trajectory)
 
     def _on_generation(self, generation: ResumableGeneration) -> None:
@@ -110,6 +122,22 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             reason=segment.stop_reason or "",
         )
         self._events.write(ended)
+
+    def _enter(self, phase: str, *, again: bool = False) -> None:
+        """The trajectory of the running task waits for something else than before; `again`: for the same response."""
+        trajectory = CURRENT.get()
+        if trajectory is None or not trajectory.enter(phase, time.monotonic()):
+            return
+        claim = trajectory.claim
+        began = PhaseBegan(
+            uid=claim.uid,
+            session=trajectory.session,
+            phase=phase,
+            response=len(trajectory.generations) + (phase == "engine" and not again),
+            row=trajectory.row,
+            attempt=claim.attempt,
+        )
+        self._events.write(began)
 
     async def unclaimed(self) -> frozenset[str]:
         """Restored trajectories that have not started here."""
@@ -176,8 +204,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
         """One trajectory by verl's agent loop, scored and stored."""
         trajectory = self._trajectories.start(claim, session)
+        trajectory.row = str(row["index"])
         CURRENT.set(trajectory)
         started_s = time.monotonic()
+        self._enter("agent")
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -188,13 +218,19 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if not outputs:
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
         found = summaries(trajectory, outputs)
+        now_s = time.monotonic()
+        trajectory.enter("", now_s)
         ended = TrajectoryEnded(
             uid=claim.uid,
             session=session,
-            seconds=time.monotonic() - started_s,
+            seconds=now_s - started_s,
             engine_seconds=trajectory.engine_s,
             tokens=sum(each.response_len for each in found),
             interruptions=trajectory.num_interruptions,
+            tool_seconds=trajectory.phase_s["tool"] + trajectory.phase_s["agent"],
+            reward_seconds=trajectory.phase_s["reward"],
+            held_seconds=trajectory.phase_s["held"],
+            responses=len(trajectory.generations),
         )
         self._events.write(ended)
         return found
@@ -205,6 +241,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""
+        self._enter("reward")
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         return output if isinstance(output, list) else [output]
 
@@ -212,8 +249,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 class CountingClient:
     """An LLM client that counts its generate calls; everything else is the wrapped client's."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, enter: Callable[[str], None] = lambda phase: None) -> None:
+        """`enter` is told when the running task begins to wait for an engine, and when it goes on without one."""
+        self._client, self._enter = client, enter
         self.num_in_flight = 0
         """Generate calls that have not returned; while the gate is closed, the parked ones."""
 
@@ -224,10 +262,12 @@ class CountingClient:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Same contract as the wrapped client's `generate`."""
         self.num_in_flight += 1
+        self._enter("engine")
         try:
             return await self._client.generate(*args, **kwargs)
         finally:
             self.num_in_flight -= 1
+            self._enter("tool")
 
 
 def rollout_sampling_params(rollout: Any) -> dict[str, Any]:

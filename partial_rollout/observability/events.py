@@ -23,6 +23,7 @@ import contextlib
 import logging
 import os
 import platform
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,28 @@ class TrajectoryEnded(Event, frozen=True, tag="trajectory"):
     """Of these, inside calls to the engine."""
     tokens: int
     interruptions: int
+    tool_seconds: float = 0.0
+    """Outside of calls to the engine and before the reward: tools, and the agent loop itself."""
+    reward_seconds: float = 0.0
+    """From the agent loop's end until the trajectory was scored and stored."""
+    held_seconds: float = 0.0
+    """Held back with its tokens until a later round."""
+    responses: int = 1
+    """Responses that its agent loop asked for."""
+
+
+class PhaseBegan(Event, frozen=True, tag="phase"):
+    """A trajectory waits for something else than before; the end of the trajectory ends its last phase."""
+
+    uid: str
+    session: int
+    phase: str
+    """`agent` (its agent loop, before the first request), `engine` (the gate included), `held`, `tool`, `reward`."""
+    response: int = 0
+    """Number of the response that it is at, from 1; 0 before the first."""
+    row: str = ""
+    """Row of the data set, where it says one."""
+    attempt: int = 1
 
 
 class Choice(Event, frozen=True, tag="choice"):
@@ -148,20 +171,49 @@ class Choice(Event, frozen=True, tag="choice"):
 
 
 class Warned(Event, frozen=True, tag="warning"):
-    """Something that a user should know and that the run goes on with."""
+    """A warning or an error that this package logged in a process whose messages are copied (log.py)."""
 
     text: str
     step: int | None = None
+    level: str = "warning"
+    """`warning` or `error`."""
+    source: str = ""
+    """The name of the logger, which is that of the module."""
 
 
 class Fault(Event, frozen=True, tag="fault"):
-    """A process died or was given up."""
+    """A process died, went silent or was given up."""
 
     role: str
+    """What the process is for: `agent-loop worker`, `engine core`, `training rank`, ..."""
     text: str
+    """What was seen, in whole sentences."""
     node: str = ""
     pid: int = 0
     step: int | None = None
+    name: str = ""
+    """Which process of its role: `agent_loop_worker_3`, `replica 1`, ..."""
+    noticed_after_s: float | None = None
+    """From the fault, or from the process' last sign of life, until it was noticed; None: not known."""
+    action: str = ""
+    """What was done: `started again`, `its prompts went back to the queue`, `the run ends`, ..."""
+
+
+class StageBegan(Event, frozen=True, tag="stage"):
+    """A part of the start began; the part before it has ended. The first step ends the last one."""
+
+    number: int
+    total: int
+    name: str
+
+
+class CommandEnded(Event, frozen=True, tag="ended"):
+    """The command ended; without this event it was killed."""
+
+    code: int
+    """Exit code: 0 after a whole run."""
+    text: str = ""
+    """The error's message."""
 
 
 def events_folder(settings: PartialRolloutConfig) -> Path | None:
@@ -180,6 +232,9 @@ AnyEvent = (
     | Choice
     | Warned
     | Fault
+    | StageBegan
+    | CommandEnded
+    | PhaseBegan
 )
 KINDS: frozenset[str] = frozenset(str(kind.__struct_config__.tag) for kind in AnyEvent.__args__)
 
@@ -208,6 +263,7 @@ class EventWriter:
     ) -> None:
         """`folder` is the run's `events` folder, made if it is missing; None: nothing is written."""
         self._clock, self._max_bytes, self._keep_all = clock, max_file_bytes, keep_all
+        self._lock = threading.RLock()  # a failed write logs a warning, which is an event too
         self._encoder = msgspec.json.Encoder()
         self._role, self._num_bytes, self._file = role, 0, -1
         if folder is None:
@@ -221,17 +277,18 @@ class EventWriter:
             self._give_up(error)
 
     def write(self, event: AnyEvent) -> None:
-        """Append one event; it is in the file when this returns, or never."""
-        if self._file < 0:
-            return
-        try:
-            if self._num_bytes > self._max_bytes and not self._keep_all:
-                self._turn_over()
-            self._append(event)
-        except OSError as error:
-            self._give_up(error)
-        except (TypeError, ValueError, OverflowError) as error:  # a value that JSON cannot hold
-            logger.warning("an event %s of %s is left out: %s", type(event).__name__, self._role, error)
+        """Append one event; it is in the file when this returns, or never. Any thread may call it."""
+        with self._lock:
+            if self._file < 0:
+                return
+            try:
+                if self._num_bytes > self._max_bytes and not self._keep_all:
+                    self._turn_over()
+                self._append(event)
+            except OSError as error:
+                self._give_up(error)
+            except (TypeError, ValueError, OverflowError) as error:  # a value that JSON cannot hold
+                logger.warning("an event %s of %s is left out: %s", type(event).__name__, self._role, error)
 
     def close(self) -> None:
         """Later events are dropped."""

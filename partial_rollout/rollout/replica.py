@@ -11,6 +11,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
+from partial_rollout.observability import stages
 from partial_rollout.rollout.control import CONTROL_GROUP
 from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig
@@ -132,8 +133,11 @@ def register_replicas(partial_rollout: bool) -> None:
 
     With partial rollout it is ours; without it verl's own, except on a CPU, where verl's cannot update weights.
     """
-    if partial_rollout:
-        RolloutReplicaRegistry.register(NAME, lambda: PartialRolloutReplica)
-    else:
-        plain = CpuReplica if get_device_name() == "cpu" else vLLMReplica
-        RolloutReplicaRegistry.register(NAME, lambda: plain)
+    plain = CpuReplica if get_device_name() == "cpu" else vLLMReplica
+    chosen = PartialRolloutReplica if partial_rollout else plain
+
+    def load() -> type[vLLMReplica]:
+        stages.begin(stages.ENGINES)  # verl asks for the class when it is about to start the engines
+        return chosen
+
+    RolloutReplicaRegistry.register(NAME, load)

@@ -30,11 +30,14 @@ from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
+from partial_rollout.observability.events import EventWriter, events_folder
+from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.types import ManagerStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from ray.actor import ActorHandle
 
@@ -86,11 +89,15 @@ class RolloutPromptManager:
         bound: StalenessBound = UNBOUNDED,
         *,
         batch_s: float = math.inf,
+        events: Path | None = None,
     ) -> None:
         """`metrics` is called here, in the manager's own process, to make what shows the manager's status.
 
         When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
+        Warnings go into the run's event stream, whose folder is `events`.
         """
+        if events is not None:
+            report_to(EventWriter(events, "prompt_manager"))
         self._clock = clock
         self._batch_s = batch_s
         self._max_attempts = max_attempts
@@ -342,9 +349,9 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))
-    batch_s = config.timeouts.batch_s
+    more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "events": events_folder(config)}
     try:
-        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, batch_s=batch_s)
+        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, **more)
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, or start "

@@ -63,6 +63,19 @@ def attention_of(model: DictConfig) -> str | None:
     return OmegaConf.select(model, "override_config.attn_implementation")
 
 
+def place_events(config: DictConfig) -> str | None:
+    """Put the folder of the run's event stream into the block, in place, and return it; None: no stream.
+
+    It is an absolute path, because the processes of a run have different working folders.
+    """
+    given = config[BLOCK].events
+    if given is None:
+        return None
+    folder = f"{config.trainer.default_local_dir}/events" if given == "auto" else given
+    config[BLOCK].events = os.path.abspath(folder)
+    return config[BLOCK].events
+
+
 def apply_mode(config: DictConfig, settings: Settings) -> None:
     """Point verl's public hooks at this package, in place. Only called when the flag is set."""
     rollout = config.actor_rollout_ref.rollout
@@ -76,8 +89,5 @@ def apply_mode(config: DictConfig, settings: Settings) -> None:
         # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
         block = settings.block.to_mapping()
         block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"
-        if settings.block.events is not None:  # an absolute path, because other processes have other working folders
-            given = settings.block.events
-            folder = f"{config.trainer.default_local_dir}/events" if given == "auto" else given
-            block["events"] = config[BLOCK].events = os.path.abspath(folder)
+        block["events"] = place_events(config)
         rollout.custom = {**(rollout.get("custom") or {}), BLOCK: block}

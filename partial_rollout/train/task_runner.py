@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
-from partial_rollout.observability.log import configure_logging
+from partial_rollout.observability import stages
+from partial_rollout.observability.events import EventWriter, events_folder
+from partial_rollout.observability.log import configure_logging, report_to
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
@@ -24,9 +26,12 @@ class TaskRunner(TaskRunnerBase):
         Raises:
             ResourcesUnavailable: the cluster cannot give what the run needs, or carries another run.
         """
+        block = read_block(config)
         configure_logging()
+        report_to(EventWriter(events_folder(block), "task_runner", keep_all=True))
+        stages.begin(stages.TRAINING)
         enabled = is_enabled(config)
-        timeout_s = read_block(config).timeouts.resources_s
+        timeout_s = block.timeouts.resources_s
         require_own_transfer_queue(timeout_s)
         require_resources(config, timeout_s)
         require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources

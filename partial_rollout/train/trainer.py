@@ -62,6 +62,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     Choice,
     EventWriter,
@@ -162,6 +163,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_train_begin(self) -> None:
         """Start the workers' claim loops; the prompts of a restored queue are admitted by now."""
+        stages.begin(stages.FIRST_STEP)
         self.agent_loop_manager.start()
 
     def prepare_step(self) -> dict[str, float]:

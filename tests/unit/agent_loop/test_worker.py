@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgen
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import ClusterError, DataError, TooStale
-from partial_rollout.observability.events import EventReader, SegmentEnded, TrajectoryEnded
+from partial_rollout.observability.events import EventReader, PhaseBegan, SegmentEnded, TrajectoryEnded
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
@@ -234,6 +235,44 @@ async def test_segments_of_trajectories_are_events_and_those_of_validation_are_n
     assert (second.prompt_tokens, second.tokens, second.reused_tokens, second.version) == (3, 2, 2, 4)
     (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
     assert (ended.uid, ended.session, ended.engine_seconds, ended.tokens) == ("a", 1, 5.0, 3)
+
+
+async def test_what_a_trajectory_waits_for_is_an_event_and_its_seconds_are_summed(connected, tmp_path, monkeypatch):
+    worker, client = connected
+    now = itertools.count()
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    claim = make_claim("a")
+    worker._claim_loop.holds.begin(claim.claim_id)
+    worker._claim_loop.slots.reserve(1)
+
+    async def generate(request_id):
+        call = ResumableGeneration([1], 8)
+        client.on_generation(call)
+        await client.before_segment()
+
+    async def scored(self, output, validate, **kwargs):
+        return None
+
+    async def agent_loop(*args, **kwargs):
+        await worker.llm_client.generate("r")
+        await worker.hold([claim], None)
+        await worker.llm_client.generate("r")
+        return await worker._agent_loop_postprocess([output(3, min_global_steps=0, max_global_steps=0)], False)
+
+    client.generate = generate
+    monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "_agent_loop_postprocess", scored, raising=False)
+    worker._run_agent_loop, worker.rollout_config = agent_loop, SAMPLING
+    task = asyncio.create_task(worker.generate(claim, {"index": 17}, 1))
+    await asyncio.wait_for(worker._claim_loop.slots.wait_free(4), 60)  # held back
+    worker._claim_loop.holds.begin(claim.claim_id)
+    await task
+
+    events = EventReader(tmp_path).read()
+    phases = [(each.phase, each.response, each.row) for each in events if isinstance(each, PhaseBegan)]
+    expected = [("agent", 0), ("engine", 1), ("tool", 1), ("engine", 2), ("held", 2), ("engine", 2), ("tool", 2)]
+    assert phases == [(phase, number, "17") for phase, number in [*expected, ("reward", 2)]]
+    (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
+    assert (ended.tool_seconds, ended.reward_seconds, ended.held_seconds, ended.responses) == (3.0, 1.0, 1.0, 2)
 
 
 class ReplayBuffer(PartialRolloutReplayBuffer):

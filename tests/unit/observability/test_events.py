@@ -19,12 +19,15 @@ from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
     Choice,
+    CommandEnded,
     EventReader,
     EventWriter,
     Fault,
     GateMoved,
     Opened,
+    PhaseBegan,
     SegmentEnded,
+    StageBegan,
     StepEnded,
     TrajectoryEnded,
     Warned,
@@ -44,7 +47,10 @@ ONE_OF_EACH: list[AnyEvent] = [
     TrajectoryEnded(t=6.0, uid="a", session=1, seconds=2.0, engine_seconds=1.5, tokens=3, interruptions=1),
     Choice(t=7.0, step=1, key="slots", before=8, after=16, reason="all are in use"),
     Warned(t=8.0, text="slow"),
-    Fault(t=9.0, role="engine core", text="killed", node="n", pid=3),
+    Fault(t=9.0, role="engine core", text="killed", node="n", pid=3, name="replica 1", noticed_after_s=2.5, action="-"),
+    StageBegan(t=10.0, number=1, total=5, name="engine"),
+    CommandEnded(t=11.0, code=1, text="no room"),
+    PhaseBegan(t=12.0, uid="a", session=1, phase="tool", response=2, row="17", attempt=2),
 ]
 
 
