@@ -1,12 +1,15 @@
 """How many transitions a second the prompt manager carries, with 10,000 prompts in flight.
 
     python -m benchmarks.bench_queue --json benchmarks/results/bench_queue.json
+    python -m benchmarks.bench_queue --rows events --json benchmarks/results/bench_events.json
 
-A transition is one prompt admitted, claimed, finished or taken. Three rows:
+A transition is one prompt admitted, claimed, finished or taken. The rows:
 
 - `pure`: the queue alone in this process;
 - `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
-- `batched`: the same, with `finish_many` of `--batch` groups.
+- `batched`: the same, with `finish_many` of `--batch` groups;
+- `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One worker writes all
+  events of a step of 256 trajectories, each interrupted once. The step is the shortest stored one of a real model.
 
 The driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every client always
 has a call under way), so latencies are those of a saturated actor. On a machine whose cores are shared with the clients
@@ -18,21 +21,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 
-from partial_rollout.advise.result import circumstances, store
+from partial_rollout.advise.result import circumstances, read_result, store
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
+from partial_rollout.observability.events import (
+    AnyEvent,
+    EventWriter,
+    PhaseBegan,
+    SegmentEnded,
+    TrajectoryEnded,
+)
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
 from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS = ("pure", "single", "batched", "events")
+SHORT_STEPS = Path(__file__).parent / "results/gpu/smollm2_h200.json"
+STEP_TRAJECTORIES = 256
+"""Of a step of that job."""
 CALL_TIMEOUT_S = 120.0
 MEBIBYTE = 2**20
 PERCENTILES = (50, 95, 99)
@@ -187,6 +205,44 @@ def measure_pure(options: argparse.Namespace) -> dict[str, Any]:
     return {"transitions_per_s": round((num_transitions(queue.statistics()) - before) / busy_s)}
 
 
+def trajectory_events(index: int) -> list[AnyEvent]:
+    """What a worker writes for a trajectory of one response that was interrupted once."""
+    uid, session = f"{index:036d}", index % 8
+    phases = [
+        PhaseBegan(uid=uid, session=session, phase=phase, response=1, row=str(index))
+        for phase in ("agent", "engine", "tool", "reward")
+    ]
+    segment = SegmentEnded(
+        uid=uid, session=session, server=uid, version=3, seconds=1.25, prompt_tokens=500, tokens=200, reason="aborted"
+    )
+    ended = TrajectoryEnded(uid=uid, session=session, seconds=9.5, engine_seconds=9.25, tokens=400, interruptions=1)
+    return [*phases, segment, segment, ended]
+
+
+def measure_events(options: argparse.Namespace) -> dict[str, float]:
+    """Write the events of whole steps, and compare their time with that of a stored job's step."""
+    job = read_result(SHORT_STEPS)
+    step_s = min(row["step, s"] for row in job["summary"])
+    events = [event for index in range(STEP_TRAJECTORIES) for event in trajectory_events(index)]
+    num_steps, started, cpu = 0, time.perf_counter(), time.thread_time()
+    with tempfile.TemporaryDirectory() as folder:
+        writer = EventWriter(Path(folder), "worker")
+        while num_steps == 0 or time.perf_counter() - started < options.seconds / 2:
+            for event in events:
+                writer.write(event)
+            num_steps += 1
+        elapsed_s, cpu_s = time.perf_counter() - started, time.thread_time() - cpu
+        writer.close()
+    count = num_steps * len(events)
+    return {
+        "us_per_event": round(elapsed_s / count * 1e6, 1),
+        "cpu_us_per_event": round(cpu_s / count * 1e6, 1),
+        "events_per_step": len(events),
+        "step_s": step_s,
+        "cpu_percent_of_step": round(100 * cpu_s / num_steps / step_s, 3),
+    }
+
+
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,6 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="prompts per claim or finish_many (default: %(default)s)")
     parser.add_argument("--take", type=int, default=256, help="groups per training batch (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each row (default: %(default)s)")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, help="what is measured (all)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
     return parser.parse_args()
 
@@ -203,13 +260,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run all rows and print them."""
     options = parse()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    result = {
-        **circumstances(options),
-        "pure": measure_pure(options),
-        "single": asyncio.run(measure(options, batched=False)),
-        "batched": asyncio.run(measure(options, batched=True)),
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        "pure": lambda: measure_pure(options),
+        "single": lambda: asyncio.run(measure(options, batched=False)),
+        "batched": lambda: asyncio.run(measure(options, batched=True)),
+        "events": lambda: measure_events(options),
     }
+    if {"single", "batched"} & set(options.rows):
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    result = {**circumstances(options), **{name: rows[name]() for name in options.rows}}
     ray.shutdown()
     print(json.dumps(result, indent=2))
     store(result, options.json)

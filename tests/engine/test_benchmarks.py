@@ -72,6 +72,7 @@ def test_the_queue_is_measured_through_its_actor(repository, tmp_path):
     found = json.loads(path.read_text())
     assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
     assert all(found[name]["conserved"] for name in ("single", "batched"))
+    assert 0 < found["events"]["cpu_percent_of_step"] < 1
 
 
 def test_every_way_to_pack_is_measured(repository, tmp_path):
