@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUT = ROOT / "benchmarks/results", ROOT / "docs/img"
 COLOURS = ("#e45756", "#f58518", "#4c78a8", "#54a24b", "#b279a2")
 FULL_RATE = "uninterrupted"
+NUMBER_WIDTH = 0.025
+"""Of a picture's width: closer step numbers would be drawn over each other."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,25 @@ def draw_loads(loads: Sequence[Load], title: str) -> Figure:
     figure, panels = plt.subplots(
         len(loads), 1, figsize=(9, 1.75 * len(loads) + 0.7), sharex=True, sharey=True, layout="constrained"
     )
+    longest = max(load.points[-1][0] for load in loads)
     for load, panel, colour in zip(loads, panels, COLOURS, strict=False):
         panel.fill_between(*zip(*load.points, strict=True), color=colour, alpha=0.55, linewidth=0)
         panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
+        numbered_s = float("-inf")
         for number, end in enumerate(load.ends_s, start=2):
             panel.axvline(end, color="#bbbbbb", linewidth=0.8)
-            if len(load.ends_s) <= 20 or number % 5 == 0:
+            many = len(load.ends_s) > 20
+            if end - numbered_s > NUMBER_WIDTH * longest and (not many or number % 5 == 0):
+                numbered_s = end
                 panel.text(
                     end, 1.0, f"{number} ", ha="right", va="top", fontsize=7, transform=panel.get_xaxis_transform()
                 )
         panel.set_title(load.label, fontsize=9, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds (grey lines: a training step ends; its number stands left of its line)", fontsize=9)
-    figure.supylabel("requests that generate (1 = a batch's responses)", fontsize=9)
+    figure.supylabel("requests that generate\n(dashed, 1: as many as a batch has responses)", fontsize=8)
     panels[0].set_ylim(bottom=0)
-    panels[0].set_xlim(left=0, right=max(load.points[-1][0] for load in loads))
+    panels[0].set_xlim(left=0, right=longest)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -133,48 +139,63 @@ def draw_rates(name: str, labels: dict[str, str], title: str) -> Figure:
     axes.set_yticks(range(len(rates)), labels.values(), fontsize=9)
     axes.invert_yaxis()
     bound = rows[FULL_RATE]["generated_tokens_per_s"]
-    axes.axvline(bound, color="k", linestyle="--", label="slots that are always full")
-    axes.set_xlabel("useful tokens a second")
-    _finished(figure, title).axes[0].legend(fontsize=8, frameon=False, loc="upper center")
-    return figure
+    axes.axvline(bound, color="k", linestyle="--")
+    axes.text(bound, -0.6, "slots that are always full ", fontsize=8, ha="right", va="bottom")
+    axes.set_xlabel("tokens of complete responses a second")
+    return _finished(figure, title)
 
 
 def _trailing(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
 
 
-def _finished(figure: Figure, title: str) -> Figure:
+def _finished(figure: Figure, title: str, place: str = "best") -> Figure:
     [axes] = figure.axes
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False, loc=place)
     axes.set_title(title, fontsize=11, loc="left")
     return figure
 
 
 def draw_real_model(name: str, title: str) -> Figure:
-    """The reward against minutes, large, and below it everything against steps."""
-    jobs = read_result(RESULTS / "gpu" / name)["jobs"]
-    names = list(PANELS)
-    rows: Any = [["minutes"] * 5] * 2 + [names[:5], names[5:]]
-    figure, panels = plt.subplot_mosaic(rows, figsize=(16, 13), layout="constrained")
-    figure.suptitle(title, fontsize=15, x=0.01, ha="left")
-    for job in jobs:
+    """The reward of each job against its minutes of training."""
+    figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
+    for job, colour in zip(_real_jobs(name), COLOURS, strict=False):
         minutes = [seconds(job, number) / 60 for number in range(1, len(job["steps"]) + 1)]
         means, raw = rewards(job), rewards(job, 1)
         spread = [statistics.pstdev(raw[max(0, end - WINDOW) : end]) for end in range(1, len(raw) + 1)]
-        label = f"{MODE_NAMES[job['mode']]}, seed {job['seed']}: {len(raw)} steps"
-        [line] = panels["minutes"].plot(minutes, means, label=label)
+        axes.plot(minutes, means, color=colour, label=f"{MODE_NAMES[job['mode']]}: {len(raw)} steps")
         edges = ([mean + sign * each for mean, each in zip(means, spread, strict=True)] for sign in (-1, 1))
-        panels["minutes"].fill_between(minutes, *edges, alpha=0.08, color=line.get_color())
-        for panel, metric in PANELS.items():
-            points = [(number, step[metric]) for number, step in enumerate(job["steps"], 1) if metric in step]
-            if points:
-                panels[panel].plot(*zip(*points, strict=True), color=line.get_color(), linewidth=1)
-            panels[panel].set(title=panel, xlabel="training step")
-    panels["minutes"].set(xlabel="minutes of training, validation left out")
-    panels["minutes"].set_ylabel(f"reward, mean of {WINDOW} steps (band: their standard deviation)")
-    panels["minutes"].legend(loc="lower right")
+        axes.fill_between(minutes, *edges, alpha=0.08, color=colour, linewidth=0)
+    axes.set_xlabel("minutes of training, without validation")
+    axes.set_ylabel(f"reward, mean of {WINDOW} steps\n(band: standard deviation of the {WINDOW})")
+    return _finished(figure, title, "lower right")
+
+
+def draw_real_steps(name: str, panels: dict[str, str], title: str) -> Figure:
+    """Means over the last steps, against the step: a panel for each of `panels` (name in `PANELS`, title)."""
+    figure, grid = plt.subplots(2, len(panels) // 2, figsize=(10, 5.6), layout="constrained")
+    lines = []
+    for (panel, heading), axes in zip(panels.items(), grid.flat, strict=True):
+        for job, colour in zip(_real_jobs(name), COLOURS, strict=False):
+            steps = job["steps"]
+            # verl's `sync` has no staleness to report in its first steps.
+            points = [(number, step[PANELS[panel]]) for number, step in enumerate(steps, 1) if PANELS[panel] in step]
+            numbers, values = zip(*points, strict=True)
+            lines += axes.plot(numbers, _trailing(values), color=colour, label=MODE_NAMES[job["mode"]], linewidth=1.2)
+        axes.set_title(heading, fontsize=9, loc="left")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel(f"training step (means of {WINDOW} steps)", fontsize=8)
+    figure.legend(handles=lines[: len(MODE_NAMES)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def _real_jobs(name: str) -> list[dict[str, Any]]:
+    return read_result(RESULTS / "gpu" / name)["jobs"]
 
 
 SYNC, COLOCATED = "verl's sync", "verl's colocate_async"
@@ -225,7 +246,10 @@ def pictures() -> dict[str, Figure]:
         "engine_8b_load": draw_loads(
             engine_loads(
                 "engine_8b_h200.json",
-                {"sync": "our policy wait", "partial_reuse_kv_adaptive": "KV retained, 3 batches, adaptive slots"},
+                {
+                    "sync": "wait: nothing is interrupted",
+                    "partial_reuse_kv_adaptive": "KV retained, 3 batches, adaptive slots",
+                },
             ),
             "With three batches in flight prompts run out before the step ends",
         ),
@@ -234,7 +258,7 @@ def pictures() -> dict[str, Figure]:
                 "engine_8b_deep_h200.json",
                 {
                     "partial_reuse_kv_deep": "KV retained, 6 batches, adaptive slots",
-                    "partial_abort": "abort, 2 batches",
+                    "partial_abort": "defaults: everything computed again, 2 batches",
                 },
             ),
             "Six batches fill all slots, after 133 seconds in which few responses end",
@@ -242,17 +266,26 @@ def pictures() -> dict[str, Figure]:
         "engine_8b_rates": draw_rates(
             "engine_8b_modes_h200.json",
             {
-                "sync": "wait",
-                "reorder": "reorder",
-                "partial_abort_cost": "abort, 2 batches (boundary=cost)",
-                "partial_keep_kv": "keep_kv, 2 batches",
-                "uninterrupted": "always prompts,\nnothing interrupted",
+                "sync": "wait: the step waits for its batch",
+                "reorder": "reorder: long responses together",
+                "partial_abort_cost": "abort: contexts computed again, 2 batches",
+                "partial_keep_kv": "keep_kv: contexts kept, 2 batches",
+                "uninterrupted": "nothing interrupted, always prompts",
             },
             "KV retained comes nearest to slots that are always full",
         ),
-        "smollm2_h200": draw_real_model(
+        "smollm2_h200": draw_real_model("smollm2_h200.json", "A real model of 135M learns alike in all four modes"),
+        "smollm2_steps_h200": draw_real_steps(
             "smollm2_h200.json",
-            "A real model of 135M learns alike in all four modes; with KV retained its steps are shorter",
+            {
+                "step, s": "seconds a step",
+                "generation, s a step": "of these, waiting for responses",
+                "staleness, steps": "age of the oldest token, updates",
+                "response length, tokens": "tokens of a response",
+                "entropy, nats": "entropy of the model, nats",
+                "TIS weight, standard deviation": "spread of the correction's weights",
+            },
+            "With KV retained steps are shorter; tokens are about one update old, and responses are shorter",
         ),
     }
 

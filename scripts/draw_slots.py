@@ -113,7 +113,8 @@ def draw(axes: Axes, line: Timeline, title: str) -> None:
     rows = 1 + max(slot for slot, *_ in line.bars)
     for number, (start, end) in enumerate(line.training, start=1):
         axes.axvspan(start, end, color=TRAINED, zorder=0)
-        axes.text((start + end) / 2, rows - 0.35, f"{number}", ha="center", va="bottom", fontsize=8, color="#555555")
+        name = f"step {number}" if number == 1 else f"{number}"
+        axes.text((start + end) / 2, rows - 0.35, name, ha="center", va="bottom", fontsize=8, color="#555555")
     for slot, start, end, batch in line.bars:
         colour = COLOURS[batch % len(COLOURS)]
         axes.barh(slot, end - start, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.8)
@@ -127,15 +128,30 @@ def draw(axes: Axes, line: Timeline, title: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def picture(name: str, panels: list[tuple[str, Timeline]], legend: list[Patch]) -> None:
-    """Panels one below the other on one time axis, saved as docs/img/explain_NAME.png."""
+def name_interruption(axes: Axes, line: Timeline) -> None:
+    """Write into the bars of the longest response that lives through the first training what happens to it."""
+    begun, trained = line.training[0]
+    goes_on = {(slot, batch) for slot, start, _, batch in line.bars if start == trained}
+    bars = [bar for bar in line.bars if bar[2] == begun and (bar[0], bar[3]) in goes_on]
+    slot = min(bars, key=lambda bar: bar[1])[0]
+    axes.text(begun - 0.1, slot, "interrupted", ha="right", va="center", fontsize=8, color="white")
+    axes.text(trained + 0.1, slot, "goes on", ha="left", va="center", fontsize=8, color="white")
+
+
+def picture(name: str, panels: list[tuple[str, Timeline]], legend: list[Patch], interrupted: int | None = None) -> None:
+    """Panels one below the other on one time axis, saved as docs/img/explain_NAME.png.
+
+    In the panel `interrupted` one interruption is named.
+    """
     figure, all_axes = plt.subplots(
         len(panels), 1, figsize=(9, 2.15 * len(panels) + 0.5), sharex=True, layout="constrained", squeeze=False
     )
     for (title, line), axes in zip(panels, all_axes[:, 0], strict=True):
         draw(axes, line, title)
+    if interrupted is not None:
+        name_interruption(all_axes[interrupted, 0], panels[interrupted][1])
     last = all_axes[-1, 0]
-    last.set_xlabel("time (numbers above the grey bands: training steps)", fontsize=9)
+    last.set_xlabel("time; lengths of responses are invented", fontsize=9)
     last.set_xticks([])
     last.set_xlim(0, max(line.training[-1][1] for _, line in panels))
     figure.legend(handles=legend, loc="outside lower center", ncol=2, fontsize=8, frameon=False)
@@ -159,6 +175,7 @@ def main() -> None:
             ("Partial rollout: long responses are interrupted and go on in the next step", kept),
         ],
         [response, training],
+        interrupted=1,
     )
     picture(
         "modes",
