@@ -5,7 +5,9 @@
 One job for each mode and seed, on the first of `--gpus` that is free; a GPU named twice has two jobs side by side. A
 job that does not end within `--job-s` counts as far as it came. All have the same data, learning rate, correction and
 starting model, whose digest is checked; engine memory is kept. Make the task first, in OUT/smollm2_task (the recipe's
-`make_task`), so that jobs side by side find it.
+`make_task`), so that jobs side by side find it. Jobs that were stored one by one become one result with
+
+    python -m benchmarks.smollm2 --modes --add ONE.json TWO.json --json FILE.json --out OUT
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lanes import Lane, run_all
 from benchmarks.training_job import ROOT, run_job
-from partial_rollout.advise.result import about_run, store
+from partial_rollout.advise.result import about_run, read_result, store
 from partial_rollout.run.smollm2_reasoning_gym.make_task import MANIFEST
 from partial_rollout.runtime.termination import heed_termination
 
@@ -34,8 +36,10 @@ MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "colocate_async": ({"PARTIAL_ROLLOUT": "0"}, ["trainer.v1.trainer_mode=colocate_async"]),
     "reuse_kv_3": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "3"}, []),
     "reuse_kv_5_adaptive": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"}, ["partial_rollout.slots.adaptive=True"]),
+    "flag_alone": ({}, []),
+    "reuse_kv_5_deep": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"}, ["partial_rollout.num_slots=1024"]),
 }
-"""The recipe's variables and overrides of each mode."""
+"""The recipe's variables and overrides of each mode. `deep` begins all prompts in flight at once, so most are old."""
 BASE, FASTEST_OF_VERL = "sync", "colocate_async"
 WINDOW = 10
 """Steps of a mean: the reward of one batch of 256 responses varies by 0.06."""
@@ -109,11 +113,20 @@ def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
     return {"common_steps": common, "summary": rows}
 
 
+def earlier(results: Sequence[Path]) -> tuple[dict[str, Any], list[Job]]:
+    """Jobs of stored results, and what the first of them says of its run beside them."""
+    found = [read_result(path) for path in results]
+    first = found[0] if found else {}
+    about = {name: value for name, value in first.items() if name not in ("common_steps", "summary", "jobs")}
+    return about, [job for result in found for job in result["jobs"]]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("--out", type=Path, required=True, help="folder of the task and of the jobs' logs")
-    line.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    line.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    line.add_argument("--add", nargs="+", type=Path, default=[], metavar="FILE", help="results whose jobs count too")
     line.add_argument("--seeds", nargs="+", type=int, default=[0])
     line.add_argument("--gpus", nargs="+", type=int, default=[0], help="places of jobs; name a GPU twice for two")
     line.add_argument("--steps", type=int, default=200)
@@ -134,10 +147,11 @@ def main(words: list[str] | None = None) -> None:
         print("\n".join(shlex.join(command(options, *run)) for run in runs))
         return
     heed_termination()
-    about = about_run(options)
-    manifest = options.out / "smollm2_task" / MANIFEST
-    about["starting_model"] = json.loads(manifest.read_text()) if manifest.exists() else None
-    jobs: list[Job] = []
+    about, jobs = earlier(options.add)
+    if not jobs:
+        manifest = options.out / "smollm2_task" / MANIFEST
+        starting_model = json.loads(manifest.read_text()) if manifest.exists() else None
+        about = about_run(options) | {"starting_model": starting_model}
 
     def run(mode: str, seed: int, lane: Lane) -> None:
         job = run_job(command(options, mode, seed), options.out.resolve() / f"{mode}-{seed}", options.job_s, lane, 0)
@@ -147,6 +161,8 @@ def main(words: list[str] | None = None) -> None:
             store({**about, **summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
 
     run_all([partial(run, *each) for each in runs], [Lane(gpus=(gpu,)) for gpu in options.gpus])
+    if not runs and jobs:
+        store({**about, **summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
 
 
 if __name__ == "__main__":

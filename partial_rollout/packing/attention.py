@@ -1,8 +1,11 @@
-"""Attention for packed rows where there is no flash-attention: each sequence on its own, through torch's SDPA.
+"""Attention for packed rows where the package flash-attn is not installed: no sequence sees another.
 
 Importing this module adds it to transformers' registry as `varlen_sdpa`; `main_ppo` makes verl import it where the
 configuration names it, through `model.external_lib`. A packed row then costs the sum of its sequences'
 squares, while plain `sdpa` keeps sequences apart with a mask and computes the square of the whole row.
+
+On a GPU, with heads in half precision, torch 2.11 and later computes all sequences of a row by one kernel. Elsewhere
+each sequence takes a call of torch's SDPA, and hundreds of calls cost more than the arithmetic of short sequences.
 
 A packed row is the padding-free form: the samples of the row one after the other, position ids that restart with each,
 and the cumulative lengths that variable-length attention takes. Training packs by verl's own code; `pack` and `unpack`
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +27,16 @@ from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.settings.flag import PACKED_ATTENTION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
 NAME = PACKED_ATTENTION
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """Arguments that would change the scores, by the names that transformers' models pass; None means not in use."""
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+CAUSAL = (-1, 0)
+"""The window of `varlen_attn`: all tokens before, none after."""
 
 
 def attend(
@@ -55,7 +63,34 @@ def attend(
     wanted = [name for name in UNSUPPORTED if options.get(name, getattr(module, name, None)) is not None]
     if wanted:
         raise ConfigError(f"{NAME} has no {wanted[0]}, which the model asks for: use attn_implementation=sdpa or eager")
-    parts = [part.split(sequence_lengths(positions), dim=2) for part in (query, key, value)]
+    lengths = sequence_lengths(positions)
+    if dropout == 0.0 and one_kernel_for_all(query):
+        return _attend_at_once(query, key, value, lengths, scaling), None
+    return _attend_one_by_one(query, key, value, lengths, scaling, dropout=dropout), None
+
+
+def one_kernel_for_all(query: Tensor) -> bool:
+    """Whether torch's kernel for sequences of different lengths takes such heads: half precision, on a GPU."""
+    return query.is_cuda and query.dtype in HALF_PRECISION and _varlen_kernel() is not None
+
+
+def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
+    """`attend` by one call of the kernel; takes (1, heads, T, head_dim), returns (1, T, heads, head_dim)."""
+    kernel = _varlen_kernel()
+    if kernel is None:
+        raise ConfigError(f"{NAME}: torch {torch.__version__} has no kernel for sequences of different lengths")
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32, non_blocking=True)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value))
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    return kernel(q, k, v, ends, ends, max(lengths), max(lengths), scale=scaling, window_size=CAUSAL)[None]
+
+
+def _attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None, *, dropout: float = 0.0
+) -> Tensor:
+    """`attend` by one call of torch's SDPA for each sequence; same shapes as `_attend_at_once`."""
+    parts = [part.split(lengths, dim=2) for part in (query, key, value)]
     with _without_cudnn():
         outputs = [
             torch.nn.functional.scaled_dot_product_attention(
@@ -63,7 +98,17 @@ def attend(
             )
             for q, k, v in zip(*parts, strict=True)
         ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Tensor] | None:
+    """torch's `varlen_attn`; None where it is missing, or has no scale and no window yet."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size"} <= signature(varlen_attn).parameters.keys() else None
 
 
 @contextmanager

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from benchmarks import smollm2
+from partial_rollout.advise.result import read_result, store
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.settings.refused import check_config
 from tests.unit.benchmarks.test_jobs import CONFIGS
 from tests.unit.run.test_recipes import shell
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def job(mode: str, rewards: list[float], step_s: float) -> smollm2.Job:
@@ -39,10 +44,10 @@ def test_a_dry_run_shows_the_recipe_of_each_mode(mode: str, capsys: pytest.Captu
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = compose("partial_rollout", overrides=overrides)
     assert not config.actor_rollout_ref.rollout.free_cache_engine
-    assert is_enabled(config) == mode.startswith("reuse_kv")
+    assert is_enabled(config) == (mode not in ("sync", "colocate_async"))
     if is_enabled(config):
         check_config(config, read_settings(config))
-        assert read_settings(config).block.tail.interrupt_mode == "reuse_kv"
+        assert mode == "flag_alone" or read_settings(config).block.tail.interrupt_mode == "reuse_kv"
     else:
         assert config.trainer.v1.trainer_mode == mode
 
@@ -55,6 +60,18 @@ def test_jobs_of_unequal_length_are_compared_over_the_steps_that_all_have():
     first, second = found["summary"]
     assert (first["steps_to_level"], first["s_to_level"], first["time_ratio"]) == (20, 40.0, 1.0)
     assert (second["steps_to_level"], second["s_to_level"], second["time_ratio"]) == (15, 15.0, 0.5)
+
+
+def test_results_of_single_jobs_become_one(tmp_path: Path):
+    files = [tmp_path / "sync.json", tmp_path / "fast.json"]
+    for file, each in zip(files, (job("sync", [0.5] * 20, 2.0), job("reuse_kv_3", [0.5] * 30, 1.0)), strict=True):
+        store({"machine": file.stem, **smollm2.summarise([each]), "jobs": [each]}, file, raw=["jobs"])
+    whole = tmp_path / "whole.json"
+    smollm2.main(["--out", str(tmp_path), "--modes", "--add", *map(str, files), "--json", str(whole)])
+    found = read_result(whole)
+    assert (found["machine"], found["common_steps"]) == ("sync", 20)
+    assert [row["time_ratio"] for row in found["summary"]] == [1.0, 0.5]
+    assert [len(each["steps"]) for each in found["jobs"]] == [20, 30]
 
 
 def test_held_out_accuracy_is_the_mean_of_the_tasks():

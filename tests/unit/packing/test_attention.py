@@ -72,6 +72,40 @@ def test_no_kernel_is_taken_that_plans_for_every_new_length(
     assert torch.backends.cuda.cudnn_sdp_enabled() == is_allowed
 
 
+def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """What torch's kernel computes, as its documentation says; (T, heads, head_dim)."""
+    ends, same_ends, most, same_most = rest
+    assert ends is same_ends
+    assert ends.dtype == torch.int32
+    assert most == same_most == int(ends.diff().max())
+    assert options["window_size"] == (-1, 0)
+    assert query.shape == key.shape == value.shape
+    outputs = []
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        scores = q @ k.transpose(1, 2) * (options["scale"] or q.shape[2] ** -0.5)
+        outputs.append((scores + torch.full_like(scores, -torch.inf).triu(1)).softmax(-1) @ v)
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.5])
+@pytest.mark.parametrize("kv_heads", [1, 2], ids=["grouped", "as many"])
+def test_one_kernel_for_all_sequences_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, scaling: float | None, kv_heads: int
+):
+    key, value = heads(1)[:, :kv_heads], heads(2)[:, :kv_heads]
+    arguments: Any = (torch.nn.Module(), heads(0), key, value, None)
+    wanted, _ = varlen_attention.attend(*arguments, position_ids=POSITIONS, scaling=scaling)
+    monkeypatch.setattr(varlen_attention, "_varlen_kernel", lambda: one_by_one)
+    monkeypatch.setattr(varlen_attention, "one_kernel_for_all", lambda query: True)
+    found, _ = varlen_attention.attend(*arguments, position_ids=POSITIONS, scaling=scaling)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_cpu_takes_sequences_one_by_one():
+    assert not varlen_attention.one_kernel_for_all(heads(0).bfloat16())
+
+
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
 def test_what_would_be_left_out_is_refused(name: str):
     attend(**{name: None})
