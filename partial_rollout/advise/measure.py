@@ -42,7 +42,7 @@ FIRST_TOKEN_ID = 4
 NUM_TOKEN_IDS = 90
 SLOTS, CONTEXT = 512, 4352
 CELLS = ((256, 256), (64, 256), (16, 256), (512, 256), (128, 256), (256, 1536), (64, 1536), (16, 3584), (128, 3584))
-"""(concurrency, context), the most telling first."""
+"""(concurrency, context) for models of `CONTEXT` tokens, the most telling first."""
 INTERRUPTED = (256, 512)
 """The cell that is interrupted, twice; the first time also takes what only a first time does."""
 TINY_SLOTS, TINY_PROMPT, TINY_CONTEXT = 16, 32, 352
@@ -167,10 +167,20 @@ def start(options: argparse.Namespace, model: Path) -> AsyncLLM:
     arguments = AsyncEngineArgs(
         str(model), skip_tokenizer_init=True, enforce_eager=options.eager or options.shape == "tiny",
         max_num_seqs=options.slots, max_num_batched_tokens=max(options.batched_tokens, options.slots),
-        max_model_len=TINY_CONTEXT if options.shape == "tiny" else CONTEXT, stream_interval=STREAM_INTERVAL,
+        max_model_len=options.context, stream_interval=STREAM_INTERVAL,
         gpu_memory_utilization=options.memory, tensor_parallel_size=options.tensor_parallel, **own,
     )  # fmt: skip
     return AsyncLLM.from_engine_args(arguments)
+
+
+def cells_for(context: int) -> list[tuple[int, int]]:
+    """`CELLS` for prompt and response of `context` tokens together: those of long contexts are as much longer.
+
+    >>> cells_for(2 * CONTEXT)[-1]
+    (128, 7168)
+    """
+    short = CELLS[0][1]
+    return [(requests, length if length == short else length * context // CONTEXT) for requests, length in CELLS]
 
 
 def kv_tokens(engine: AsyncLLM) -> int:
@@ -184,7 +194,7 @@ async def measure(options: argparse.Namespace, model: Path, result: dict[str, An
     started_s = time.monotonic()
     engine = start(options, model)
     tiny = options.shape == "tiny"
-    cells: Sequence[tuple[int, int]] = TINY_CELLS if tiny else CELLS
+    cells: Sequence[tuple[int, int]] = TINY_CELLS if tiny else cells_for(options.context)
     try:
         result["engine"] |= {"startup_s": time.monotonic() - started_s, "kv_tokens": kv_tokens(engine)}
         room = KV_SHARE * result["engine"]["kv_tokens"]
@@ -223,6 +233,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--shape", choices=list(SHAPES), help="sizes of a model with random weights")
     which.add_argument("--model", type=Path, help="folder of a checkpoint")
     line.add_argument("--slots", type=int, help=f"requests in the engine at most ({SLOTS})")
+    line.add_argument("--context", type=int, help=f"tokens of the longest prompt with its response ({CONTEXT})")
     line.add_argument("--batched-tokens", type=int, default=8192, help="of an engine step (%(default)s)")
     line.add_argument("--memory", type=float, default=0.88, help="share of the GPU's memory (%(default)s)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine (%(default)s)")
@@ -241,15 +252,16 @@ def main(words: list[str] | None = None) -> None:
 
         apply_cpu_environment()
     options.slots = options.slots or (TINY_SLOTS if tiny else SLOTS)
+    options.context = options.context or (TINY_CONTEXT if tiny else CONTEXT)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    names = ("slots", "batched_tokens", "memory", "tensor_parallel", "eager")
+    names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager")
     engine = {name: getattr(options, name) for name in names}
     engine |= {"shape": options.shape or options.model.name, "prompt_tokens": TINY_PROMPT if tiny else PROMPT_TOKENS}
     result = {**about_run(options), "engine": engine, "curve": {"cell": [], "interruption": []}}
     with tempfile.TemporaryDirectory(prefix="pr-curve-") as folder:
         model = options.model or Path(folder)
         if options.shape:
-            write_model(model, SHAPES[options.shape], TINY_CONTEXT if tiny else CONTEXT)
+            write_model(model, SHAPES[options.shape], options.context)
         asyncio.run(measure(options, model, result))
     print(curve_tables(result["curve"]))
 

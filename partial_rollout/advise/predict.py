@@ -7,6 +7,7 @@ batch of short responses leaves for later is counted.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,15 +32,35 @@ POLL_S = 2.0
 
 
 def fit(curve: dict[str, Any]) -> Speed:
-    """The speed whose relative errors over the curve's cells have the least squares."""
+    """The speed whose relative errors over the curve's cells have the least squares; no part of it is below 0."""
     cells = curve["cell"]
     seconds = np.array([cell["decode_ms"] for cell in cells]) / 1000
     sizes = [(1.0, cell["concurrency"], cell["concurrency"] * cell["context"]) for cell in cells]
-    (base, request, token), *_ = np.linalg.lstsq(np.array(sizes) / seconds[:, None], np.ones(len(cells)), rcond=None)
+    base, request, token = non_negative_fit(np.array(sizes) / seconds[:, None], np.ones(len(cells)))
     costs = [(row["drain_ms"] + row["resume_ms"]) / 1000 for row in curve["interruption"]]
     prefill = statistics.median(cell["prefill_tokens_per_s"] for cell in cells)
     cost_s = statistics.median(costs) if costs else 0.0
-    return Speed(float(base), float(request), float(token), prefill, cost_s)
+    return Speed(base, request, token, prefill, cost_s)
+
+
+def non_negative_fit(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """Coefficients of at least 0 for the columns of `rows`, with the least squares of `rows @ coefficients - wanted`.
+
+    A curve of few cells would otherwise give an engine that gets faster with every request.
+
+    >>> [round(value, 3) for value in non_negative_fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0]))]
+    [1.5, 0.0]
+    """
+    columns = range(rows.shape[1])
+    best, least = np.zeros(len(columns)), np.inf
+    # The coefficients above 0 are those of a fit without the other columns; of three columns there are seven choices.
+    for chosen in (list(some) for size in columns for some in itertools.combinations(columns, size + 1)):
+        found = np.zeros(len(columns))
+        found[chosen] = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)[0]
+        error = float(np.sum((rows @ found - wanted) ** 2))
+        if found.min() >= 0 and error < least:
+            best, least = found, error
+    return [float(value) for value in best]
 
 
 def predict(mode: Mode, speed: Speed, load: Workload, prompt_tokens: int) -> dict[str, float]:

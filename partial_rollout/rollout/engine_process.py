@@ -74,13 +74,10 @@ class RolloutStatistics:
     gate: GateStatistics
     version: int
     """Weight version the engine holds."""
-    parked: int
-    running: int
-    """Requests that the engine holds, decoding or waiting in it; after a drain none."""
     kept: int
     """Interrupted requests that have stayed in the paused engine."""
     mean_running: float
-    """Time-weighted mean of `running` from the gate's last opening until now, or until it closed."""
+    """Time-weighted mean of `gate.in_flight` from the gate's last opening until now, or until it closed."""
     num_generated_tokens: int
     """Tokens streamed by the engine; lags by up to `stream_interval` for each running request."""
     num_reprefilled_tokens: int

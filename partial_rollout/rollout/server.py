@@ -257,8 +257,6 @@ class PartialRolloutServer(ChannelServer):
             replica_rank=self.replica_rank,
             gate=gate,
             version=self._version,
-            parked=gate.parked,
-            running=gate.in_flight,
             mean_running=self._admission.mean_running(),
             num_generated_tokens=num_generated_tokens,
             num_reprefilled_tokens=self._num_reprefilled_tokens,

@@ -352,6 +352,7 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "events": events_folder(config)}
     try:
         return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, **more)
+    # Two runs that start within the same second both find the cluster free. Ray gives the name to one of them.
     except ValueError as error:
         raise ClusterError(
             f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, or start "

@@ -124,13 +124,11 @@ def require_resources(
     Raises:
         ResourcesUnavailable: names each missing resource and the settings that change the need.
     """
-    needed, deadline = needed_resources(config), clock() + timeout_s
-    while missing := needed.missing(state()):
-        if clock() >= deadline:
-            raise ResourcesUnavailable(
-                f"the Ray cluster lacks {missing} (waited partial_rollout.timeouts.resources_s={timeout_s:g}). {ADVICE}"
-            )
-        sleep(CHECK_INTERVAL_S)
+    needed = needed_resources(config)
+    if missing := _left_after(timeout_s, lambda: needed.missing(state()), clock, sleep):
+        raise ResourcesUnavailable(
+            f"the Ray cluster lacks {missing} (waited partial_rollout.timeouts.resources_s={timeout_s:g}). {ADVICE}"
+        )
 
 
 def transfer_queue_holder() -> str | None:
@@ -161,12 +159,22 @@ def require_own_transfer_queue(
     Raises:
         ResourcesUnavailable: names the run that has it.
     """
+    if other := _left_after(timeout_s, holder, clock, sleep):
+        raise ResourcesUnavailable(
+            f"another run is training on this Ray cluster: {other} (waited {timeout_s:g} s for its end). One Ray "
+            "cluster carries one run, because TransferQueue has one name for all: wait for the other run, end it, "
+            "or start this one on a Ray cluster of its own (ray_kwargs.ray_init.address, RAY_ADDRESS)"
+        )
+
+
+def _left_after(
+    timeout_s: float,
+    obstacle: Callable[[], str | None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> str | None:
+    """Wait at most `timeout_s` until `obstacle` names nothing; what it still names then."""
     deadline = clock() + timeout_s
-    while (other := holder()) is not None:
-        if clock() >= deadline:
-            raise ResourcesUnavailable(
-                f"another run is training on this Ray cluster: {other} (waited {timeout_s:g} s for its end). One Ray "
-                "cluster carries one run, because TransferQueue has one name for all: wait for the other run, end it, "
-                "or start this one on a Ray cluster of its own (ray_kwargs.ray_init.address, RAY_ADDRESS)"
-            )
+    while (found := obstacle()) and clock() < deadline:
         sleep(CHECK_INTERVAL_S)
+    return found

@@ -117,15 +117,14 @@ class PartialRolloutTrainer(PPOTrainer):
     """verl's `auto_await` makes its methods block here, although their annotations say coroutine."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.derived = read_settings(config)
-        self.settings = self.derived.block
-        self.packer = make_batch_packer(config, self.settings)
-        self.manager = create_manager(self.settings, config.data.train_batch_size)
+        self.settings = read_settings(config)
+        self.packer = make_batch_packer(config, self.settings.block)
+        self.manager = create_manager(self.settings.block, config.data.train_batch_size)
         # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
         self._checkpoints = CheckpointKeeper(config)
-        self._events = EventWriter(events_folder(self.settings), "trainer", keep_all=True)
+        self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self.is_shut_down = False
         super().__init__(config)
 
@@ -139,7 +138,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_init_end(self) -> None:
         """Send the loaded weights to the engines. Their gates are open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
-        self.fleet = ReplicaFleet(replicas, self.settings.timeouts)
+        self.fleet = ReplicaFleet(replicas, self.settings.block.timeouts)
         self._send_weights()
         self._report_step("open")
 
@@ -150,7 +149,7 @@ class PartialRolloutTrainer(PPOTrainer):
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(
-            self.manager, agent_loop_manager, self.settings, mini_batch=mini_batch, look=look, events=self._events
+            self.manager, agent_loop_manager, self.settings.block, mini_batch=mini_batch, look=look, events=self._events
         )
         try:
             super().fit(agent_loop_manager)
@@ -228,7 +227,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _init_resource_pool_mgr(self) -> None:
         """Missing hook: the class of the training workers."""
         super()._init_resource_pool_mgr()
-        use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=self.derived.uses_channel)
+        use_workers(self.role_worker_mapping, packed=self.packer is not None, channel=self.settings.uses_channel)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Missing hook: which rank trains which trajectory. verl's method, which pads the batch, runs first."""
@@ -281,14 +280,14 @@ class PartialRolloutTrainer(PPOTrainer):
 
     @property
     def _num_slots(self) -> int:
-        return self.slot_tuner.num_slots if self.slot_tuner is not None else self.derived.num_slots
+        return self.slot_tuner.num_slots if self.slot_tuner is not None else self.settings.num_slots
 
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
-        if not self.settings.slots.adaptive:
+        if not self.settings.block.slots.adaptive:
             return None
         return SlotTuner(
-            self.derived.num_slots,
-            self.derived.slot_bounds,
+            self.settings.num_slots,
+            self.settings.slot_bounds,
             fleet=self.fleet,
             agent_loops=agent_loops,
             slots_in_use=lambda: self._ask(self.manager.status.remote()).slots_in_use,
@@ -321,8 +320,8 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _update_engines(self) -> int:
         """Send the weights of this step to all engines; returns how many engines were started again for it."""
-        timeout_s = self.settings.timeouts.resume_s
-        if not self.derived.uses_channel:
+        timeout_s = self.settings.block.timeouts.resume_s
+        if not self.settings.uses_channel:
             call_bounded(
                 lambda: self.checkpoint_manager.update_weights(self.global_steps),
                 timeout_s=timeout_s,
@@ -335,7 +334,7 @@ class PartialRolloutTrainer(PPOTrainer):
             lambda: self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"),
             self.fleet,
             version=self.global_steps,
-            relaunches=self.settings.weights.relaunches,
+            relaunches=self.settings.block.weights.relaunches,
             timeout_s=timeout_s,
             before_resend=self.checkpoint_manager.sleep_replicas,
         )
@@ -347,5 +346,5 @@ class PartialRolloutTrainer(PPOTrainer):
         self._ask(self.manager.report_step.remote(self.global_steps, version, gate))
 
     def _ask(self, ref: ray.ObjectRef[Any]) -> Any:
-        timeout_s = self.settings.timeouts.call_s
+        timeout_s = self.settings.block.timeouts.call_s
         return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")

@@ -63,11 +63,11 @@ async def over_an_update(engine, model, *, at_least, hold=None):
     await until(replica, lambda s: s.num_generated_tokens >= before.num_generated_tokens + at_least)
     await replica.abort_all_requests()
     if hold is None:
-        await until(replica, lambda s: s.parked == 1)
+        await until(replica, lambda s: s.gate.parked == 1)
     kept = (await replica.statistics())[0]
     await send_weights(replica, model, before.version + 1)
     after = (await replica.statistics())[0]
-    assert (kept.running, after.num_generated_tokens) == (0, kept.num_generated_tokens)
+    assert (kept.gate.in_flight, after.num_generated_tokens) == (0, kept.num_generated_tokens)
     await replica.resume_generation()
     return task, kept.kept
 
@@ -136,7 +136,7 @@ async def test_a_request_that_nobody_comes_back_for_leaves_the_engine_and_can_go
     task, kept = await over_an_update(engine, models[1], at_least=20, hold=hold)
     assert kept == 1
     now = await until(engine.replica, lambda s: s.kept == 0)
-    assert (now.running, now.parked) == (0, 0)
+    assert (now.gate.in_flight, now.gate.parked) == (0, 0)
     lifted.set()
     output = await task
     engine.client.before_segment = None
@@ -165,8 +165,8 @@ async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(eng
         await until(engine.replica, lambda s, least=least: s.num_generated_tokens >= least)
         await engine.replica.abort_all_requests()
         done = sum(task.done() for task in tasks)
-        now = await until(engine.replica, lambda s: s.parked + sum(task.done() for task in tasks) == len(tasks))
-        interrupted += now.parked
+        now = await until(engine.replica, lambda s: s.gate.parked + sum(task.done() for task in tasks) == len(tasks))
+        interrupted += now.gate.parked
         assert now.kept <= (0 if mode == "reuse_kv" else len(tasks) - done)
         await engine.replica.resume_generation()
     for output, expected in zip(await asyncio.gather(*tasks), reference, strict=True):

@@ -93,13 +93,13 @@ async def test_nothing_is_generated_while_the_gate_is_closed(engine):
     await engine.replica.abort_all_requests()
     closed = await statistics(engine)
     task = asyncio.create_task(engine.client.generate("c", prompt_ids=PROMPT, sampling_params=greedy(8)))
-    await until(engine.replica, lambda statistics: statistics.parked == 1)
+    await until(engine.replica, lambda statistics: statistics.gate.parked == 1)
     # One engine round trip after the request was parked: had it reached the engine, it would have been scheduled.
     await engine.replica.server_handle.clear_kv_cache.remote()
     during = await statistics(engine)
     assert during.gate.state is GateState.CLOSED
     assert during.num_generated_tokens == closed.num_generated_tokens
-    assert during.running == 0
+    assert during.gate.in_flight == 0
     assert not task.done()
     await engine.replica.resume_generation()
     output = await task
@@ -134,7 +134,7 @@ async def test_a_full_context_ends_a_resumed_generation(engine):
 async def test_rejected_requests_end_with_run_ended(engine):
     await engine.replica.abort_all_requests()
     task = asyncio.create_task(engine.client.generate("x", prompt_ids=PROMPT, sampling_params=greedy(8)))
-    await until(engine.replica, lambda statistics: statistics.parked == 1)
+    await until(engine.replica, lambda statistics: statistics.gate.parked == 1)
     assert await engine.replica.reject_parked() == 1
     with pytest.raises(RunEnded):
         await task

@@ -27,7 +27,7 @@ async def test_shutdown_ends_every_process_of_the_engine(engine_cluster, tmp_pat
     client = ResumingLLMServerClient(config, support.make_router(replica))
     await replica.abort_all_requests()
     parked = asyncio.create_task(client.generate("p", prompt_ids=[5, 6], sampling_params={"max_tokens": 5}))
-    await support.until(replica, lambda statistics: statistics.parked == 1)
+    await support.until(replica, lambda statistics: statistics.gate.parked == 1)
     await replica.shutdown()
     _, alive = psutil.wait_procs(processes, timeout=EXIT_S)
     assert alive == []

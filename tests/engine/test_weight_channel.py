@@ -198,7 +198,7 @@ async def test_an_engine_whose_worker_is_killed_in_the_middle_is_relaunched_and_
 
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_PROBE_TOKENS}
     parked = asyncio.create_task(engine.client.generate("p", prompt_ids=PROBES[0], sampling_params=sampling))
-    await until(replica, lambda statistics: statistics.parked == 1)
+    await until(replica, lambda statistics: statistics.gate.parked == 1)
     fleet = ReplicaFleet([replica], TimeoutConfig())
     options = {"version": 9, "relaunches": 1, "timeout_s": UPDATE_S, "before_resend": lambda: None}
     assert await asyncio.to_thread(update_engines, send, fleet, **options) == 1

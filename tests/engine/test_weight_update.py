@@ -77,9 +77,9 @@ async def test_a_request_parked_through_an_update_goes_on_with_the_new_weights(e
     first, second = (make_model(tmp_path / str(seed), seed=seed) for seed in (201, 202))
     await update(engine.replica, first, 10)
     task = asyncio.create_task(engine.client.generate("p", prompt_ids=PROMPT, sampling_params=GREEDY))
-    await until(engine.replica, lambda statistics: statistics.running == 1)
+    await until(engine.replica, lambda statistics: statistics.gate.in_flight == 1)
     await engine.replica.abort_all_requests()
-    await until(engine.replica, lambda statistics: statistics.parked == 1)
+    await until(engine.replica, lambda statistics: statistics.gate.parked == 1)
     await send_weights(engine.replica, second, 11)
     await engine.replica.resume_generation()
     output = await task

@@ -8,6 +8,8 @@ import importlib
 import pytest
 
 CENTRAL = [
+    "partial_rollout.advise.measure.cells_for",
+    "partial_rollout.advise.predict.non_negative_fit",
     "partial_rollout.advise.scheduler.Speed",
     "partial_rollout.advise.workload.Workload",
     "partial_rollout.agent_loop.slots.SlotBudget",

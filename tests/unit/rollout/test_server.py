@@ -87,7 +87,7 @@ async def test_a_dead_engine_is_named_and_leaves_nobody_inside():
     server.fake.die()
     with pytest.raises(EngineDead, match="replica 0 node 0"):
         await task
-    assert (await server.rollout_statistics()).running == 0
+    assert (await server.rollout_statistics()).gate.in_flight == 0
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -136,7 +136,7 @@ async def test_a_cancelled_request_is_aborted_in_the_engine():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert server.fake.calls == ["add a", "abort a"]
-    assert (await server.rollout_statistics()).running == 0
+    assert (await server.rollout_statistics()).gate.in_flight == 0
 
 
 async def test_reprefilled_tokens_are_counted_for_resumed_requests_only():

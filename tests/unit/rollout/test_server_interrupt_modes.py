@@ -24,7 +24,7 @@ async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
     first = await cut(server, 5, 6)
     assert (first.token_ids, first.stop_reason) == ([5, 6], "aborted")
     statistics = await server.rollout_statistics()
-    assert (statistics.running, statistics.kept) == (0, 1)
+    assert (statistics.gate.in_flight, statistics.kept) == (0, 1)
     await server.set_global_steps(9)
     task = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
     await let_run()

@@ -144,7 +144,7 @@ async def test_a_request_at_an_open_gate_learns_that_the_weights_are_broken():
         await server.receive_weights(update_number=1, version=5)
     with pytest.raises(EngineDead, match="holds half an update: .*tensor 'a' does not fit"):
         await start(server)
-    assert (await server.rollout_statistics()).running == 0
+    assert (await server.rollout_statistics()).gate.in_flight == 0
 
 
 async def test_a_relaunched_engine_serves_who_was_parked_once_it_was_sent_weights():
