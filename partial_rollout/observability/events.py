@@ -33,7 +33,7 @@ import msgspec
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from partial_rollout.settings.block import PartialRolloutConfig
 
@@ -329,14 +329,14 @@ class EventReader:
     A view of a run that is under way calls `read` again and again: each call returns what is new.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is the run's `events` folder; it may not be there yet.
+    def __init__(self, folder: Path, roles: Sequence[str] = ("",)) -> None:
+        """`folder` is the run's `events` folder, which may not be there yet; `roles`: only files of these are read.
 
         >>> from pathlib import Path
         >>> EventReader(Path("/nowhere")).read()
         []
         """
-        self._folder = folder
+        self._folder, self._roles = folder, roles
         self._offsets: dict[Path, int] = {}
         """Bytes read of each file."""
         self._decoder = msgspec.json.Decoder(AnyEvent)
@@ -353,7 +353,7 @@ class EventReader:
             DataError: a file has a format of a later release.
         """
         events: list[AnyEvent] = []
-        for path in sorted(self._folder.glob("*.jsonl")):
+        for path in sorted(path for role in self._roles for path in self._folder.glob(f"{role}*.jsonl")):
             events += self._read_file(path)
         events.sort(key=lambda event: event.t)
         return events

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from partial_rollout.observability.events import StageBegan
+from partial_rollout.errors import DataError
+from partial_rollout.observability.events import EventReader, StageBegan
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -24,3 +30,21 @@ def begin(stage: str, at_s: float = 0.0) -> None:
     number = STAGES.index(stage) + 1
     event = StageBegan(t=at_s, number=number, total=len(STAGES), name=stage)
     logger.info("[%d/%d] %s", number, len(STAGES), stage, extra={"event": event})
+
+
+def usual_seconds(folder: Path, *, before_s: float) -> dict[str, tuple[float, float]]:
+    """How long each part took, at least and at most, in earlier starts of a run or of the runs beside it.
+
+    `folder` is the run's event stream; a part counts if the next one began, and both before `before_s`.
+    """
+    parents = [folder, *folder.parent.parent.glob(f"*/{folder.name}")]
+    took: dict[str, list[float]] = {}
+    for each in dict.fromkeys(parents):
+        events = []
+        with suppress(DataError):  # of a later release
+            events = EventReader(each, roles=("driver", "task_runner")).read()
+        begun = [event for event in events if isinstance(event, StageBegan) and event.t < before_s]
+        for stage, following in zip(begun, begun[1:], strict=False):
+            if following.number == stage.number + 1:
+                took.setdefault(stage.name, []).append(following.t - stage.t)
+    return {name: (min(seconds), max(seconds)) for name, seconds in took.items()}

@@ -8,42 +8,66 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REWARD = "critic/score/mean"
-GEN_SECONDS = "timing_s/gen"
 STEP_SECONDS = "timing_s/step"
+TOKENS = "perf/total_num_tokens"
 PREFIX = "partial_rollout"
+PARTS: dict[str, tuple[str, ...]] = {
+    "generation": ("timing_s/gen",),
+    "log-probs": ("timing_s/old_log_prob", "timing_s/ref", "timing_s/values"),
+    "update": ("timing_s/adv", "timing_s/update_critic", "timing_s/update_actor"),
+    "weights": ("timing_s/update_weights", "timing_s/resume"),
+    "checkpoint": ("timing_s/save_checkpoint",),
+}
+"""Parts of a step's seconds, by the timers of verl that they are summed from."""
+SHORT_S = 0.05
+"""Parts below are left out of the line."""
+
+
+def seconds_by_part(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Where the seconds of a step went; `rest` is what no timer of `PARTS` counts.
+
+    >>> seconds_by_part({"timing_s/step": 5.0, "timing_s/gen": 3.0, "timing_s/update_actor": 1.5})
+    {'generation': 3.0, 'update': 1.5, 'rest': 0.5}
+    """
+    found = {name: sum(metrics.get(timer, 0.0) for timer in timers) for name, timers in PARTS.items()}
+    found["rest"] = max(0.0, metrics.get(STEP_SECONDS, 0.0) - sum(found.values()))
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
     """The line of one step; a part is left out if its metric is missing, as in verl's own modes.
 
-    >>> step_line(3, 60, {"critic/score/mean": 0.25, "timing_s/gen": 4.0})
-    'step 3/60 | reward 0.250 | gen 4.0 s'
+    >>> step_line(3, 60, {"critic/score/mean": 0.25, "timing_s/step": 5.0, "timing_s/gen": 3.0})
+    'step 3/60 | reward 0.250 | 5.0 s: generation 3.0, rest 2.0'
     """
     head = f"step {step}/{total}" if total else f"step {step}"
-    parts = [head, *_basic(metrics), *_resumption(metrics), *_queue(metrics)]
-    return " | ".join(parts)
+    return " | ".join([head, *_basic(metrics), *_rollout(metrics), *_queue(metrics)])
 
 
 def _basic(metrics: Mapping[str, float]) -> list[str]:
     parts = []
     if REWARD in metrics:
         parts.append(f"reward {metrics[REWARD]:.3f}")
-    if GEN_SECONDS in metrics:
-        parts.append(f"gen {metrics[GEN_SECONDS]:.1f} s")
-    if STEP_SECONDS in metrics:
-        parts.append(f"step {metrics[STEP_SECONDS]:.1f} s")
-    if "perf/total_num_tokens" in metrics and metrics.get(STEP_SECONDS):
-        parts.append(f"{metrics['perf/total_num_tokens'] / metrics[STEP_SECONDS]:.0f} tokens/s")
+    if step_s := metrics.get(STEP_SECONDS):
+        shown = {name: seconds for name, seconds in seconds_by_part(metrics).items() if seconds >= SHORT_S}
+        parts.append(f"{step_s:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items()))
+        if TOKENS in metrics:
+            parts.append(f"{metrics[TOKENS] / step_s:,.0f} tokens/s")
     return parts
 
 
-def _resumption(metrics: Mapping[str, float]) -> list[str]:
-    if f"{PREFIX}/interrupted" not in metrics:
-        return []
-    return [
-        f"interrupted {metrics[f'{PREFIX}/interrupted']:.0f}",
-        f"resumed {metrics[f'{PREFIX}/resumed_trajectories']:.0f}",
-    ]
+def _rollout(metrics: Mapping[str, float]) -> list[str]:
+    """What only our modes have: slots, staleness, tokens computed again, interruptions."""
+    parts = []
+    if (used := metrics.get(f"{PREFIX}/slot_utilisation")) is not None:
+        parts.append(f"slots {used:.0%} in use")
+    if (stale := metrics.get(f"{PREFIX}/staleness_steps/mean")) is not None:
+        parts.append(f"staleness {stale:.1f}")
+    if (again := metrics.get(f"{PREFIX}/reprefilled_tokens")) is not None:
+        parts.append(f"{again:,.0f} tokens computed again")
+    if (interrupted := metrics.get(f"{PREFIX}/interrupted")) is not None:
+        parts.append(f"interrupted {interrupted:.0f}, resumed {metrics.get(f'{PREFIX}/resumed_trajectories', 0):.0f}")
+    return parts
 
 
 def _queue(metrics: Mapping[str, float]) -> list[str]:

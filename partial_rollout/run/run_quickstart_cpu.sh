@@ -21,7 +21,8 @@ source "$RUN_DIR/lib/cpu_environment.sh"
 build_command --config-name quickstart_cpu \
   data.train_files="$(path_value "$task/train.parquet")" data.val_files="$(path_value "$task/val.parquet")" \
   actor_rollout_ref.model.path="$(path_value "$task/model")" \
-  trainer.default_local_dir="$(path_value "$RUN/checkpoints")" hydra.run.dir="$(path_value "$RUN/hydra")" "$@"
+  trainer.default_local_dir="$(path_value "$RUN/checkpoints")" partial_rollout.events="$(path_value "$RUN/events")" \
+  hydra.run.dir="$(path_value "$RUN/hydra")" "$@"
 if is_dry_run; then
   print_command
   exit 0
@@ -41,10 +42,4 @@ fi
 mkdir -p "$RUN"
 VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")
 export VERL_FILE_LOGGER_PATH
-code=0
-printf 'starting Ray, the training worker and the engine; the first step takes a minute or two (log: %s)\n' "$RUN/run.log"
-"${COMMAND[@]}" 2>&1 | tee -a "$RUN/run.log" | "$INTERPRETER" -m partial_rollout.observability.progress || code=$?
-printf '\nlog          %s\nmetrics      %s\ncheckpoints  %s\ntask         %s\n' \
-  "$RUN/run.log" "$VERL_FILE_LOGGER_PATH" "$RUN/checkpoints" "$task"
-[[ $code == 0 ]] || printf 'error: training ended with code %s; the reason is at the end of the log\n' "$code" >&2
-exit "$code"
+watch_command "$RUN"

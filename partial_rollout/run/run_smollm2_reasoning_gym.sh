@@ -78,7 +78,7 @@ fi
 output=$OUTPUT_DIR/${EXPERIMENT}_$(mode_name)
 is_dry_run || mkdir -p "$output"
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$(metrics_file "$output")}
-launch --config-name quickstart_cpu "${shared[@]}" \
+launch "$output" --config-name quickstart_cpu "${shared[@]}" \
   data.train_files="$(path_value "$TRAIN_FILE")" data.val_files="$(path_value "$VAL_FILE")" \
   data.train_batch_size="$BATCH_SIZE" \
   data.max_prompt_length="$MAX_PROMPT_LENGTH" data.max_response_length="$MAX_RESPONSE_LENGTH" \

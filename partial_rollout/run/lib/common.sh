@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Sourced by run_*.sh. A recipe names its settings, then calls `launch`.
 #   setting NAME DEFAULT MEANING    environment variable with a default, listed by `--help`; the first one of a name counts
-#   launch OVERRIDE... -- "$@"      starts $INTERPRETER with these Hydra overrides, then the user's
+#   launch FOLDER OVERRIDE... -- "$@"    starts $INTERPRETER with these Hydra overrides, then the user's, and shows the run;
+#                                       log, events and metrics are in FOLDER
 # PARTIAL_ROLLOUT=0 leaves out the flag: the baselines are the same recipes started that way.
 # PARTIAL_ROLLOUT_DRY_RUN=1 prints the command instead of running it.
 
@@ -78,10 +79,17 @@ require_file() { # require_file PATH HINT
 }
 
 launch() {
+  local folder=$1
+  shift
   build_command "$@"
   if is_dry_run; then
     print_command
     exit 0
   fi
-  exec "${COMMAND[@]}"
+  watch_command "$folder"
+}
+
+# Takes the place of this shell: the run's progress on the screen, what verl prints in FOLDER/run.log.
+watch_command() { # watch_command FOLDER
+  exec "$INTERPRETER" -m partial_rollout.watch "$1" -- "${COMMAND[@]}"
 }

@@ -37,7 +37,7 @@ gpu_grpo() {
   require_file "$VAL_FILE" "$DATA_HINT"
   is_dry_run || mkdir -p "$output"
   export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$(metrics_file "$output")}
-  launch +recipe="$recipe" \
+  launch "$output" +recipe="$recipe" \
     data.train_files="$(path_value "$TRAIN_FILE")" data.val_files="$(path_value "$VAL_FILE")" data.train_batch_size="$BATCH_SIZE" \
     data.max_prompt_length="$MAX_PROMPT_LENGTH" data.max_response_length="$MAX_RESPONSE_LENGTH" \
     actor_rollout_ref.model.path="$(path_value "$MODEL_PATH")" \

@@ -128,7 +128,7 @@ def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 
 def _write_rows(path: Path, split: str, num_rows: int, rng: random.Random) -> None:
-    indices = trange(num_rows, desc=f"{split} prompts", unit="row")
+    indices = trange(num_rows, desc=f"{split} prompts", unit="row", disable=None)
     rows = [row(draw_problem(rng), split, index) for index in indices]
     part = path.with_suffix(".part")
     pd.DataFrame(rows).to_parquet(part)

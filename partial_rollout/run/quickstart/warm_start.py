@@ -74,7 +74,7 @@ def train(
     batches = _batches(tokenizer, random.Random(seed), habits=habits, max_response_tokens=max_response_tokens)
     model.train()
     loss = torch.tensor(0.0)
-    progress = trange(num_steps, desc="warm start", unit="step")
+    progress = trange(num_steps, desc="warm start", unit="step", disable=None)
     for _ in progress:
         input_ids, labels = next(batches)
         loss = model(input_ids=input_ids, labels=labels).loss

@@ -50,7 +50,7 @@ def train(
         )
         batches = _batches(tokenizer, random.Random(seed), batch_tokens, max_response_tokens)
         loss = torch.tensor(0.0)
-        progress = trange(num_steps, desc="supervised start", unit="step")
+        progress = trange(num_steps, desc="supervised start", unit="step", disable=None)
         for step in progress:
             input_ids, labels = (part.to(device) for part in next(batches))
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):

@@ -1,0 +1,186 @@
+"""What is known of a run: its event stream, or verl's metrics file for a run of verl's own modes. Views read this.
+
+RUN/events/*.jsonl ──EventReader──┐
+                                  ├──> RunRecord ──> progress lines, summary, comparison, report
+RUN/metrics*.jsonl ───────────────┘
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from partial_rollout.errors import DataError
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    Choice,
+    CommandEnded,
+    EventReader,
+    Fault,
+    GateMoved,
+    SegmentEnded,
+    StageBegan,
+    StepEnded,
+    TrajectoryEnded,
+    Warned,
+    WeightsUpdated,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+INTERRUPTED = "aborted"
+"""An engine's stop reason of a segment that was interrupted."""
+
+
+@dataclass
+class RunRecord:
+    """Everything that a run has told so far; `add` takes in further events in the order of their times."""
+
+    name: str = ""
+    steps: dict[int, StepEnded] = field(default_factory=dict)
+    """By number; a step that a restarted run took again counts once, as it was taken last."""
+    stages: list[StageBegan] = field(default_factory=list)
+    """Of the last start."""
+    gate: GateMoved | None = None
+    version: int = -1
+    choices: list[Choice] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    ended: CommandEnded | None = None
+    """How the last start ended; None: it goes on, or was killed."""
+    tokens_kept: int = 0
+    """Tokens that an interruption did not cost."""
+    num_trajectories: int = 0
+    waits_s: Counter[str] = field(default_factory=Counter)
+    """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
+    rows: dict[str, str] = field(default_factory=dict)
+    """Row of the data set by the uid of a prompt that was trained."""
+
+    def add(self, event: AnyEvent) -> None:
+        """Take in one event."""
+        match event:
+            case StepEnded():
+                self.steps[event.step] = event
+            case StageBegan():
+                self._begin(event)
+            case GateMoved():
+                self.gate, self.version = event, event.version
+            case WeightsUpdated():
+                self.version = event.version
+            case Choice():
+                self.choices.append(event)
+            case Warned():
+                self.warnings.append(event)
+            case Fault():
+                self.faults.append(event)
+            case CommandEnded():
+                self.ended = event
+            case SegmentEnded() if event.reason == INTERRUPTED:
+                self.tokens_kept += event.tokens
+            case TrajectoryEnded():
+                self._count(event)
+            case BatchTaken():
+                self.rows |= {uid: row for uid, row in zip(event.uids, event.source_index, strict=False) if row}
+            case _:
+                pass
+
+    def _begin(self, event: StageBegan) -> None:
+        if event.number == 1:
+            self.stages, self.ended = [event], None
+        elif not self.stages or event.number > self.stages[-1].number:
+            self.stages.append(event)
+
+    def _count(self, event: TrajectoryEnded) -> None:
+        self.num_trajectories += 1
+        parts = {"engine": event.engine_seconds, "tool": event.tool_seconds, "reward": event.reward_seconds}
+        for name, seconds in (parts | {"held": event.held_seconds}).items():
+            self.waits_s[name] += seconds
+
+    @property
+    def series(self) -> list[dict[str, float]]:
+        """The metrics of each step, in order, without those that are no numbers."""
+        steps = [self.steps[number].metrics for number in sorted(self.steps)]
+        return [{name: value for name, value in step.items() if value is not None} for step in steps]
+
+    @property
+    def total(self) -> int:
+        """Steps that the run is to take; 0: not known."""
+        return self.steps[max(self.steps)].total if self.steps else 0
+
+    def values(self, name: str) -> list[float]:
+        """A metric of all steps that have it."""
+        return [step[name] for step in self.series if name in step]
+
+    def sum(self, name: str) -> float:
+        """Of a metric over all steps."""
+        return sum(self.values(name))
+
+    def mean(self, name: str) -> float | None:
+        """Of a metric over all steps that have it; None: no step has it."""
+        values = self.values(name)
+        return sum(values) / len(values) if values else None
+
+
+def events_folder_of(run: Path) -> Path:
+    """Where the event stream of a run lies: the folder itself, or a folder `events` in it or in its checkpoints."""
+    for folder in (run / "events", run / "checkpoints" / "events", run):
+        if any(folder.glob("*.*.jsonl")):
+            return folder
+    return run / "events"
+
+
+def metrics_steps(path: Path) -> list[StepEnded]:
+    """The steps in a file of verl's `file` logger; a torn last line is left out.
+
+    Raises:
+        DataError: a line is none of that logger.
+    """
+    steps = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            data = {name: value for name, value in row["data"].items() if isinstance(value, int | float)}
+            steps.append(StepEnded(step=int(row["step"]), total=0, metrics=data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not line.endswith("}"):
+                continue
+            raise DataError(f"{path}, line {number} is no line of verl's file logger: {error}") from error
+    return [step for step in steps if "timing_s/step" in step.metrics]
+
+
+def load(run: Path) -> RunRecord:
+    """Read a finished or running run: its folder, or a file of verl's `file` logger.
+
+    Raises:
+        DataError: there is nothing to read at `run`.
+    """
+    if run.is_file():
+        return _record(_name(run.parent if run.stem.startswith("metrics") else run), metrics_steps(run))
+    record = _record(_name(run), EventReader(events_folder_of(run)).read())
+    if record.steps:
+        return record
+    for path in sorted(run.glob("metrics*.jsonl"), key=lambda path: path.stat().st_mtime):
+        for step in metrics_steps(path):
+            record.add(step)
+    if not record.steps and not record.stages:
+        raise DataError(
+            f"{run} has neither events nor metrics: give a run's folder, in which are `events/*.jsonl` or "
+            "`metrics*.jsonl`, or such a metrics file (trainer.logger=[console,file] writes one)"
+        )
+    return record
+
+
+def _record(name: str, events: Iterable[AnyEvent]) -> RunRecord:
+    record = RunRecord(name)
+    for event in events:
+        record.add(event)
+    return record
+
+
+def _name(path: Path) -> str:
+    return path.resolve().name

@@ -1,0 +1,296 @@
+"""What a shell shows of a run: on a terminal, in a file, while it starts, trains, fails and ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout import watch
+from partial_rollout.errors import DataError
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    Choice,
+    CommandEnded,
+    EventReader,
+    EventWriter,
+    Fault,
+    GateMoved,
+    SegmentEnded,
+    StageBegan,
+    StepEnded,
+    TrajectoryEnded,
+    Warned,
+)
+from partial_rollout.observability.foreign import Message
+from partial_rollout.observability.live import CLEAR_LINE, LiveView, Screen
+from partial_rollout.observability.record import RunRecord, load, metrics_steps
+from partial_rollout.observability.stages import usual_seconds
+from partial_rollout.observability.step_line import step_line
+from partial_rollout.observability.summary import next_step, summary_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+OURS = {
+    "critic/score/mean": 0.25,
+    "timing_s/step": 8.0,
+    "timing_s/gen": 4.0,
+    "timing_s/old_log_prob": 1.0,
+    "timing_s/update_actor": 2.0,
+    "timing_s/update_weights": 0.5,
+    "perf/total_num_tokens": 4000.0,
+    "partial_rollout/slot_utilisation": 0.5,
+    "partial_rollout/staleness_steps/mean": 0.8,
+    "partial_rollout/staleness_steps/max": 2.0,
+    "partial_rollout/stale_token_share": 0.4,
+    "partial_rollout/reprefilled_tokens": 120.0,
+    "partial_rollout/response_tokens": 3000.0,
+    "partial_rollout/interrupted": 5.0,
+    "partial_rollout/resumed_trajectories": 2.0,
+    "partial_rollout/queue/pending": 1.0,
+    "partial_rollout/queue/ongoing": 16.0,
+    "partial_rollout/queue/done": 0.0,
+    "partial_rollout/queue/num_dropped": 1.0,
+    "partial_rollout/dropped/prompt_too_long": 1.0,
+}
+LINE = (
+    "step 3/9 | reward 0.250 | 8.0 s: generation 4.0, log-probs 1.0, update 2.0, weights 0.5, rest 0.5 | "
+    "500 tokens/s | slots 50% in use | staleness 0.8 | 120 tokens computed again | interrupted 5, resumed 2 | "
+    "queue pending 1 ongoing 16 done 0"
+)
+
+
+class Terminal(io.StringIO):
+    """What a terminal is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def stage(number: int, t: float) -> StageBegan:
+    names = ("configuration", "Ray", "model", "engines", "first step")
+    return StageBegan(t=t, number=number, total=5, name=names[number - 1])
+
+
+def steps(count: int, **changed: float) -> list[StepEnded]:
+    return [StepEnded(t=100.0 + n, step=n, total=count, metrics=OURS | changed) for n in range(1, count + 1)]
+
+
+def recorded(*events: AnyEvent) -> RunRecord:
+    record = RunRecord("run")
+    for event in events:
+        record.add(event)
+    return record
+
+
+def shown(events: Sequence[AnyEvent], out: io.StringIO | None = None, now_s: float = 50.0) -> str:
+    out = out or io.StringIO()
+    view = LiveView(Screen(out), RunRecord(), {"engines": (60.0, 120.0)}, clock=lambda: now_s)
+    for event in events:
+        view.add(event)
+        view.tick()
+    return out.getvalue()
+
+
+def write(folder: Path, role: str, *events: AnyEvent) -> None:
+    writer = EventWriter(folder, role)
+    for event in events:
+        writer.write(event)
+    writer.close()
+
+
+def test_a_step_is_one_line_with_our_modes_parts_and_without_them() -> None:
+    assert step_line(3, 9, OURS) == LINE
+    verls = {name: value for name, value in OURS.items() if not name.startswith("partial_rollout/")}
+    assert step_line(3, None, verls) == LINE.replace("/9", "", 1).split(" | slots")[0]
+
+
+def test_in_a_file_each_stage_says_that_it_begins_and_what_it_took() -> None:
+    text = shown([stage(3, 10.0), stage(4, 12.0), stage(4, 13.0), stage(3, 14.0), stage(5, 53.0), *steps(1)])
+    assert text.splitlines()[:-1] == [
+        "[3/5] model ...",
+        "[3/5] model, 2 s",
+        "[4/5] engines ... (usually 60 to 120)",
+        "[4/5] engines, 41 s (usually 60 to 120)",
+        "[5/5] first step ...",
+        "[5/5] first step, 48 s",
+    ]
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_has_a_last_line_that_is_drawn_again_and_lines_that_stay_above_it() -> None:
+    out = Terminal()
+    text = shown([stage(4, 9.0), Warned(t=10.0, text="no room")], out)
+    assert text.startswith(f"{CLEAR_LINE}[4/5] engines, 41 s (usually 60 to 120){CLEAR_LINE}")
+    assert text.endswith("warning: no room\x1b[0m\n[4/5] engines, 41 s (usually 60 to 120)")
+    gate = GateMoved(t=101.0, step=1, version=1, is_open=True)
+    text = shown([*steps(1), gate], Terminal(), now_s=104.0)
+    assert text.endswith("step 2/1 for 3 s (usually 8), gate open, about 0 s left")
+
+
+def test_a_warning_is_shown_once_wherever_and_however_often_it_was_logged() -> None:
+    out = io.StringIO()
+    view = LiveView(Screen(out), RunRecord(), {})
+    for number in range(3):
+        view.add(Warned(t=1.0, text=f"prompt {number} is dropped", level="error"))
+    view.say(Message("prompt 7 is dropped", is_error=True, source="Worker"))
+    view.say(Message("a" * 999, source="Server"))
+    view.add(Fault(t=2.0, role="engine core", name="replica 1", text="killed", action="started again"))
+    view.add(Choice(t=3.0, step=1, key="slots", before=8, after=16, reason="all were in use"))
+    view.add(CommandEnded(t=4.0, code=1, text="training failed"))
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if "a" * 99 not in line] == [
+        "error: prompt 0 is dropped",
+        "error: engine core replica 1: killed (started again)",
+        "chosen: slots 8 -> 16: all were in use",
+        "error: training failed",
+    ]
+    assert len(lines[1]) == 400
+    assert view.repeated == "4 different ones, 7 in all"
+
+
+def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() -> None:
+    segment = SegmentEnded(uid="a", session=0, server="s", version=1, seconds=1, prompt_tokens=1, tokens=30)
+    events = [
+        *steps(2),
+        StepEnded(t=200.0, step=4, total=4, metrics=OURS | {"critic/score/mean": 0.75}),
+        StepEnded(t=199.0, step=3, total=4, metrics=OURS | {"critic/score/mean": 0.75}),
+        SegmentEnded(
+            uid="a", session=0, server="s", version=1, seconds=1, prompt_tokens=1, tokens=70, reason="aborted"
+        ),
+        segment,
+        TrajectoryEnded(uid="a", session=0, seconds=4, engine_seconds=3, tokens=1, interruptions=1, tool_seconds=1),
+        Choice(step=1, key="slots", before=8, after=16, reason="all were in use"),
+        Fault(role="engine core", name="replica 1", text="killed", action="started again"),
+    ]
+    lines = dict(line.split(maxsplit=1) for line in summary_lines(recorded(*events)))
+    assert lines == {
+        "steps": "4 in 32 s, 500 tokens/s",
+        "reward": "0.250 -> 0.750 (the mean of the first and of the last 2 steps)",
+        "time": "generation 50%, log-probs 12%, update 25%, weights 6%, rest 6%",
+        "slots": "50% in use while engines generated, mean of the steps",
+        "staleness": "0.8 steps, at most 2; 40% of the trained tokens are of older weights",
+        "interrupted": "20 requests; 70 tokens were kept and not generated again; 480 tokens were computed again",
+        "waits": "of a trajectory's time: engine 75%, tool 25%",
+        "dropped": "prompts: 1 prompt_too_long",
+        "choices": "slots=16 (all were in use)",
+        "faults": "engine core replica 1: started again",
+    }
+    verls = StepEnded(step=1, total=1, metrics={"timing_s/step": 2.0, "timing_s/gen": 2.0})
+    assert summary_lines(recorded(verls)) == ["steps        1 in 2 s", "time         generation 100%"]
+    assert summary_lines(recorded()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, "prompt_too_long"),
+        ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefilled_tokens": 900}, "reuse_kv"),
+        ({"partial_rollout/dropped/prompt_too_long": 0}, "prefetch_factor=3"),
+        ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/slot_utilisation": 0.9}, "without the flag"),
+    ],
+)
+def test_the_next_step_follows_from_what_was_seen(changed: dict[str, float], told: str) -> None:
+    assert told in next_step(recorded(*steps(1, **changed)))
+
+
+def test_a_run_of_verls_own_modes_is_read_from_its_metrics_files(tmp_path: Path) -> None:
+    rows = [{"step": 0, "data": {"val": 1.0}}, *({"step": n, "data": {**OURS, "note": "x"}} for n in (1, 2))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"step": 3, "da')
+    (tmp_path / "metrics-2.jsonl").write_text(json.dumps({"step": 2, "data": {**OURS, "timing_s/step": 9.0}}))
+    assert load(tmp_path).values("timing_s/step") == [8.0, 9.0]
+    assert load(tmp_path / "metrics.jsonl").values("timing_s/step") == [8.0, 8.0]
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="line 1"):
+        metrics_steps(tmp_path / "other.jsonl")
+    with pytest.raises(DataError, match="neither events nor metrics"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_record_has_the_data_sets_rows_and_the_stages_of_the_last_start() -> None:
+    taken = BatchTaken(step=1, uids=["a", "b"], source_index=["17", None], deferrals=[0, 0], interruptions=[0, 0])
+    record = recorded(stage(1, 1.0), stage(2, 2.0), CommandEnded(code=1), taken, stage(1, 5.0))
+    assert record.rows == {"a": "17"}
+    assert (record.stages, record.ended) == ([stage(1, 5.0)], None)
+
+
+def test_what_a_stage_usually_takes_is_that_of_earlier_starts_here_and_beside(tmp_path: Path) -> None:
+    write(tmp_path / "a/events", "driver", stage(1, 10.0), stage(2, 15.0))
+    write(tmp_path / "a/events", "task_runner", stage(3, 21.0))
+    write(tmp_path / "b/events", "driver", stage(1, 30.0), stage(2, 37.0), stage(4, 99.0))
+    (tmp_path / "c").mkdir()
+    found = usual_seconds(tmp_path / "c/events", before_s=50.0)
+    assert found == {"configuration": (5.0, 7.0), "Ray": (6.0, 6.0)}
+
+
+COMMAND = """
+import sys, time, signal
+from pathlib import Path
+from partial_rollout.observability.events import *
+writer = EventWriter(Path(sys.argv[1]) / "events", "driver")
+signal.signal(signal.SIGINT, lambda *_: (print("WARNING:root:told to end", flush=True), sys.exit(130)))
+writer.write(StageBegan(number=1, total=5, name="configuration"))
+writer.write(StepEnded(step=1, total=1, metrics={"timing_s/step": 2.0, "critic/score/mean": 0.5}))
+print("(X pid=1) WARNING 11-23 05:02:07 [a.py:1] no room", flush=True)
+print("a line that nobody sees", flush=True)
+if sys.argv[2] == "wait":
+    Path(sys.argv[1], "up").write_text("")
+    signal.pause()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def started(run: Path, argument: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "partial_rollout.watch", str(run), "--", sys.executable, "-c", COMMAND, str(run)]
+    return subprocess.Popen([*words, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_command_is_shown_and_its_exit_code_is_the_watchs(tmp_path: Path) -> None:
+    write(tmp_path / "events", "driver", StepEnded(t=1.0, step=9, total=9, metrics={}))  # of an earlier start
+    process = started(tmp_path, "3")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "step 1/1 | reward 0.500 | 2.0 s: rest 2.0" in out.splitlines()
+    assert out.count("warning (X): no room") == 1
+    assert "nobody sees" not in out
+    assert "step 9" not in out
+    assert out.splitlines()[-1].startswith("error: the command ended with code 3; its last words are at the end of")
+    assert "a line that nobody sees" in (tmp_path / "run.log").read_text()
+
+
+def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "up")
+    process = started(tmp_path, "wait")
+    (tmp_path / "up").read_text()  # until the command is up
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.count("SIGINT: the run is told to end") == 1
+    assert (tmp_path / "run.log").read_text().count("told to end") == 1
+    assert "warning: told to end" in out.splitlines()
+
+
+def test_an_ended_run_is_shown_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "events", "driver", stage(1, 1.0), *steps(3), CommandEnded(code=0))
+    assert watch.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert LINE.replace("/9", "/3", 1) in out.splitlines()
+    assert "steps        3 in 24 s, 500 tokens/s" in out.splitlines()
+    assert watch.main([str(tmp_path / "nowhere")]) == 2
+    assert "has no events" in capsys.readouterr().err
+
+
+def test_only_files_of_the_asked_roles_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "trainer", *steps(1))
+    write(tmp_path, "driver", stage(1, 1.0))
+    assert len(EventReader(tmp_path, roles=("driver",)).read()) == 2
