@@ -52,7 +52,7 @@ def test_control_calls_answer_while_two_thousand_generates_are_parked(ray_cluste
     get(server.clear_kv_cache.remote())
     get(server.set_global_steps.remote(7))
     statistics = get(server.rollout_statistics.remote())
-    assert (statistics.version, statistics.running, statistics.num_generated_tokens) == (7, 0, 0)
+    assert (statistics.version, statistics.gate.in_flight, statistics.num_generated_tokens) == (7, 0, 0)
     get(server.resume_generation.remote())
     wait_until(get, server, "running", resident)
     # Drains those in the actor; the rest, if any, is let in by Ray as they return, and parks at the closed gate.
