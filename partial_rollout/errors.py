@@ -68,7 +68,7 @@ class PackingError(UserError):
 
 
 class AgentLoopBroken(UserError):
-    """So many prompts were dropped while one batch was waited for that refilling cannot be the cure."""
+    """So many prompts were dropped while one batch was waited for that fresh prompts would not help."""
 
 
 class VersionError(UserError):
@@ -124,11 +124,11 @@ class WeightMismatch(WeightUpdateError):
 
 
 class SharedMemoryFull(WeightUpdateError):
-    """There is no room for the slots of a weight transfer."""
+    """/dev/shm has no room for the buffers of a weight update."""
 
 
 class DeviceMemoryFull(WeightUpdateError):
-    """There is no room on the GPU for the slots of a weight transfer."""
+    """The GPU has no room for the buffers of a weight update."""
 
 
 class InternalError(PartialRolloutError):

@@ -35,7 +35,7 @@ CONFIG_DIR = str(Path(__file__).resolve().parent / "configs")
 
 
 logger = logging.getLogger("partial_rollout.main_ppo")
-"""By name, since this module is `__main__` as a command."""
+"""Named by hand, because `__name__` is `__main__` when this module runs as a command."""
 
 
 def run(config: DictConfig) -> None:
@@ -90,7 +90,7 @@ class StartedRunner:
         self._actor_class, self._timeout_s = actor_class, timeout_s
 
     def options(self, **options: Any) -> StartedRunner:
-        """As `options` of Ray's actor classes."""
+        """Same as `options` of a Ray actor class."""
         return StartedRunner(self._actor_class.options(**options), self._timeout_s)
 
     def remote(self) -> Any:

@@ -66,7 +66,7 @@ class Requests:
         self.first_token_s = 0.0
         """When the last of the requests had its first token."""
         self._steps: list[tuple[float, float]] = []
-        """Of each hand-over but a request's first: when the one before was, and seconds of a decode step since then."""
+        """Of each hand-over after a request's first: time of the hand-over before, seconds of a decode step since."""
         self.half_done = asyncio.Event()
         """Set when every request has half of its tokens."""
 

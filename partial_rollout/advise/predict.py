@@ -28,7 +28,7 @@ COLOCATED = "colocate_async"
 POLLING = "sync, 2 s poll"
 """verl's trainer as it is."""
 POLL_S = 2.0
-"""Between two looks of verl's trainers."""
+"""Seconds between two looks of verl's trainers whether a batch is complete."""
 
 
 def fit(curve: dict[str, Any]) -> Speed:

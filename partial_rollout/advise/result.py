@@ -35,7 +35,7 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide a number; torch says itself for which CUDA it was built."""
+    """Versions of Python and of the packages that decide a number; torch's version names its CUDA."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}

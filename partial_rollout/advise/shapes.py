@@ -66,7 +66,7 @@ SHAPES = {
     "8b": Shape(4096, 12288, 36, 32, 8, tied=False),
 }
 PROMPT_TOKENS = 256
-"""Of every prompt."""
+"""Tokens of every prompt."""
 
 
 def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedTokenizerBase:

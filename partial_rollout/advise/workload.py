@@ -55,7 +55,7 @@ LARGE = Workload(batch=32, group=8, median=700, sigma=0.9, longest=4096, long_sh
 """The distribution of lengths that GPU results were measured with."""
 TINY = Workload(batch=4, group=2, median=24, sigma=0.9, longest=96, long_share=0.1)
 SMALL = Workload(batch=8, group=4, median=48, sigma=0.9, longest=384, long_share=0.1)
-"""Of models for a CPU: the same in small, for tests and for measurements."""
+"""The distribution for a CPU: as `LARGE`, with shorter responses and fewer prompts."""
 SIZES = {"tiny": TINY, "small": SMALL}
 
 

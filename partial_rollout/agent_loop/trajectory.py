@@ -125,7 +125,7 @@ class Trajectories:
 
     def __init__(self) -> None:
         self._running: dict[int, dict[str, Trajectory]] = {}
-        """By claim id and key."""
+        """Trajectories by claim id, then by key."""
         self._saved: Saved = {}
         self._warned = False
         self.oldest_version: int | None = None

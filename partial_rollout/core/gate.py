@@ -182,6 +182,7 @@ class Gate:
 
     def open(self) -> None:
         """Admit again and count an opening; on an open gate only an earlier `reject` is taken back."""
+        # Counted from CLOSED only: `openings` tells a client whether the gate was shut between two of its segments.
         if self._step(GateEvent.OPEN) is GateState.CLOSED:
             self.openings += 1
         self._rejecting = False

@@ -27,7 +27,7 @@ STEP_SHARE = 8
 
 
 def share_slots(num_slots: int, *, num_workers: int, group: int) -> list[int]:
-    """Each worker's slots, in whole groups; the first workers have a group more where the groups do not come out even.
+    """How many slots each worker gets, in whole groups; where groups are left over, the first workers get one more.
 
     >>> share_slots(20, num_workers=2, group=4)
     [12, 8]
@@ -71,7 +71,7 @@ class SlotBounds:
     group: int = 1
     """Trajectories of a prompt. They are claimed together, so the budget is a multiple of their number."""
     num_workers: int = 1
-    """Each worker has a share of the budget, of which fewer slots than a group may be free that nobody can claim."""
+    """Workers that share the budget. In each share up to `group` - 1 free slots are too few for a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

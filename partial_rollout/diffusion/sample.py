@@ -52,11 +52,11 @@ class Sample:
     options: SampleOptions
     generator: torch.Generator
     latents: list[torch.Tensor] = field(default_factory=list)
-    """Each [1, T, C], fp32."""
+    """One tensor a step, each [1, T, C], fp32."""
     log_probs: list[torch.Tensor] = field(default_factory=list)
-    """Each [1], fp32."""
+    """One tensor a step, each [1], fp32."""
     timesteps: list[torch.Tensor] = field(default_factory=list)
-    """Each [1], fp32, of the model's 0 to 1000."""
+    """One tensor a step, each [1], fp32, from 0 to 1000 as the model counts."""
     versions: list[int] = field(default_factory=list)
     """Weight version that predicted each step."""
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 1024 * 1024
-"""Of one file; a process keeps the one it writes and the one before: days of a worker with some events a second."""
+"""Most bytes of one file. A worker keeps the file it writes and the one before: days, with some events a second."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MicroBatch = list[list[int]]
 """A row of sample indices for each rank."""
 MAX_TIGHT_MICRO_BATCHES = 32
-"""Rows filled to the brim make the slowest row 1 to 5 % dearer (seen); only so few micro-batches less outweigh that."""
+"""Filling rows to the brim saves a micro-batch, and makes the slowest row 1 to 5 % dearer (seen). With more
+micro-batches than this, one less is worth less than that."""
 SLACK_DIVISOR = 64
 """From this many micro-batches on, one more in 64 is tried at once: each try fills all rows anew."""
 MIN_SAVED_TOKENS = 1024

@@ -114,11 +114,13 @@ class Admission:
         try:
             await self._gate_moved.wait_for(lambda: self._gate.verdict(ticket) is not Verdict.WAIT)
         except asyncio.CancelledError:
+            # Otherwise the request would be counted as parked for ever.
             self._gate.unpark(ticket)
             raise
         if self._gate.verdict(ticket) is Verdict.REJECT:
             self._gate.unpark(ticket)
             return None
+        # No await since the verdict: the gate may move at any await.
         self._gate.admit(ticket, self._clock())
         self._running.change(+1, self._clock())
         return ticket
@@ -157,6 +159,7 @@ class Admission:
             await asyncio.wait_for(self._empty(pause_engine), limit_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise DrainTimeout(self._describe_leftover(limit_s)) from None
+        # A second drain of a closed gate finds it CLOSED: repeating a drain is allowed.
         if self._gate.state is GateState.DRAINING:
             self._gate.drained()
         self.last_drain_s = self._clock() - started_s
@@ -176,6 +179,7 @@ class Admission:
         Raises:
             IllegalTransition: a drain has not finished.
         """
+        # Time at a closed gate would count as time of idle slots.
         if self._gate.state is not GateState.OPEN:
             self._running.restart(self._clock())
         self._gate.open()
@@ -201,6 +205,7 @@ class Admission:
         return self._running.mean(self._clock()) if is_open else self._mean_running_at_close
 
     async def _empty(self, pause_engine: Callable[[], Awaitable[None]]) -> None:
+        # A pause misses a request that is still on its way to the engine; that one would generate while weights change.
         await self.all_arrived()
         await pause_engine()
         await self._request_moved.wait_for(lambda: self._gate.num_in_flight == 0)

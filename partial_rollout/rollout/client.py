@@ -50,7 +50,7 @@ FINGERPRINT = (
 )
 """Sampling parameters that must be the same when a restarted run goes on from saved tokens."""
 SEEN = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
-"""Inputs that a model sees beside tokens, which do not tell them apart: pictures of one size have equal tokens."""
+"""Inputs that a model sees beside tokens. Tokens do not tell them apart: pictures of one size have equal tokens."""
 _SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
 
 
@@ -98,6 +98,7 @@ class ResumingLLMServerClient(LLMServerClient):
                 await self.before_segment()
             asked_s = time.monotonic()
             output = await self._generate_segment(request_id, generation, sampling_params, inputs, retained)
+            # Taken out: it is for the next request of this response, and nothing of verl's result.
             retained = output.extra_fields.pop("retained")
             merged.add(output)
             segment = _segment(output)

@@ -91,6 +91,7 @@ class GatedEngine:
         if request is None:
             request = await self._add(prompt, sampling_params, request_id, passage.cache_salt, options)
         self._running[request.queue.request_id] = request
+        # Only now: a drain that waits for this request interrupts what it finds in `_running`.
         self._admission.arrived(passage.ticket)
         self._meter.begin(request_id)
         has_left = False
@@ -100,6 +101,7 @@ class GatedEngine:
         finally:
             self._meter.end(request_id)
             del self._running[request.queue.request_id]
+            # The caller was cancelled, or the engine failed: without an abort it would generate on for nobody.
             if not has_left:
                 await self._engine.abort(request.queue.request_id, internal=True)
         if request.is_cut:
@@ -126,6 +128,7 @@ class GatedEngine:
             await self._engine.pause_generation(mode="abort", clear_cache=clear_cache)
             return
         await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        # Before the cut: what the engine has sampled by now belongs to the segments that end here.
         await self._take_in_everything()
         leaving = [request.queue.request_id for request in self._running.values() if not request.cut()]
         if leaving:
@@ -150,22 +153,24 @@ class GatedEngine:
 
     async def resume_generation(self) -> None:
         """Let the engine go on with the kept requests that a caller has claimed; abort the others."""
+        # Their callers were cancelled while the engine was paused; nobody would take their tokens in.
         unclaimed = self.kept.drop_unclaimed()
         if unclaimed:
             await self._engine.abort(unclaimed, internal=True)
         await self._engine.resume_generation()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As vLLM's, but KV that is to be retained stays in the cache: its salt hides it from all other requests."""
+        """Reset the cache as vLLM does, unless KV is retained: its salt hides it from all other requests."""
         if self._mode.retains_kv and not self._mode.releases_memory:
             return True
         return await self._engine.reset_prefix_cache(
             reset_running_requests=reset_running_requests,
+            # The connector holds the KV in host memory, which is to outlive the engine's own memory.
             reset_connector=reset_connector and not self._mode.releases_memory,
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """As vLLM's, but without forgetting the KV that has been moved to host memory; the engine is paused already.
+        """Sleep as vLLM does, but keep the KV that was moved to host memory; the engine is paused already.
 
         Raises:
             EngineError: a request still holds cached blocks, so later requests would find blocks whose memory is gone.
@@ -178,7 +183,7 @@ class GatedEngine:
             await self._engine.sleep(level=level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """As vLLM's; after our own `sleep` the engine does not know that it slept, and stays paused."""
+        """Wake up as vLLM does; after our own `sleep` the engine does not know that it slept, and stays paused."""
         if self._mode.releases_memory:
             await self._engine.collective_rpc("wake_up", kwargs={"tags": tags})
         else:
@@ -224,6 +229,7 @@ class EngineRequest:
         waiting = cast("RequestOutput | Exception | None", self.queue.output)
         if isinstance(waiting, Exception) or (waiting is not None and waiting.finished):
             return True
+        # A request without tokens has only its prompt's KV, which the new weights had better compute.
         has_tokens = self.has_tokens or (waiting is not None and any(c.token_ids for c in waiting.outputs))
         if not (self.may_stay and has_tokens):
             return False

@@ -46,7 +46,7 @@ HTTP_STOP_S = 5.0
 ENGINE_STOP_S = 20.0
 """How long an engine core may take to end by itself before it is killed."""
 BROKEN_ENGINE_STOP_S = 2.0
-"""The same for an engine that is relaunched: it has nothing to save, and may be waiting for a stuck worker."""
+"""How long the core of a relaunched engine may take: it has nothing to save, and may wait for a stuck worker."""
 WORKER_STOP_S = 5.0
 """How long the engine's workers may take to end after their core has."""
 INITIAL_VERSION = 0
@@ -86,6 +86,7 @@ class PartialRolloutServer(ChannelServer):
         self._interruption.unlink_host_memory()
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
+        # Before the launch there is no engine whose loop could be another one.
         if self._engine_loop is None or self._engine_loop is asyncio.get_running_loop():
             return await call
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._engine_loop))
@@ -122,14 +123,17 @@ class PartialRolloutServer(ChannelServer):
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
+        # Claimed before the gate: while this caller waits there, its kept request must not be aborted as nobody's.
         with self._gated.kept.claimed(retained.kept_id if retained else None):
             ticket = await self._admission.enter(request_id)
             if ticket is None:
                 return self._empty_output(ABORTED, rejected=True)
+            # Read inside the gate: it cannot close and open again before this request has left the engine.
             version, openings = self._version, self._admission.openings
             passage = Passage(ticket, self._interruption.cache_salt(retained, openings, version), retained)
             reset = CURRENT_PASSAGE.set(passage)
             try:
+                # A failed update leaves the engine with weights of two versions.
                 self._weights.require_whole(self._name)
                 output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
             except EngineDeadError as error:
@@ -235,6 +239,7 @@ class PartialRolloutServer(ChannelServer):
         """
         self._weights.require_settled(self._name)
         async with self._control_lock:
+            # Under the lock: a drain that is under way has to end first.
             self._admission.open()
 
     @control
@@ -300,6 +305,7 @@ class PartialRolloutServer(ChannelServer):
             await asyncio.wait_for(stop, 2 * ENGINE_STOP_S)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             raise WaitTimeout(f"{self._name}: the engine did not end within {2 * ENGINE_STOP_S:g} s") from None
+        # GPU memory is free only when the last worker has ended, and the next engine needs all of it.
         await asyncio.to_thread(end_processes, processes, grace_s=WORKER_STOP_S)
 
     # ---- relaunch ----------------------------------------------------------------------------------------------------

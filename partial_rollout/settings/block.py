@@ -43,19 +43,19 @@ RETIRED_VALUES = {
     ("tail.interrupt_mode", "keep"): f"set {BLOCK}.tail.interrupt_mode=abort, which computes as much again and "
     "holds no request in the engine, or keep_kv, which computes nothing again",
 }
-"""The same for values of keys that stay."""
+"""Values of release 0.1 that no longer exist, of keys that do, and what to do instead."""
 
 OLD_NAME_OF_WAIT = "sync"
-"""In release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
+"""The name of `wait` in release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
 PREFETCH_FACTOR = 2.0
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
-"""Beyond it more groups are left behind by a round than it trains, and those wait for one another."""
+"""A round that generates more than this many batches leaves more groups behind than it trains."""
 CLOSE = 0.8
-"""Above this likeness a name is taken for a mistyped one of another place."""
+"""Two names that are at least this alike (difflib's ratio) are taken for a slip of the pen."""
 DEFERRAL_LIMIT = 8
-"""Twice the rounds in which what they leave behind fills a batch at best, so that most of it gets a long round."""
+"""Rounds leave a batch of groups behind in 4 rounds at best; twice as many let most groups get a long round."""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:

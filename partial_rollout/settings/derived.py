@@ -54,7 +54,7 @@ class Settings:
 
     @cached_property
     def slot_bounds(self) -> SlotBounds:
-        """Between what an adaptive number of slots moves, in whole prompt groups.
+        """The least and the most slots of an adaptive number, in whole prompt groups.
 
         Raises:
             ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.

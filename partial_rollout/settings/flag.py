@@ -21,7 +21,7 @@ AGENT_LOOP_MANAGER = "partial_rollout.agent_loop.manager.PartialRolloutAgentLoop
 REPLAY_BUFFER_MODULE = "pkg://partial_rollout.train.replay_buffer"
 REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 PACKED_ATTENTION = "varlen_sdpa"
-"""Of `PACKED_ATTENTION_MODULE`, which registers it when it is imported."""
+"""Name of the attention that `PACKED_ATTENTION_MODULE` registers when it is imported."""
 PACKED_ATTENTION_MODULE = "partial_rollout.packing.attention"
 
 

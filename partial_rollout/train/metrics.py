@@ -67,7 +67,7 @@ def queue_metrics(queue: QueueStatistics) -> dict[str, float]:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Those of a step's metrics that are numbers, as Python's own; verl's are of NumPy or torch in part."""
+    """The metrics of a step that are numbers, as Python floats; verl has some of them as NumPy or torch scalars."""
     found: dict[str, float | None] = {}
     for name, value in metrics.items():
         if hasattr(value, "item"):

@@ -37,7 +37,7 @@ TOKENS = "tokens.msgpack"
 PARTITION = "train"
 """verl's TransferQueue partition of training prompts."""
 RESTORE_TIMEOUT_S = 300.0
-"""For one list or clearing of all rows: TransferQueue's client would wait for a dead controller for ever."""
+"""Bound of one call that lists or clears all rows: TransferQueue's client waits for a dead controller for ever."""
 DROPPED_AFTER_SNAPSHOT = "dropped_after_snapshot"
 """Drop reason of a prompt whose row was cleared after the queue was saved and before TransferQueue was."""
 

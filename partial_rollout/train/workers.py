@@ -26,7 +26,7 @@ WORKERS: dict[tuple[bool, bool], type] = {
     (False, True): ChannelActorWorker,
     (True, True): PackedChannelActorWorker,
 }
-"""By (micro-batches are planned, weights go through our channel)."""
+"""Worker class by (whether micro-batches are planned, whether weights go through our channel)."""
 
 
 def use_workers(role_workers: dict[Any, Any], *, packed: bool, channel: bool) -> None:

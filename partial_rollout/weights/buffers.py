@@ -69,6 +69,7 @@ class Leases:
     def begin(self, buffer: int, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Hold `buffer` until `memory`, which torch keeps as long as a tensor on it, is collected; return `tensor`."""
         self._held[buffer] = tensor.untyped_storage().data_ptr()
+        # At the interpreter's exit nobody waits for the buffer, and modules may be gone.
         weakref.finalize(memory, self._held.pop, buffer, None).atexit = False
         return tensor
 

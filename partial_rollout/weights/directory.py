@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "prw-"
 UNLOCKED_SUFFIX = ".new"
-"""A file has this until it is locked, so that nobody takes it for abandoned in between."""
+"""Ending of a file's name until it is locked, so that nobody takes it for abandoned in between."""
 GRACE_S = 60.0
-"""From making a file or folder to locking it takes far less; what is older and not locked was never going to be."""
+"""A file or folder that is older than this and not locked is abandoned: locking takes far less time."""
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 LOCK_NAME = "owner"
 """The file that a server keeps locked in its folder."""

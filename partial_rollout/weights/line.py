@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHECK_INTERVAL_MS = 500
 """How often a wait calls `check`: what `check` looks at sends no event."""
 RECONNECT_MS = 10
-"""The receiver may connect before the sender has bound."""
+"""The receiver may connect before the sender has bound, and tries again after so many milliseconds."""
 LINGER_MS = 2000
 """How long `close` waits for the last message to leave: the confirmation, or the reason of a failure."""
 

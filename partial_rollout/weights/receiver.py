@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from partial_rollout.weights.protocol.wire import Message
 
 HUGE_FROM_BYTES = 4 << 20
-"""From twice a huge page on at least one huge page fits whole."""
+"""Twice a huge page, so that at least one whole huge page fits wherever the memory begins."""
 
 
 class WeightReceiver:
@@ -78,6 +78,7 @@ class WeightReceiver:
         """Tell the sender of a failure, let go of the buffers, disconnect."""
         if isinstance(error, Exception) and self._machine.owes_reason:
             self._line.tell(describe_failure(error))
+        # The sender may still be writing, so memory that it writes to must not be used for anything else.
         if error is not None and self._buffers is not None:
             self._buffers.abandon()
         self._release_buffers()
@@ -97,10 +98,12 @@ class WeightReceiver:
         while not isinstance(message := self._next(), Done):
             if isinstance(message, Bucket):
                 yield from self._unpack(buffers, message, assembly)
+                # Only when all of its tensors are out may its buffer be given back.
                 self._unpacked.append(message)
                 self._free(buffers)
         assembly.finish()
         confirmation = self._machine.finish(message, Done(assembly.num_tensors, assembly.num_bytes))
+        # Before the confirmation: when the sender reads it, the memory of this end is free.
         self._release_buffers()
         self._line.send(confirmation)
 
@@ -139,6 +142,7 @@ class WeightReceiver:
         """Give back the buffers of earlier buckets that nothing refers to any more."""
         done = [bucket for bucket in self._unpacked if not buffers.leases.is_held(bucket.buffer)]
         if done:
+            # A GPU may still read for a kernel whose tensor is gone in Python.
             buffers.settle()
             self._unpacked = [bucket for bucket in self._unpacked if bucket not in done]
             for bucket in done:

@@ -149,6 +149,7 @@ class WeightSender:
 
     def _flush(self, buffers: BufferWriter) -> None:
         if self._fragments:
+            # The message says that the bytes can be read; on a GPU the copy may still be under way.
             buffers.flush()
             self._say(self._machine.bucket(self._buffer, tuple(self._fragments)))
             self._fragments = []

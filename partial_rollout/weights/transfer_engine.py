@@ -43,7 +43,7 @@ KNOWN_INTERFACES = {
 
 @dataclass
 class ChannelInit(WeightTransferInitInfo):
-    """Empty: both ends connect anew for each update."""
+    """No fields: both ends connect anew for each update."""
 
 
 @dataclass

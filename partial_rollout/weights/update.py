@@ -55,6 +55,7 @@ def update_engines(
                 f"partial_rollout.weights.relaunches={relaunches}): {reasons}"
             ) from failure
         logger.warning("weight version %s: engines are relaunched and sent all weights again: %s", version, reasons)
+        # A new engine has no weights and the others may have half an update, so all are sent everything.
         engines.relaunch(failed)
         before_resend()
         num_relaunched += len(failed)

@@ -32,7 +32,7 @@ class ClaimBook:
         self.num_trajectories = 0
         """Trajectories of ongoing prompts."""
         self.ongoing: dict[int, Entry] = {}
-        """By claim id."""
+        """Ongoing prompts by claim id."""
         self._deferred: dict[int, Entry] = {}
         self._by_worker: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
         self._unfetched: defaultdict[str, dict[int, Claim]] = defaultdict(dict)

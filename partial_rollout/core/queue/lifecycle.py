@@ -17,17 +17,17 @@ class State(Enum):
 
     NEW = "new"
     PENDING = "pending"
-    """It waits for a worker."""
+    """The prompt waits for a worker."""
     ONGOING = "ongoing"
-    """A worker generates its trajectories."""
+    """A worker generates the prompt's trajectories."""
     DEFERRED = "deferred"
-    """A round has ended without it; it is held back until a later round."""
+    """A round has ended without the prompt, which is held back until a later round."""
     DONE = "done"
-    """Its trajectories are complete and wait to be trained."""
+    """All trajectories of the prompt are complete and wait to be trained."""
     EXPIRED = "expired"
-    """Its trajectories are complete and too old to be trained."""
+    """All trajectories of the prompt are complete, and too old to be trained."""
     CLEARING = "clearing"
-    """Too old as well, and the trainer clears its rows."""
+    """The trajectories are too old, and the trainer clears the prompt's rows."""
     TAKEN = "taken"
     DROPPED = "dropped"
 
@@ -112,9 +112,9 @@ class Entry:
     was_called_long: bool = False
     """Whether the current claim was reported as a long-running one."""
     claim: Claim | None = None
-    """Of an ongoing prompt, or of a deferred one whose worker keeps its tokens."""
+    """The claim of an ongoing prompt, or of a deferred prompt whose worker keeps the tokens."""
     group: FinishedGroup | None = None
-    """Its trajectories, from the state DONE on."""
+    """The prompt's trajectories, from the state DONE on."""
 
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""

@@ -27,7 +27,7 @@ class Rounds:
     def __init__(self, policy: TailPolicy) -> None:
         self.policy = policy
         self.deferred: dict[str, Entry] = {}
-        """By uid, most often deferred first, then in the order of admission."""
+        """Deferred prompts by uid: most often deferred first, then in the order of admission."""
         self._pending: list[tuple[bool, int, Entry]] = []
         """A heap; the prompts that the batch must contain come first, then the order of admission counts."""
         self._num_startable: float = 0 if policy.in_rounds else math.inf

@@ -37,7 +37,7 @@ class RoundView:
     ongoing: int
     done: int
     deferrals: Sequence[int] = ()
-    """For each deferred group how often it was deferred, highest number first."""
+    """How often each deferred group was deferred, highest number first."""
 
     @property
     def in_flight(self) -> int:
@@ -106,7 +106,7 @@ class Partial:
 
     @property
     def max_steps(self) -> int | None:
-        """None: a long response is interrupted and resumed until it ends."""
+        """No bound (None): a long response is interrupted and resumed until it ends."""
         return None
 
     def plan(self, view: RoundView) -> RoundPlan:

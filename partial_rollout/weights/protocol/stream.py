@@ -58,6 +58,7 @@ class Endpoint:
         if next_state is not None:
             self.state = next_state
             return
+        # Set before anything is raised: a message after a failure must not find a state that takes it.
         before, self.state = self.state, State.FAILED
         if isinstance(message, Error):
             self.state = State.PEER_FAILED
@@ -78,10 +79,12 @@ class Endpoint:
             raise WeightProtocolError(f"the other end is at weight update {update_number}, we at {self._update_number}")
 
     def _proof(self, role: str, receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
+        # Nonces, so that no proof can be replayed; the role, so that no proof can be sent back as its own answer.
         text = b"|".join((role.encode(), str(self._update_number).encode(), receiver_nonce, sender_nonce))
         return hmac.digest(self._secret, text, "sha256")
 
     def _check_proof(self, given: bytes, wanted: bytes) -> None:
+        # In constant time: how long a comparison takes would tell how many bytes were right.
         if not hmac.compare_digest(given, wanted):
             self.state = State.FAILED
             raise WeightProtocolError("the other end does not know this run's secret")
@@ -200,6 +203,7 @@ class ReceiverMachine(Endpoint):
         if isinstance(message, Attach):
             self._check_update(message.protocol, message.update_number)
             self._peer_nonce = message.nonce
+            # Before the offer is believed: it names memory that this process will map.
             self._check_proof(message.proof, self._proof("sender", self._nonce, self._peer_nonce))
             self.offer = message.buffers
         elif isinstance(message, Bucket):
@@ -212,6 +216,7 @@ class ReceiverMachine(Endpoint):
                 f"bucket {bucket.index} in buffer {bucket.buffer} arrived, "
                 f"expected bucket {self._num_buckets} in one of {self.offer.num_buffers} buffers"
             )
+        # The model may still read what lies there.
         if bucket.buffer in self._in_use:
             self.state = State.FAILED
             raise WeightProtocolError(
