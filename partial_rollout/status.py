@@ -1,4 +1,8 @@
-"""`python -m partial_rollout.status`: the prompt queue of a running job, in a shell that reaches its Ray cluster."""
+"""`python -m partial_rollout.status`: the prompt queue of a running job, in a shell that reaches its Ray cluster.
+
+`--why` names what has waited longest: which prompt, at which response, for whom. It reads the run's event stream, whose
+folder the job tells; with `--why RUN` it needs no cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,14 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partial_rollout.errors import ClusterError
+from partial_rollout.errors import ClusterError, DataError
+from partial_rollout.observability.events import EventReader
+from partial_rollout.observability.record import events_folder_of
 from partial_rollout.observability.status_view import format_status, status_json
+from partial_rollout.observability.waits import Waits, format_waits
 from partial_rollout.settings.block import ManagerConfig
 
 if TYPE_CHECKING:
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
 EXIT_NOT_FOUND = 2
 """Exit code if there is no cluster, no manager or no answer; argparse uses the same for a wrong command line."""
 
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
 ANSWER_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 
@@ -28,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the status once, or again every `--watch` seconds; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        _connect(options.address)
+        if not options.why:
+            _connect(options.address)
         _show(options)
-    except ClusterError as error:
+    except (ClusterError, DataError) as error:
         print(f"partial_rollout.status: {error}", file=sys.stderr)
         return EXIT_NOT_FOUND
     except KeyboardInterrupt:
@@ -46,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", default="auto", help="Ray cluster, host:port (default: the one on this machine)")
     parser.add_argument("--name", default=defaults.name, help="partial_rollout.manager.name (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
-    parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help="repeat until interrupted")
+    parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help="draw it again until interrupted")
+    parser.add_argument(
+        "--why",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="name the oldest waits; RUN: a folder, without a cluster",
+    )
     return parser
 
 
@@ -84,12 +101,34 @@ def _probe(address: str) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    view = status_json if options.json else format_status
-    print(view(_fetch(options), options.name), flush=True)
+    redraws = options.watch and sys.stdout.isatty() and not options.json
+    print((CLEAR_SCREEN if redraws else "") + _text(options), flush=True)
     while options.watch:
         time.sleep(options.watch)
-        separator = "" if options.json else "\n"
-        print(separator + view(_fetch(options), options.name), flush=True)
+        separator = CLEAR_SCREEN if redraws else "" if options.json else "\n"
+        print(separator + _text(options), flush=True)
+
+
+def _text(options: argparse.Namespace) -> str:
+    if options.why:
+        return _waits(events_folder_of(Path(options.why)))
+    status = _fetch(options)
+    if options.json:
+        return status_json(status, options.name)
+    shown = format_status(status, options.name)
+    if options.why is None:
+        return shown
+    if not status.events:
+        raise ClusterError("this run has no event stream (partial_rollout.events=null), so nothing tells its waits")
+    return f"{shown}\n{_waits(Path(status.events))}"
+
+
+def _waits(folder: Path) -> str:
+    if not folder.is_dir():
+        raise DataError(f"the event stream {folder} is not on this machine: give the run's folder, --why RUN")
+    waits = Waits()
+    waits.add(EventReader(folder).read())
+    return format_waits(waits.now(), time.time())
 
 
 def _fetch(options: argparse.Namespace) -> ManagerStatus:

@@ -248,6 +248,8 @@ class ManagerStatus:
     """Uid of the prompt whose attempt failed last, and the reason."""
     closed: str = ""
     """Why the manager was closed; empty while it is open."""
+    events: str = ""
+    """Folder of the run's event stream; empty: there is none."""
 
     @property
     def slots_in_use(self) -> int:

@@ -206,8 +206,14 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = self._trajectories.start(claim, session)
         trajectory.row = str(row["index"])
         CURRENT.set(trajectory)
-        started_s = time.monotonic()
         self._enter("agent")
+        try:
+            return await self._run(trajectory, row)
+        finally:
+            self._enter("ended")  # no event after `TrajectoryEnded`
+
+    async def _run(self, trajectory: Trajectory, row: dict[str, Any]) -> list[TrajectorySummary]:
+        claim, session, started_s = trajectory.claim, trajectory.session, time.monotonic()
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
             {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
@@ -219,7 +225,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
         found = summaries(trajectory, outputs)
         now_s = time.monotonic()
-        trajectory.enter("", now_s)
+        trajectory.enter("ended", now_s)
         ended = TrajectoryEnded(
             uid=claim.uid,
             session=session,

@@ -152,7 +152,10 @@ class PhaseBegan(Event, frozen=True, tag="phase"):
     uid: str
     session: int
     phase: str
-    """`agent` (its agent loop, before the first request), `engine` (the gate included), `held`, `tool`, `reward`."""
+    """`agent` (its agent loop, before the first request), `engine` (the gate included), `held`, `tool`, `reward`.
+
+    `ended`: it failed or was cancelled, so no `TrajectoryEnded` follows.
+    """
     response: int = 0
     """Number of the response that it is at, from 1; 0 before the first."""
     row: str = ""

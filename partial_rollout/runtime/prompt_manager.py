@@ -96,6 +96,7 @@ class RolloutPromptManager:
         When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
         Warnings go into the run's event stream, whose folder is `events`.
         """
+        self._events = "" if events is None else str(events)
         if events is not None:
             report_to(EventWriter(events, "prompt_manager"))
         self._clock = clock
@@ -312,6 +313,7 @@ class RolloutPromptManager:
             gate=self._gate,
             last_failure=self._last_failure,
             closed=self._closed,
+            events=self._events,
         )
 
     def _schedule_export(self) -> None:

@@ -272,7 +272,7 @@ async def test_what_a_trajectory_waits_for_is_an_event_and_its_seconds_are_summe
     expected = [("agent", 0), ("engine", 1), ("tool", 1), ("engine", 2), ("held", 2), ("engine", 2), ("tool", 2)]
     assert phases == [(phase, number, "17") for phase, number in [*expected, ("reward", 2)]]
     (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
-    assert (ended.tool_seconds, ended.reward_seconds, ended.held_seconds, ended.responses) == (3.0, 1.0, 1.0, 2)
+    assert (ended.tool_seconds, ended.reward_seconds, ended.held_seconds, ended.responses) == (4.0, 1.0, 1.0, 2)
 
 
 class ReplayBuffer(PartialRolloutReplayBuffer):

@@ -1,0 +1,124 @@
+"""What the unfinished trajectories of a run wait for, from its event stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    CommandEnded,
+    GateMoved,
+    PhaseBegan,
+    StageBegan,
+    TrajectoryEnded,
+)
+from partial_rollout.observability.summary import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ENDED = "ended"
+"""The phase of a trajectory that has failed or was cancelled."""
+WHAT = {
+    "agent": "its agent loop",
+    "engine": "an engine",
+    "gate": "the gate",
+    "tool": "a tool",
+    "reward": "its reward",
+    "held": "a later round",
+}
+NUM_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Trajectories of one prompt that wait for the same thing."""
+
+    uid: str
+    row: str
+    what: str
+    """A key of `WHAT`."""
+    response: int
+    """Number of the response that the trajectory is at; of several trajectories the lowest."""
+    attempt: int
+    since_s: float
+    """Seconds since 1970: when the first of them began to wait."""
+    sessions: tuple[int, ...]
+
+
+class Waits:
+    """Follows the phases of all trajectories; `now` says who waits for what."""
+
+    def __init__(self) -> None:
+        self._phases: dict[tuple[str, int], PhaseBegan] = {}
+        self._closed_s: float | None = None
+        """Since when the gate is closed."""
+
+    def add(self, events: Iterable[AnyEvent]) -> None:
+        """Take in events, in the order of their times."""
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: AnyEvent) -> None:
+        match event:
+            case PhaseBegan(phase=phase) if phase != ENDED:
+                self._phases[event.uid, event.session] = event
+            case PhaseBegan() | TrajectoryEnded():
+                self._phases.pop((event.uid, event.session), None)
+            case BatchTaken():
+                taken = set(event.uids)
+                self._phases = {key: phase for key, phase in self._phases.items() if key[0] not in taken}
+            case GateMoved():
+                self._closed_s = None if event.is_open else event.t
+            case CommandEnded() | StageBegan(number=1):  # what earlier starts left unfinished
+                self._phases.clear()
+            case _:
+                pass
+
+    def now(self) -> list[Wait]:
+        """All waits, the oldest first."""
+        groups: dict[tuple[str, str], list[PhaseBegan]] = {}
+        for phase in self._phases.values():
+            groups.setdefault((phase.uid, self._what(phase)), []).append(phase)
+        waits = [
+            Wait(
+                uid=uid,
+                row=phases[0].row,
+                what=what,
+                response=min(each.response for each in phases),
+                attempt=max(each.attempt for each in phases),
+                since_s=min(each.t for each in phases),
+                sessions=tuple(sorted(each.session for each in phases)),
+            )
+            for (uid, what), phases in groups.items()
+        ]
+        return sorted(waits, key=lambda wait: wait.since_s)
+
+    def _what(self, phase: PhaseBegan) -> str:
+        return "gate" if phase.phase == "engine" and self._closed_s is not None else phase.phase
+
+
+def format_waits(waits: Sequence[Wait], now_s: float) -> str:
+    """A line for each of the oldest waits, and how many there are by what is waited for."""
+    if not waits:
+        return "no trajectory is unfinished"
+    counts: dict[str, int] = {}
+    for wait in waits:
+        counts[wait.what] = counts.get(wait.what, 0) + len(wait.sessions)
+    head = ", ".join(f"{count} for {WHAT.get(what, what)}" for what, count in counts.items())
+    lines = [f"{sum(counts.values())} trajectories wait: {head}", *(_line(wait, now_s) for wait in waits[:NUM_SHOWN])]
+    left = len(waits) - NUM_SHOWN
+    return "\n".join([*lines, f"  ... and {left} more"] if left > 0 else lines)
+
+
+def _line(wait: Wait, now_s: float) -> str:
+    row = f"row {wait.row}, " if wait.row else ""
+    attempt = f", attempt {wait.attempt}" if wait.attempt > 1 else ""
+    many = f"{len(wait.sessions)} trajectories" if len(wait.sessions) > 1 else f"trajectory {wait.sessions[0]}"
+    turn = f"at response {wait.response}" if wait.response else "before their first response"
+    return (
+        f"  {row}prompt {wait.uid}{attempt}: {many}, {turn}, for {WHAT.get(wait.what, wait.what)} "
+        f"since {duration(now_s - wait.since_s)}"
+    )

@@ -1,0 +1,83 @@
+"""Who waits for what, since when, in a run that goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout import status
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    CommandEnded,
+    EventWriter,
+    GateMoved,
+    PhaseBegan,
+    TrajectoryEnded,
+)
+from partial_rollout.observability.waits import NUM_SHOWN, Waits, format_waits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def phase(uid: str, session: int, what: str, t: float, response: int = 1) -> PhaseBegan:
+    return PhaseBegan(t=t, uid=uid, session=session, phase=what, response=response, row=f"r{uid}")
+
+
+def closed(t: float) -> GateMoved:
+    return GateMoved(t=t, step=1, version=0, is_open=False)
+
+
+def told(*events: AnyEvent) -> list[tuple[str, str, tuple[int, ...], float]]:
+    waits = Waits()
+    waits.add(events)
+    return [(wait.uid, wait.what, wait.sessions, wait.since_s) for wait in waits.now()]
+
+
+def test_trajectories_of_a_prompt_that_wait_for_the_same_are_one_wait_and_the_oldest_is_first() -> None:
+    phases = [phase("a", 0, "engine", 5.0), phase("a", 1, "engine", 4.0), phase("b", 0, "tool", 2.0)]
+    assert told(*phases) == [("b", "tool", (0,), 2.0), ("a", "engine", (0, 1), 4.0)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        TrajectoryEnded(t=9.0, uid="a", session=0, seconds=1, engine_seconds=1, tokens=1, interruptions=0),
+        phase("a", 0, "ended", 9.0),
+        BatchTaken(t=9.0, step=1, uids=["a"], source_index=[None], deferrals=[0], interruptions=[0]),
+        CommandEnded(t=9.0, code=1),
+    ],
+)
+def test_a_trajectory_that_has_ended_waits_for_nothing(end: AnyEvent) -> None:
+    assert told(phase("a", 0, "engine", 5.0), end) == []
+
+
+def test_a_request_at_a_closed_gate_waits_for_the_gate() -> None:
+    asked = [phase("a", 0, "engine", 5.0), phase("b", 0, "tool", 6.0)]
+    assert [wait[1] for wait in told(*asked, closed(7.0))] == ["gate", "tool"]
+    opened = GateMoved(t=8.0, step=1, version=1, is_open=True)
+    assert [wait[1] for wait in told(*asked, closed(7.0), opened)] == ["engine", "tool"]
+
+
+def test_the_text_says_row_prompt_response_and_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = Waits()
+    waits.add([phase("a", 0, "tool", 10.0, 2), phase("a", 1, "agent", 11.0, 0), phase("a", 2, "agent", 12.0, 0)])
+    assert format_waits(waits.now(), 51.0).splitlines() == [
+        "3 trajectories wait: 1 for a tool, 2 for its agent loop",
+        "  row ra, prompt a: trajectory 0, at response 2, for a tool since 41 s",
+        "  row ra, prompt a: 2 trajectories, before their first response, for its agent loop since 40 s",
+    ]
+    assert format_waits([], 0.0) == "no trajectory is unfinished"
+    many = Waits()
+    many.add(phase(str(number), 0, "engine", 1.0) for number in range(NUM_SHOWN + 3))
+    assert format_waits(many.now(), 2.0).splitlines()[-1] == "  ... and 3 more"
+
+    writer = EventWriter(tmp_path / "events", "worker")
+    writer.write(phase("a", 0, "reward", 1.0))
+    writer.close()
+    assert status.main(["--why", str(tmp_path)]) == 0
+    assert "prompt a: trajectory 0, at response 1, for its reward since" in capsys.readouterr().out
+    assert status.main(["--why", str(tmp_path / "nowhere")]) == status.EXIT_NOT_FOUND
+    assert "is not on this machine" in capsys.readouterr().err
