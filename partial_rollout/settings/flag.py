@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK
+from partial_rollout.settings.by_hand import leaves
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from partial_rollout.settings.changes import Changes
     from partial_rollout.settings.derived import Settings
 
+ROLLOUT = "actor_rollout_ref.rollout"
 TRAINER_MODE = "partial_rollout"
 AGENT_LOOP_MANAGER = "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
 REPLAY_BUFFER_MODULE = "pkg://partial_rollout.train.replay_buffer"
@@ -23,6 +26,17 @@ REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
 PACKED_ATTENTION = "varlen_sdpa"
 """Name of the attention that `PACKED_ATTENTION_MODULE` registers when it is imported."""
 PACKED_ATTENTION_MODULE = "partial_rollout.packing.attention"
+
+_BOUND = f"leave it out; {BLOCK}.tail.max_staleness bounds how old tokens become"
+WITHOUT_EFFECT = {
+    "trainer.v1.sampler.max_off_policy_threshold": ("verl's sampler, which reads it, is not used", _BOUND),
+    "trainer.v1.sampler.max_off_policy_strategy": (
+        "verl's sampler, which reads it, is not used",
+        f"leave it out; {BLOCK}.tail.past_staleness says what becomes of old tokens",
+    ),
+    "trainer.v1.sampler.sampler_kwargs": ("they are for a sampler of your own", "leave it out"),
+}
+"""Keys of verl that nothing reads with the flag: why, and what to do instead."""
 
 
 def is_enabled(config: DictConfig) -> bool:
@@ -49,13 +63,15 @@ def is_enabled(config: DictConfig) -> bool:
     return value
 
 
-def provide_attention(config: DictConfig) -> None:
-    """Let verl load `PACKED_ATTENTION` in every process that builds a model with it, in place and in every mode."""
-    for model in (config.actor_rollout_ref.model, config.critic.model):
+def provide_attention(changes: Changes) -> None:
+    """Let verl load `PACKED_ATTENTION` in every process that builds a model with it, in every mode."""
+    for name in ("actor_rollout_ref.model", "critic.model"):
+        model = OmegaConf.select(changes.config, name)
         if attention_of(model) == PACKED_ATTENTION:
             given = model.external_lib
             others = list(given) if OmegaConf.is_list(given) else [given] if given else []
-            model.external_lib = [*others, PACKED_ATTENTION_MODULE]
+            why = f"it registers attn_implementation={PACKED_ATTENTION}"
+            changes.complete(f"{name}.external_lib", [*others, PACKED_ATTENTION_MODULE], why)
 
 
 def attention_of(model: DictConfig) -> str | None:
@@ -63,31 +79,68 @@ def attention_of(model: DictConfig) -> str | None:
     return OmegaConf.select(model, "override_config.attn_implementation")
 
 
-def place_events(config: DictConfig) -> str | None:
-    """Put the folder of the run's event stream into the block, in place, and return it; None: no stream.
+def apply_mode(changes: Changes, settings: Settings) -> None:
+    """Point verl's public hooks at this package. Only called when the flag is set.
+
+    Hooks that the user set himself are in `changes.refused`.
+    """
+    leave_out = "leave it out, or leave out +async_training.partial_rollout=True"
+    changes.replace("trainer.v1.trainer_mode", TRAINER_MODE, "the flag brings a trainer of its own", instead=leave_out)
+    changes.replace(
+        f"{ROLLOUT}.agent.agent_loop_manager_class",
+        AGENT_LOOP_MANAGER,
+        "its workers take prompts from the prompt queue",
+        instead=leave_out,
+    )
+    sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
+    why = "batches are taken from the prompt queue"
+    for name, value in sampler.items():
+        changes.replace(f"trainer.v1.sampler.custom_sampler.{name}", value, why, instead=leave_out)
+    if settings.block.slots.adaptive:
+        why = f"{BLOCK}.slots.adaptive reads the engines' statistics"
+        off = f"leave it out, or set {BLOCK}.slots.adaptive=false"
+        changes.replace(f"{ROLLOUT}.disable_log_stats", False, why, instead=off)
+    if not verl_fetches_single_prompts(changes.config):
+        why = "verl fetches prompts one by one in all modes but sync"
+        changes.replace("data.gen_batch_size", 1, why, instead="leave it out")
+    _refuse_without_effect(changes)
+    _write_block(changes, settings)
+
+
+def verl_fetches_single_prompts(config: DictConfig) -> bool:
+    """Whether verl sets data.gen_batch_size to 1 by itself, in its mode `sync` as well."""
+    switches = ("algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups")
+    return any(OmegaConf.select(config, key, default=False) for key in switches)
+
+
+def _refuse_without_effect(changes: Changes) -> None:
+    for key, (why, instead) in WITHOUT_EFFECT.items():
+        where = changes.by_hand.where(changes.config, key)
+        if where and OmegaConf.select(changes.config, key):
+            changes.refuse(key, where, why, instead=instead)
+
+
+def place_events(changes: Changes) -> str | None:
+    """Put the folder of the run's event stream into the block, and return it; None: no stream.
 
     It is an absolute path, because the processes of a run have different working folders.
     """
-    given = config[BLOCK].events
+    given = changes.config[BLOCK].events
     if given is None:
         return None
-    folder = f"{config.trainer.default_local_dir}/events" if given == "auto" else given
-    config[BLOCK].events = os.path.abspath(folder)
-    return config[BLOCK].events
+    folder = f"{changes.config.trainer.default_local_dir}/events" if given == "auto" else given
+    changes.complete(f"{BLOCK}.events", os.path.abspath(folder), "other processes have other working folders")
+    return os.path.abspath(folder)
 
 
-def apply_mode(config: DictConfig, settings: Settings) -> None:
-    """Point verl's public hooks at this package, in place. Only called when the flag is set."""
-    rollout = config.actor_rollout_ref.rollout
-    with open_dict(config):
-        config.trainer.v1.trainer_mode = TRAINER_MODE
-        rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
-        if settings.block.slots.adaptive:
-            rollout.disable_log_stats = False
-        config.trainer.v1.sampler.custom_sampler = {"path": REPLAY_BUFFER_MODULE, "name": REPLAY_BUFFER_CLASS}
-        config[BLOCK] = settings.block.to_mapping()  # old names as the new ones: nobody warns of them again
-        # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
-        block = settings.block.to_mapping()
-        block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"
-        block["events"] = place_events(config)
-        rollout.custom = {**(rollout.get("custom") or {}), BLOCK: block}
+def _write_block(changes: Changes, settings: Settings) -> None:
+    """The block with all that was chosen, once for trainer and workers, once where verl hands it to its engines."""
+    block = settings.block.to_mapping()
+    block["events"] = place_events(changes)
+    present: Any = OmegaConf.to_container(changes.config[BLOCK])
+    for key, _ in leaves(present):  # old names as the new ones: nobody warns of them again
+        changes.complete(f"{BLOCK}.{key}", dict(leaves(block))[key], "its name since release 0.2")
+    # verl hands only its own rollout block to replicas and servers; `custom` is its place for extensions.
+    block["weights"]["backend"] = "channel" if settings.uses_channel else "verl"
+    place = f"{ROLLOUT}.custom.{BLOCK}"
+    changes.replace(place, block, "engines read our block there", instead=f"set keys of {BLOCK} only")

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from partial_rollout.core.interrupt import InterruptMode
-    from partial_rollout.settings.block import PackingConfig, PartialRolloutConfig
     from partial_rollout.settings.derived import Settings
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -71,9 +70,9 @@ def check_inputs(config: DictConfig) -> None:
         ConfigError: names the value, what is allowed and where to set it.
         DataError: a data or model path does not exist.
     """
-    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.agent.num_workers"):
-        _require_count(config, key)
-    _check_paths(config)
+    check_counts(config)
+    for check in INPUT_CHECKS:
+        check(config)
 
 
 def check_config(config: DictConfig, settings: Settings) -> None:
@@ -82,13 +81,32 @@ def check_config(config: DictConfig, settings: Settings) -> None:
     Raises:
         ConfigError: names the value, what is allowed and where to set it.
     """
-    rollout = config.actor_rollout_ref.rollout
-    n, num_workers = rollout.n, rollout.agent.num_workers
-    _require(rollout.name == "vllm", f"actor_rollout_ref.rollout.name={rollout.name}", "vllm")
-    _check_tail(config, settings.block)
-    _check_interrupt_mode(config, settings.block)
-    _check_lengths(config)
-    _check_packing(config, settings.block.packing)
+    for check in MODE_CHECKS:
+        check(config, settings)
+
+
+def check_counts(config: DictConfig) -> None:
+    """Refuse what the other checks cannot compute with."""
+    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.agent.num_workers"):
+        _require_count(config, key)
+
+
+def _check_entry_point(config: DictConfig) -> None:
+    _require(
+        OmegaConf.select(config, "trainer.use_v1", default=True),
+        "trainer.use_v1=False",
+        "True: partial_rollout.main_ppo runs verl's v1 trainer, with the flag and without; the old trainer is started "
+        "with verl.trainer.main_ppo",
+    )
+
+
+def _check_engine(config: DictConfig, _settings: Settings) -> None:
+    name = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    _require(name == "vllm", f"actor_rollout_ref.rollout.name={name}", "vllm")
+
+
+def _check_slots(config: DictConfig, settings: Settings) -> None:
+    n, num_workers = settings.group, settings.num_workers
     _require(
         min(settings.slot_shares) >= n,
         f"{settings.num_slots} trajectory slots over {num_workers} agent-loop workers",
@@ -97,8 +115,6 @@ def check_config(config: DictConfig, settings: Settings) -> None:
     )
     if settings.block.slots.adaptive:
         _ = settings.slot_bounds
-    _check_algorithm(config)
-    _check_weights(config, settings.block)
 
 
 def _require_count(config: DictConfig, key: str) -> int:
@@ -107,7 +123,7 @@ def _require_count(config: DictConfig, key: str) -> int:
     return value
 
 
-def _check_lengths(config: DictConfig) -> None:
+def _check_lengths(config: DictConfig, _settings: Settings) -> None:
     prompt = _require_count(config, "data.max_prompt_length")
     _require_count(config, "data.max_response_length")
     limit = config.actor_rollout_ref.rollout.max_model_len
@@ -118,8 +134,9 @@ def _check_lengths(config: DictConfig) -> None:
     )
 
 
-def _check_tail(config: DictConfig, block: PartialRolloutConfig) -> None:
+def _check_tail(config: DictConfig, settings: Settings) -> None:
     """Sizes of rounds; verl's own `data.gen_batch_size` is what the dataloader fetches, and 1 in this mode."""
+    block = settings.block
     batch, fetched = config.data.train_batch_size, OmegaConf.select(config, "data.gen_batch_size")
     block.tail.check_batch(batch)
     make_bound(block.tail, make_policy(block, batch), batch)
@@ -134,9 +151,9 @@ def _check_tail(config: DictConfig, block: PartialRolloutConfig) -> None:
     )
 
 
-def _check_interrupt_mode(config: DictConfig, block: PartialRolloutConfig) -> None:
+def _check_interrupt_mode(config: DictConfig, settings: Settings) -> None:
     """What the engine must have, or must not do, for an interrupted request to leave something in it."""
-    mode = mode_of(block.tail)
+    mode = mode_of(settings.block.tail)
     if mode.name == "abort":
         return
     chosen, way_out = f"with {BLOCK}.tail.interrupt_mode={mode.name}", f"(or set {BLOCK}.tail.interrupt_mode=abort)"
@@ -157,9 +174,9 @@ def engine_needs(mode: InterruptMode) -> Needs:
     }
 
 
-def _check_packing(config: DictConfig, packing: PackingConfig) -> None:
+def _check_packing(config: DictConfig, settings: Settings) -> None:
     """What a planner of ours needs from verl's actor."""
-    actor = config.actor_rollout_ref.actor
+    actor, packing = config.actor_rollout_ref.actor, settings.block.packing
     if packing.planner == "verl":
         return
     alternative = f"with {BLOCK}.packing.planner={packing.planner}: change it, or set {BLOCK}.packing.planner=verl"
@@ -190,7 +207,7 @@ def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
     )
 
 
-def _check_algorithm(config: DictConfig) -> None:
+def _check_algorithm(config: DictConfig, _settings: Settings) -> None:
     estimator = str(config.algorithm.adv_estimator)
     why = UNSUPPORTED_ESTIMATORS.get(estimator)
     if why:
@@ -200,10 +217,9 @@ def _check_algorithm(config: DictConfig) -> None:
         )
     filter_groups = OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)
     _require(not filter_groups, "algorithm.filter_groups.enable=True", "False with partial rollout")
-    _check_trainer(config)
 
 
-def _check_trainer(config: DictConfig) -> None:
+def _check_trainer(config: DictConfig, _settings: Settings) -> None:
     """Settings of verl's trainer that contradict one drain and one weight update a step."""
     updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
     _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1: one batch is taken a step")
@@ -212,8 +228,11 @@ def _check_trainer(config: DictConfig) -> None:
         "actor_rollout_ref.rollout.full_determinism=True",
         "False: what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
     )
-    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
-    _require(not sampler, f"trainer.v1.sampler.custom_sampler.path={sampler}", "null: the prompt manager decides")
+    _require(
+        OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True),
+        "actor_rollout_ref.hybrid_engine=False",
+        "True: engines and trainer share their devices in this mode",
+    )
     reward = config.reward.reward_model
     _require(
         not reward.enable or reward.enable_resource_pool,
@@ -222,8 +241,8 @@ def _check_trainer(config: DictConfig) -> None:
     )
 
 
-def _check_weights(config: DictConfig, block: PartialRolloutConfig) -> None:
-    unsupported = channel_lacks(config)
+def _check_weights(config: DictConfig, settings: Settings) -> None:
+    block, unsupported = settings.block, channel_lacks(config)
     if block.weights.backend == "channel" and config.trainer.device not in CHANNEL_DEVICES:
         raise ConfigError(
             f"{BLOCK}.weights.backend=channel with trainer.device={config.trainer.device} is not allowed: the device "
@@ -255,3 +274,17 @@ def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
 def _require(condition: bool, given: str, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{given} is not allowed: must be {allowed}")
+
+
+INPUT_CHECKS = (_check_entry_point, _check_paths)
+MODE_CHECKS = (
+    _check_engine,
+    _check_tail,
+    _check_interrupt_mode,
+    _check_lengths,
+    _check_packing,
+    _check_slots,
+    _check_algorithm,
+    _check_trainer,
+    _check_weights,
+)

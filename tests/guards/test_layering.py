@@ -25,7 +25,7 @@ PURE_MUST_NOT_IMPORT = ("asyncio", "ray", "torch", "vllm", "verl", "transfer_que
 CONTRACTS = ("types", "errors")
 """What everything shares imports nothing else of ours."""
 ROOMS_WITH = {
-    "verl": {"integrations", "rollout", "weights", "packing", "train", "agent_loop", "diffusion", "run", "main_ppo"},
+    "verl": {"integrations", "rollout", "weights", "packing", "train", "agent_loop", "diffusion", "run", "launch"},
     "vllm": {"integrations", "rollout", "weights", "diffusion", "advise"},
     "vllm_omni": {"integrations", "diffusion"},
     "diffusers": {"diffusion", "run"},

@@ -13,12 +13,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ClusterError
-from partial_rollout.main_ppo import StartedRunner
+from partial_rollout.launch import StartedRunner
 
 TIMEOUT_S = 60.0
 WAITING = """
 import ray
-from partial_rollout.main_ppo import StartedRunner
+from partial_rollout.launch import StartedRunner
 
 class Runner:
     def run(self):

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
 import pytest
-from hydra import compose, initialize_config_dir
 
-from partial_rollout import main_ppo
-from partial_rollout.errors import ConfigError
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy")
+FLAG = "+async_training.partial_rollout=True"
+MAIN = (
+    "import sys, runpy\n"
+    "try:\n"
+    "    runpy.run_module('partial_rollout.main_ppo', run_name='__main__')\n"
+    "finally:\n"
+    f"    print([name for name in {HEAVY!r} if name in sys.modules])\n"
+)
 
 
-@pytest.mark.parametrize("flag", [[], ["+async_training.partial_rollout=True"]])
-def test_a_mistake_in_our_block_is_no_fault_of_ray(monkeypatch: pytest.MonkeyPatch, flag: list[str]) -> None:
-    monkeypatch.setattr(main_ppo, "check_inputs", lambda _config: None)
-    paths = [f"{key}=x" for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")]
-    with initialize_config_dir(main_ppo.CONFIG_DIR, version_base=None):
-        config = compose("quickstart_cpu", overrides=[*paths, "partial_rollout.num_slots=-3", *flag])
-    with pytest.raises(ConfigError, match="num_slots"):
-        main_ppo.run(config)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([FLAG, "partial_rollout.num_slots=-3"], "num_slots"),
+        (["partial_rollout.num_slots=-3"], "num_slots"),
+        ([FLAG, "trainer.v1.trainer_mode=sync"], "trainer.v1.trainer_mode=sync (set on the command line) is not"),
+        (["trainer.use_v1=False"], "trainer.use_v1=False"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_heavy_is_imported(words: list[str], message: str, tmp_path: Path):
+    for name in ("train.parquet", "model"):
+        (tmp_path / name).touch()
+    paths = [f"{key}={tmp_path / 'train.parquet'}" for key in ("data.train_files", "data.val_files")]
+    paths += [f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "--config-name", "quickstart_cpu", *paths, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ,
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

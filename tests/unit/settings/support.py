@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.changes import Change, Changes
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import apply_mode
 from partial_rollout.settings.refused import check_config, check_inputs
@@ -26,6 +28,10 @@ def check_ours(config: DictConfig) -> None:
     check_config(config, read_settings(config))
 
 
-def apply(config: DictConfig) -> None:
-    """As `main_ppo` does once nothing is refused."""
-    apply_mode(config, read_settings(config))
+def apply(config: DictConfig, *overrides: str) -> tuple[Change, ...]:
+    """As `main_ppo` does once nothing is refused; `overrides` are those of the command line."""
+    changes = Changes(config, ByHand.read(overrides))
+    apply_mode(changes, read_settings(config))
+    if changes.refused:
+        raise changes.refused[0]
+    return tuple(changes.made)

@@ -82,7 +82,8 @@ def test_the_quickstart_passes(composed: Composed):
         ("actor_rollout_ref.model.path", "models/none/here", DataError, "model.path=models/none/here does not exist"),
         ("actor_rollout_ref.rollout.max_model_len", 10, ConfigError, "max_model_len=10 .*max_prompt_length=32"),
         ("trainer.v1.partial_rollout", {"parameter_sync_step": 2}, ConfigError, "parameter_sync_step=2 is not"),
-        ("trainer.v1.sampler.custom_sampler.path", "pkg://mine", ConfigError, "custom_sampler.path=pkg://mine is not"),
+        ("trainer.use_v1", False, ConfigError, "trainer.use_v1=False is not allowed: must be True"),
+        ("actor_rollout_ref.hybrid_engine", False, ConfigError, "hybrid_engine=False is not allowed: must be True"),
         ("reward.reward_model.enable", True, ConfigError, "reward_model.enable=True .*enable_resource_pool=True"),
         ("actor_rollout_ref.rollout.full_determinism", True, ConfigError, "full_determinism=True is not allowed"),
         (
@@ -266,6 +267,7 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     assert {key: value for key, value in changed.items() if not key.startswith(custom)} == {
         "partial_rollout.events": events,
+        "data.gen_batch_size": 1,
         "trainer.v1.trainer_mode": "partial_rollout",
         "trainer.v1.sampler.custom_sampler.path": "pkg://partial_rollout.train.replay_buffer",
         "trainer.v1.sampler.custom_sampler.name": "PartialRolloutReplayBuffer",

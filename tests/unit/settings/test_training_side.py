@@ -9,6 +9,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import num_ranks, read_settings, sequence_parallel_size
 from partial_rollout.settings.flag import provide_attention
 from tests.unit.settings.support import apply, check, check_ours
@@ -33,7 +35,7 @@ OURS = "partial_rollout.packing.attention"
 )
 def test_verl_imports_our_attention_where_it_is_named(composed: Composed, changes: dict[str, Any], actor, critic):
     config = composed(changes)
-    provide_attention(config)
+    provide_attention(Changes(config, ByHand()))
     assert (config.actor_rollout_ref.model.external_lib, config.critic.model.external_lib) == (actor, critic)
 
 

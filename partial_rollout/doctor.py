@@ -1,0 +1,94 @@
+"""`python -m partial_rollout.doctor COMMAND...`: what partial rollout would do with a training command.
+
+COMMAND is the whole command line that starts a training (`python3 -m verl.trainer.main_ppo data.train_files=... ...`),
+or its overrides only. Nothing is started, and neither torch, Ray, vLLM nor verl is imported. The flag is taken as set.
+Exit code 0: the run can start, as far as one can see from here; 1: something is in the way.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omegaconf.errors import OmegaConfBaseException
+
+from partial_rollout.errors import UserError
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.command_line import FLAG, check_overrides
+from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.prepare import examine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WIDTH = 110
+HEAD = 13
+"""Columns before the text."""
+
+
+@dataclass
+class Report:
+    """What is printed: headings with texts, in order."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    is_blocked: bool = False
+
+    def add(self, heading: str, text: str) -> None:
+        """One entry."""
+        self.lines.append((heading, text))
+
+    def block(self, error: Exception) -> None:
+        """Something that is in the way of a start."""
+        self.is_blocked = True
+        self.add("blocked", str(error))
+
+    def __str__(self) -> str:
+        """As text for a terminal."""
+        return "\n".join(
+            "\n".join(
+                textwrap.wrap(
+                    text,
+                    WIDTH,
+                    initial_indent=heading.ljust(HEAD),
+                    subsequent_indent=" " * HEAD,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+            for heading, text in self.lines
+        )
+
+
+def diagnose(words: Sequence[str]) -> Report:
+    """Look at a command line."""
+    report = Report()
+    try:
+        line = CommandLine.parse(words)
+        check_overrides(line.overrides)
+        config = compose_line(resolve(line.with_flag(FLAG)))
+        examined = examine(config, ByHand.read(line.overrides))
+    except (UserError, OmegaConfBaseException) as error:
+        report.block(error)
+        return report
+    for refusal in examined.refusals:
+        report.block(refusal)
+    for change in examined.changes:
+        report.add("changed" if change.before is not None else "added", str(change))
+    return report
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    report = diagnose(words)
+    print(report)
+    return int(report.is_blocked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""All that is decided before anything heavy is imported: the start of a run and `doctor` both call `examine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from partial_rollout.errors import ConfigError, UserError
+from partial_rollout.settings.changes import Changes
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import apply_mode, is_enabled, place_events, provide_attention
+from partial_rollout.settings.refused import INPUT_CHECKS, MODE_CHECKS, check_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.settings.by_hand import ByHand
+    from partial_rollout.settings.changes import Change
+    from partial_rollout.settings.derived import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A configuration that can be started, as far as one can see without the cluster."""
+
+    config: DictConfig
+    settings: Settings
+    is_enabled: bool
+    """Whether the flag is set."""
+    changes: tuple[Change, ...]
+    """What was changed in the configuration, which is the one that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What became of a configuration: it is prepared, or there are refusals."""
+
+    prepared: Prepared | None
+    refusals: tuple[UserError, ...]
+    changes: tuple[Change, ...]
+    """The same as of what is prepared; with refusals, what would be changed."""
+
+
+def examine(config: DictConfig, by_hand: ByHand) -> Examined:
+    """Check a composed configuration and, with the flag, change it in place; `by_hand` are the keys that were typed.
+
+    Raises:
+        ConfigError: the flag, our block or the sizes of a batch cannot be read, so that nothing else can be said.
+    """
+    check_counts(config)
+    enabled, settings = is_enabled(config), read_settings(config)
+    refusals = [error for check in INPUT_CHECKS if (error := _refusal(check, config))]
+    changes = Changes(config, by_hand)
+    provide_attention(changes)
+    place_events(changes)
+    if enabled:
+        refusals += [error for check in MODE_CHECKS if (error := _refusal(check, config, settings))]
+        apply_mode(changes, settings)
+        refusals += changes.refused
+    made = tuple(changes.made)
+    prepared = None if refusals else Prepared(config, settings, enabled, made)
+    return Examined(prepared, tuple(refusals), made)
+
+
+def _refusal(check: Callable[..., None], *arguments: object) -> UserError | None:
+    try:
+        check(*arguments)
+    except UserError as error:
+        return error
+    return None
+
+
+def prepare(config: DictConfig, by_hand: ByHand) -> Prepared:
+    """As `examine`, where only a configuration without refusals will do.
+
+    Raises:
+        UserError: what no run can use, or what partial rollout cannot run; names value, reason and way out.
+    """
+    examined = examine(config, by_hand)
+    if examined.prepared is None:
+        if len(examined.refusals) == 1:
+            raise examined.refusals[0]
+        raise ConfigError("\n".join([f"{len(examined.refusals)} settings are refused:", *map(str, examined.refusals)]))
+    return examined.prepared

@@ -1,0 +1,100 @@
+"""What the flag changes is listed, and nothing that the user set is replaced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from partial_rollout.errors import ConfigError
+from partial_rollout.settings.by_hand import ByHand, leaves, verl_defaults
+from tests.unit.settings.support import apply
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from tests.unit.settings.support import Composed
+
+
+def values(config: DictConfig) -> dict[str, Any]:
+    container: Any = OmegaConf.to_container(config)
+    return dict(leaves(container))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"partial_rollout.slots.adaptive": True},
+        {"partial_rollout.tail.policy": "sync"},
+        {"partial_rollout.events": "a/b"},
+        {"actor_rollout_ref.rollout.custom": {"mine": 1}},
+    ],
+)
+def test_every_change_is_listed_with_its_old_and_new_value(composed: Composed, changes: dict[str, Any]):
+    config = composed(changes)
+    before = values(config)
+    made = apply(config)
+    after = values(config)
+    listed = [change.key for change in made]
+    differing = [key for key in {*before, *after} if before.get(key) != after.get(key)]
+    unlisted = [
+        key
+        for key in differing
+        if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in listed)
+    ]
+    assert unlisted == []
+    assert all(change.before != change.after and change.why for change in made)
+    for change in made:
+        assert OmegaConf.select(config, change.key) == change.after
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.v1.trainer_mode", "colocate_async"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class", "mine.Manager"),
+        ("trainer.v1.sampler.custom_sampler", {"path": "pkg://mine", "name": "Mine"}),
+        ("trainer.v1.sampler.max_off_policy_threshold", 4),
+        ("data.gen_batch_size", 8),
+        ("actor_rollout_ref.rollout.custom", {"partial_rollout": {"num_slots": 3}}),
+    ],
+)
+def test_what_a_file_of_the_user_sets_is_refused(composed: Composed, key: str, value: object):
+    with pytest.raises(ConfigError, match="set in a configuration file.* is not possible with partial rollout: .*; "):
+        apply(composed({key: value}))
+
+
+def test_a_default_that_was_typed_is_a_wish(composed: Composed):
+    with pytest.raises(ConfigError, match=r"trainer_mode=sync \(set on the command line\)"):
+        apply(composed({}), "trainer.v1.trainer_mode=sync")
+    adaptive = composed({"partial_rollout.slots.adaptive": True})
+    with pytest.raises(ConfigError, match="disable_log_stats=True .* or set partial_rollout.slots.adaptive=false"):
+        apply(adaptive, "actor_rollout_ref.rollout.disable_log_stats=True")
+
+
+def test_a_value_that_stays_may_be_typed(composed: Composed):
+    apply(composed({"data.gen_batch_size": 1}), "data.gen_batch_size=1")
+    unbounded = composed({"trainer.v1.sampler.max_off_policy_threshold": None})
+    apply(unbounded, "trainer.v1.sampler.max_off_policy_threshold=null")
+
+
+def test_where_verl_itself_replaces_a_value_the_flag_does_not(composed: Composed):
+    config = composed({"algorithm.filter_groups.enable": True, "data.gen_batch_size": 8})
+    made = apply(config, "data.gen_batch_size=8", "algorithm.filter_groups.enable=True")
+    assert "data.gen_batch_size" not in [change.key for change in made]
+
+
+def test_values_of_other_files_than_verls_are_by_hand(composed: Composed):
+    config, given = composed({}), ByHand()
+    assert given.where(config, "trainer.total_training_steps") == "in a configuration file"
+    assert given.where(config, "trainer.nnodes") is None
+    assert ByHand.read(["+trainer.nnodes=1"]).where(config, "trainer.nnodes") == "on the command line"
+    assert ByHand.read(["partial_rollout@partial_rollout=default"]).keys == frozenset()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron", "veomni", "torchtitan"])
+def test_verls_defaults_are_those_of_the_trainers_backend(strategy: str):
+    assert verl_defaults(strategy)["trainer.v1.trainer_mode"] == "sync"
+    assert str(verl_defaults(strategy)["actor_rollout_ref.actor.strategy"]).startswith(strategy)
