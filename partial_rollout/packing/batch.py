@@ -73,6 +73,7 @@ class BatchPacker:
             sampled: keys in the order in which they were sampled. Mini-batches are cut from that order, whatever the
                 number of ranks; samples that verl added for padding come last.
         """
+        # verl has reordered the batch for its own balancing; that order would mix the mini-batches.
         position = {key: number for number, key in enumerate(sampled)}
         batch.reorder(sorted(range(len(batch)), key=lambda i: position.get(batch.keys[i], len(sampled))))
         lengths = [tag["seq_len"] for tag in batch.tags]

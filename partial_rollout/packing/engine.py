@@ -56,6 +56,7 @@ class PackedFSDPEngine(FSDPEngineWithLMHead):
         if MICRO_BATCH_FIELD not in data.keys():  # noqa: SIM118 (iterating a TensorDict goes over its rows)
             return super().forward_backward_batch(data, cast("Any", loss_function), forward_only)
         counts = row_counts(data[MICRO_BATCH_FIELD])
+        # Each row is a collective of all ranks: a rank with one row more would wait in it for ever.
         self._agree(len(counts))
         loss = None if loss_function is None else _of_mini_batch(loss_function, self._num_loss_tokens(data))
         outputs: list[dict[str, Any]] = []
@@ -115,6 +116,7 @@ def split(data: TensorDict, counts: Sequence[int]) -> list[TensorDict]:
     rows = []
     for indices in torch.arange(sum(counts)).split(list(counts)):
         row = tu.index_select_tensor_dict(data, indices)
+        # verl would cut the row again, by its own settings.
         tu.assign_non_tensor(row, use_dynamic_bsz=False, micro_batch_size_per_gpu=len(indices))
         rows.append(row)
     return rows

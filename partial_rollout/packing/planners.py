@@ -73,6 +73,9 @@ class Planner(ABC):
 class FixedCountPlanner(Planner):
     """`per_rank_batch_size` samples a row; a micro-batch has consecutive samples, and its rows are even in cost.
 
+    No setting chooses this planner. `GlobalPlanner` is compared with it, in benchmarks.bench_packing_wall and in
+    tests: rows as even as rows of one size can be.
+
     The rows of a last, partial micro-batch differ by at most one sample. If that micro-batch has fewer samples than
     there are ranks, its samples and those of the micro-batch before are shared evenly between the two, or merged into
     one where a rank has only one sample in each micro-batch.
@@ -100,6 +103,7 @@ class FixedCountPlanner(Planner):
         sizes = [full] * num_full + [rest] * (rest > 0)
         if 0 < rest < num_ranks:
             both = full + rest
+            # Every rank needs a sample in every micro-batch, or the others would wait for it in a collective.
             sizes[-2:] = [both] if both < 2 * num_ranks else [both - both // 2, both // 2]
         return sizes
 
@@ -114,6 +118,8 @@ class FixedCountPlanner(Planner):
 @dataclass(frozen=True)
 class TokenBudgetPlanner(Planner):
     """Rows of at most `token_budget` tokens, in as few micro-batches as it finds, with rows of even cost.
+
+    The base of `GlobalPlanner`, which a run uses; with the cost model of squares, tests and benchmarks use it alone.
 
     Rows differ in the number of samples. `equal_counts` makes every rank's number of samples in a mini-batch the same
     (within one, if it does not divide), which verl's dispatch needs.
@@ -184,6 +190,7 @@ class PaddedPlanner(Planner):
         start = 0
         while start < len(order):
             end = self._end(falling, start, num_ranks)
+            # Dealt out in turn, so that the longest sample of each row, which decides its padding, is nearly the same.
             micro_batches.append([order[start + rank : end : num_ranks] for rank in range(num_ranks)])
             start = end
         return micro_batches
@@ -265,6 +272,7 @@ class BudgetPacker:
             rows = fill_tightly(lengths, self.token_budget)
         if rows is None or len(rows) > num_rows:
             return []
+        # Tight rows may be fewer than asked for; all ranks need the same number, so rows are cut in two.
         while len(rows) < num_rows:
             longest = max(rows, key=len)
             rows.append(longest[1::2])

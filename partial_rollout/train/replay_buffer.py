@@ -140,6 +140,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             if num_refilled >= MAX_REFILL_BATCHES * num_groups:
                 self._raise_broken(num_refilled)
             logger.info("%d prompts were dropped; admitting as many fresh ones", result.num_missing)
+            # Nothing else admits prompts before the next step, so the batch could not be full without them.
             self.refill_fn(result.num_missing)
             num_refilled += result.num_missing
 
@@ -170,6 +171,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         started = reported = time.monotonic()
         interval_s = self._settings.slots.interval_s if self._look else REPORT_INTERVAL_S
         while True:
+            # The workers' loops too: when one has ended, the batch may never be full.
             ready, _ = ray.wait([ref, *self._agent_loops.loops], num_returns=1, timeout=interval_s)
             if ref in ready:
                 return ray.get(ref)

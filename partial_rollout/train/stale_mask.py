@@ -53,6 +53,7 @@ def mask_stale_tokens(
         masked(row, trajectory.version_spans if outputs[_session(trajectory)] == 1 else (), oldest_version)
         for row, trajectory in zip(before, stale, strict=True)
     ]
+    # Decided over the whole batch: which samples share a mini-batch is planned only after this.
     spared = _spared(stale, after, len(trajectories), mini_batch)
     num_trained = sum(int(before[at].sum()) for at in spared)
     for at in spared:

@@ -83,6 +83,7 @@ class CudaBufferWriter:
     def close(self) -> None:
         """Let go of the buffers; may be repeated."""
         self._buffers.clear()
+        # Copies may still be under way; closing takes the memory from under them.
         if self._pointers:
             self._runtime.synchronize(self._device)
         while self._pointers:
@@ -184,6 +185,7 @@ class CudaRuntime:
         with self._on(device):
             error, pointer = self._runtime.cudaMalloc(num_bytes)
             if error == out_of_memory:
+                # torch keeps freed memory for later; cudaMalloc sees it as taken.
                 torch.cuda.empty_cache()
                 error, pointer = self._runtime.cudaMalloc(num_bytes)
         if error == out_of_memory:

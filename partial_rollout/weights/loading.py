@@ -111,6 +111,7 @@ def require_own_memory(model: torch.nn.Module, receiver: WeightReceiver) -> None
     Raises:
         WeightMismatch: a parameter is such a tensor; names it.
     """
+    # The usual case: the model has copied everything, and there is no need to look at each of its tensors.
     if not receiver.has_lent:
         return
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

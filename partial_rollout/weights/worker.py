@@ -55,6 +55,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             raise WeightProtocolError(
                 f"weight update {update_number} was asked for after update {self.last_update_number}"
             )
+        # Noted before anything can fail: the sender counts a failed update too, and never uses its number again.
         self.last_update_number = update_number
         update = ChannelUpdate(self._get_zmq_handle(), update_number, timeout_s, validate)
         # vLLM 0.24 leaves the context to the caller.
