@@ -9,8 +9,10 @@
     {alias:path / alias:path;format}    a ratio; `*` multiplies, and what stands first is done first
 
 `alias` is a stored file, `path` the keys in it, joined by dots (a number is a place in a list), `format` Python's.
-Before the format, `k` multiplies by 1,000, `m` divides by it, and `list` joins the values of a list.
+Before the format, `k` multiplies by 1,000, `m` divides by it, `percent` multiplies by 100, `list` joins the values of a
+list, and `least` and `most` take one of them. A sign between two lists counts them value by value.
 A file of whole jobs has one branch more, `from_N.MODE`: what the job's steps from the N-th on say (see `job_rows`).
+`from_N-M.MODE` is the list of these for all first steps from N to M.
 A file of one engine has `steps.TRACE.MODE`: the seconds of its measured steps.
 """
 
@@ -32,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"\{([a-z0-9_]+:[^{}]*)\}")
 NUMBER = r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:, [-+]?[0-9][0-9,]*(?:\.[0-9]+)?)*"
 """What may stand in a document at a place: a number, or a list of numbers."""
-FIRST_STEPS = re.compile(r"from_([0-9]+)")
+FIRST_STEPS = re.compile(r"from_([0-9]+)(?:-([0-9]+))?")
 STALENESS = (
     ("partial_rollout/staleness_steps/mean", "partial_rollout/staleness_steps/max"),
     ("training/off_policy/trajectory_staleness_worst/mean", "training/off_policy/trajectory_staleness_worst/max"),
@@ -92,7 +94,9 @@ def look_up(value: Any, path: str) -> Any:
     parts = path.split(".")
     found = FIRST_STEPS.fullmatch(parts[0])
     if found and isinstance(value, dict) and "jobs" in value:
-        return look_up(job_rows(value, int(found.group(1))), ".".join(parts[1:]))
+        first, last = (int(number) for number in found.groups(default=found.group(1)))
+        each = [look_up(job_rows(value, number), ".".join(parts[1:])) for number in range(first, last + 1)]
+        return each if found.group(2) else each[0]
     if parts[0] == "steps" and isinstance(value, dict) and "blocks" in value:
         return look_up(engine_steps(value), ".".join(parts[1:]))
     while parts:
@@ -120,8 +124,12 @@ def fill(place: str, files: dict[str, str]) -> str:
     first, *others = re.split(r" ([*/]) ", expression)
     value = _stored_at(first, files)
     for sign, term in zip(others[::2], others[1::2], strict=True):
-        other = _stored_at(term, files)
-        value = value / other if sign == "/" else value * other
+        value = _counted(value, sign, _stored_at(term, files))
+    if form.startswith(("least", "most")):
+        value = min(value) if form.startswith("least") else max(value)
+        form = form.removeprefix("least").removeprefix("most")
+    if form.startswith("percent"):
+        value, form = value * 100, form.removeprefix("percent")
     if form.startswith("list"):
         return ", ".join(format(each, form.removeprefix("list")) for each in value)
     if form.startswith("k"):
@@ -129,6 +137,13 @@ def fill(place: str, files: dict[str, str]) -> str:
     if form.startswith("m"):
         value, form = value / 1000, form.removeprefix("m")
     return format(value, form)
+
+
+def _counted(value: Any, sign: str, other: Any) -> Any:
+    if isinstance(value, list):
+        others = other if isinstance(other, list) else [other] * len(value)
+        return [_counted(one, sign, two) for one, two in zip(value, others, strict=True)]
+    return value / other if sign == "/" else value * other
 
 
 def rendered(line: str, files: dict[str, str]) -> str:

@@ -52,3 +52,24 @@ def test_a_place_is_filled(place, text, monkeypatch):
 
 def test_line_breaks_of_the_document_do_not_count():
     assert pattern("it takes {a:x;.2f} of the time").search("it takes\n0.83 of the time")
+
+
+def test_values_of_a_list_are_counted_one_by_one(monkeypatch):
+    files = {"one": {"x": [6.0, 4.0]}, "two": {"y": [2.0, 8.0], "z": 2.0}}
+    monkeypatch.setattr("scripts.render_numbers.stored", files.__getitem__)
+    alias = {"a": "one", "b": "two"}
+    assert (fill("a:x / b:y;least.2f", alias), fill("a:x / b:y;most.2f", alias)) == ("0.50", "3.00")
+    assert fill("a:x / b:z;list.1f", alias) == "3.0, 2.0"
+    assert fill("b:z;percent.0f", alias) == "200"
+
+
+def test_steps_from_several_first_ones_are_a_list():
+    steps = [{"timing_s/gen": float(n), "perf/total_num_tokens": 10, "partial_rollout/staleness_steps/mean": 0.0,
+              "partial_rollout/staleness_steps/max": 0.0} for n in range(1, 7)]  # fmt: skip
+    result = {
+        "workload": {"batch": 1, "group": 1},
+        "engine": {"prompt_tokens": 0},
+        "jobs": [{"mode": "sync", "steps": steps}],
+    }
+    assert look_up(result, "from_3-5.sync.num_steps") == [4, 2, 2]
+    assert look_up(result, "from_3.sync.num_steps") == 4
