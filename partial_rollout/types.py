@@ -84,6 +84,8 @@ class TrajectorySummary:
     """Tokens of the prompt and the response so far that engines have computed again after interruptions."""
     version_spans: tuple[VersionSpan, ...] = ()
     context_spans: tuple[ContextSpan, ...] = ()
+    metric: float | None = None
+    """What `algorithm.filter_groups` compares within a group; None where groups are not filtered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,25 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishResult:
+    """Answer to `finish_many`: which of the groups will not be trained."""
+
+    stale: tuple[str, ...] = ()
+    """Prompts whose claims had ended: their groups were refused."""
+    no_spread: tuple[str, ...] = ()
+    """Prompts that were dropped, because all trajectories have the same metric: the caller clears their rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakeResult:
     """Answer to `take_batch`: either `groups` is full, or `num_missing` prompts must be admitted first."""
 
     groups: tuple[FinishedGroup, ...] = ()
     num_missing: int = 0
+    num_filtered: int = 0
+    """How many of the missing prompts replace groups without spread."""
+    filtered: dict[float, int] = field(default_factory=dict[float, int])
+    """Groups without spread that were dropped since the last answer: their number by the metric that they share."""
     deferred: tuple[Claim, ...] = ()
     """Claims whose prompts are deferred now: their trajectories must be held back."""
     expired: tuple[FinishedGroup, ...] = ()

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
-from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
+from partial_rollout.types import Claim, FinishResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -59,6 +59,9 @@ class FakeWorker:
         self.free_slots: list[int] = []
         self.running = 0
         self.forgotten: list[str] = []
+        self.noted: list[tuple[str, str, float | None]] = []
+        self.flat: set[str] = set()
+        """Prompts whose groups the manager finds without spread."""
         self.before_trajectory: Callable[[int], Awaitable[None]] = _pass
         self._max_attempts = max_attempts
         self.loop = ClaimLoop(WORKER, self, self, worker=self, num_slots=num_slots)
@@ -69,10 +72,10 @@ class FakeWorker:
         self.free_slots.append(free_slots)
         return [await self.claims.get()]
 
-    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
+    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> FinishResult:
         self.on_finish()
         self.calls += [f"finish {claim.uid}: {' '.join(item.key for item in items)}" for claim, items in groups]
-        return []
+        return FinishResult(no_spread=tuple(claim.uid for claim, _ in groups if claim.uid in self.flat))
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         self.last_status = status
@@ -112,6 +115,9 @@ class FakeWorker:
 
     def forget(self, claim: Claim) -> None:
         self.forgotten.append(claim.uid)
+
+    def note_dropped(self, claim: Claim, reason: str, metric: float | None = None) -> None:
+        self.noted.append((claim.uid, reason, metric))
 
     def prepare(self, claim: Claim, row: dict[str, Any]) -> dict[str, Any]:
         self.on_prepare()

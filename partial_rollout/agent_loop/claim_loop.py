@@ -19,6 +19,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.slots import Holds, SlotBudget
+from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, NO_SPREAD, TOO_STALE
+from partial_rollout.core.queue.spread import shared_metric
 from partial_rollout.errors import (
     ClusterError,
     ConfigError,
@@ -34,7 +36,7 @@ from partial_rollout.runtime.supervisor import Supervisor
 from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from partial_rollout.agent_loop.store import RowStore
     from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
@@ -47,6 +49,8 @@ CLAIM_POLL_S = 30.0
 
 FATAL_ERRORS = (EngineDead, DrainTimeout, ResumeStalled, ClusterError, InternalError, ConfigError)
 """Errors that another attempt would meet again. A bare EngineError is the failure of one request, and is retried."""
+Finished = tuple[Claim, "Sequence[TrajectorySummary]"]
+"""A claim whose trajectories are all complete."""
 
 
 class Reporter:
@@ -64,13 +68,18 @@ class Reporter:
         worker_id: str,
         status: Callable[[], WorkerStatus],
         acknowledged: Callable[[Claim], None],
+        discard: Callable[[Sequence[Finished]], Awaitable[None]],
     ) -> None:
-        """`acknowledged` is called with each claim whose group the manager has taken in or refused."""
+        """`acknowledged` is called with each claim whose group the manager has taken in, refused or dropped.
+
+        `discard` is awaited with the groups that the manager has dropped because they have no spread.
+        """
         self._acknowledged = acknowledged
+        self._discard = discard
         self._manager = manager
         self._worker_id = worker_id
         self._status = status
-        self._finished: list[tuple[Claim, Sequence[TrajectorySummary]]] = []
+        self._finished: list[Finished] = []
         self._news = asyncio.Event()
 
     def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
@@ -92,21 +101,24 @@ class Reporter:
     async def _send(self) -> None:
         finished, self._finished = self._finished, []
         if finished:
-            stale = await self._manager.finish_many(finished)
-            if stale:
+            result = await self._manager.finish_many(finished)
+            if result.stale:
                 logger.warning(
-                    "worker %s finished prompts whose claims had ended meanwhile: %s", self._worker_id, stale
+                    "worker %s finished prompts whose claims had ended meanwhile: %s", self._worker_id, result.stale
                 )
             # Only now: until the manager has the group, a checkpoint needs its tokens from here.
             for claim, _ in finished:
                 self._acknowledged(claim)
+            if result.no_spread:
+                await self._discard([group for group in finished if group[0].uid in result.no_spread])
         await self._manager.report_worker(self._worker_id, self._status())
 
 
 class ClaimLoop:
     """Claims, runs and reports prompts.
 
-    slots free -> claim (slots charged) -> row -> trajectories (each frees its slot) --+-- all whole: finish
+    slots free -> claim (slots charged) -> row -> trajectories (each frees its slot) --+-- all whole: finish, or
+                                                                                       |   drop without spread
                                                                                        +-- DataError: drop
                                                                                        +-- run over: give back
                                                                                        +-- TooStale: expire
@@ -131,7 +143,7 @@ class ClaimLoop:
         self._manager = manager
         self._store = store
         self._worker = worker
-        self._reporter = Reporter(manager, worker_id, self._status, worker.forget)
+        self._reporter = Reporter(manager, worker_id, self._status, worker.forget, self._discard)
         self.holds = Holds(self.slots, self._reporter.changed)
         self._claiming: asyncio.Task[None] | None = None
         self._supervisor: Supervisor | None = None
@@ -250,6 +262,7 @@ class ClaimLoop:
             "restarted" if restarted else "dropped",
         )
         if not restarted:
+            self._worker.note_dropped(claim, TOO_STALE)
             await self._store.clear([claim.uid])
 
     async def _give_up(self, claim: Claim, errors: Sequence[BaseException]) -> None:
@@ -260,9 +273,18 @@ class ClaimLoop:
         error = errors[0]
         logger.error("attempt %d of %s failed", claim.attempt, claim.prompt_name, exc_info=error)
         if not await self._manager.fail(claim, f"{type(error).__name__}: {error}"):
+            self._worker.note_dropped(claim, AGENT_LOOP_FAILED)
             await self._store.clear([claim.uid])
 
     async def _drop(self, claim: Claim, error: DataError) -> None:
         logger.warning("%s is dropped: %s", claim.prompt_name, error)
         await self._manager.drop(claim, error.reason)
+        self._worker.note_dropped(claim, error.reason)
         await self._store.clear([claim.uid])
+
+    async def _discard(self, groups: Sequence[Finished]) -> None:
+        """The manager has dropped `groups`, whose trajectories are stored: all have the same metric."""
+        for claim, trajectories in groups:
+            self._worker.note_dropped(claim, NO_SPREAD, shared_metric(trajectories))
+        keys = [key for claim, trajectories in groups for key in (claim.uid, *(each.key for each in trajectories))]
+        await self._store.clear(keys)

@@ -10,16 +10,19 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import transfer_queue as tq
+from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC as REWARD_METRIC
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
 from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
-from partial_rollout.errors import DataError
+from partial_rollout.errors import ConfigError, DataError
 from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
 from partial_rollout.observability.events import (
     EventWriter,
     PhaseBegan,
+    PromptDropped,
     SegmentEnded,
     TrajectoryEnded,
     events_folder,
@@ -27,6 +30,7 @@ from partial_rollout.observability.events import (
 from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import RemoteActor
+from partial_rollout.settings.derived import filter_metric
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
@@ -46,6 +50,9 @@ TOOLLESS_AGENT = "single_turn_agent"
 class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     """verl's agent-loop worker with a supervised claim loop; verl's agent loops run in it unchanged."""
 
+    _filter_metric: str | None = None
+    """`algorithm.filter_groups.metric`, if groups are filtered."""
+
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
         self._worker_id = worker_id
@@ -59,6 +66,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             num_slots=num_slots,
         )
         self._trajectories = Trajectories()
+        self._filter_metric = filter_metric(self.config)
         self._events = EventWriter(events_folder(settings), worker_id)
         report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
@@ -223,7 +231,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         if not outputs:
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
-        found = summaries(trajectory, outputs)
+        found = summaries(trajectory, outputs, self._filter_metric)
         now_s = time.monotonic()
         trajectory.enter("ended", now_s)
         ended = TrajectoryEnded(
@@ -244,6 +252,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     def forget(self, claim: Claim) -> None:
         """The claim has ended and the manager knows; until then a checkpoint needs the tokens."""
         self._trajectories.forget(claim.claim_id)
+
+    def note_dropped(self, claim: Claim, reason: str, metric: float | None = None) -> None:
+        """The prompt is gone for good; `metric` is what the trajectories of a group without spread have in common."""
+        self._events.write(PromptDropped(uid=claim.uid, source_index=claim.source_index, reason=reason, metric=metric))
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""
@@ -297,16 +309,21 @@ def active_tool_schemas(row: dict[str, Any], tools: Iterable[Any]) -> list[dict[
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in chosen] or None
 
 
-def summaries(trajectory: Trajectory, outputs: Sequence[Any]) -> list[TrajectorySummary]:
-    """One summary per output of the trajectory's agent loop.
+def summaries(trajectory: Trajectory, outputs: Sequence[Any], metric: str | None = None) -> list[TrajectorySummary]:
+    """One summary per output of the trajectory's agent loop, with the value of `metric` if groups are filtered by it.
 
     The last one carries the trajectory's interruptions and spans, so that sums over summaries hold.
+
+    Raises:
+        ConfigError: an output has no such metric.
     """
     last = len(outputs) - 1
-    return [_summary(trajectory, index, output, is_last=index == last) for index, output in enumerate(outputs)]
+    return [_summary(trajectory, index, output, metric, is_last=index == last) for index, output in enumerate(outputs)]
 
 
-def _summary(trajectory: Trajectory, index: int, output: Any, *, is_last: bool) -> TrajectorySummary:
+def _summary(
+    trajectory: Trajectory, index: int, output: Any, metric: str | None, *, is_last: bool
+) -> TrajectorySummary:
     spans, extra = trajectory.version_spans, output.extra_fields
     # An agent loop that did not ask our client for tokens has no spans; then verl's own versions are all there is.
     versions = [span.version for span in spans] or [extra["min_global_steps"], extra["max_global_steps"]]
@@ -320,4 +337,24 @@ def _summary(trajectory: Trajectory, index: int, output: Any, *, is_last: bool) 
         num_reprefilled_tokens=trajectory.num_reprefilled_tokens if is_last else 0,
         version_spans=spans if is_last else (),
         context_spans=trajectory.context_spans if is_last else (),
+        metric=None if metric is None else metric_of(output, metric),
     )
+
+
+def metric_of(output: Any, metric: str) -> float:
+    """The value by which verl's `algorithm.filter_groups` compares a trajectory with the others of its group.
+
+    Raises:
+        ConfigError: the reward function gives no such value, or one that is no number.
+    """
+    if metric == REWARD_METRIC:
+        found = {} if output.reward_score is None else {metric: np.float32(output.reward_score)}  # as in `rm_scores`
+    else:
+        found = output.extra_fields.get("reward_extra_info") or {}
+    try:
+        return float(found[metric])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric={metric} is not allowed: a trajectory has {found.get(metric)!r} there; "
+            f"the reward function gives numbers for {sorted(found)}, or take {REWARD_METRIC}"
+        ) from error

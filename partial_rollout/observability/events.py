@@ -163,6 +163,17 @@ class PhaseBegan(Event, frozen=True, tag="phase"):
     attempt: int = 1
 
 
+class PromptDropped(Event, frozen=True, tag="dropped"):
+    """A worker's prompt was dropped and will not be trained; another one takes its place."""
+
+    uid: str
+    source_index: str
+    """Row of the data set; empty if the data set does not say it."""
+    reason: str
+    metric: float | None = None
+    """What its trajectories have in common, if the reason is that their metric does not differ."""
+
+
 class Choice(Event, frozen=True, tag="choice"):
     """The run chose or changed a value by itself."""
 
@@ -232,6 +243,7 @@ AnyEvent = (
     | WeightsUpdated
     | SegmentEnded
     | TrajectoryEnded
+    | PromptDropped
     | Choice
     | Warned
     | Fault

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 REWARD = "critic/score/mean"
 STEP_SECONDS = "timing_s/step"
 TOKENS = "perf/total_num_tokens"
+FILTERED = "training/filter_groups/evicted_samples"
+"""verl's name: groups without spread, which were dropped."""
 PREFIX = "partial_rollout"
 PARTS: dict[str, tuple[str, ...]] = {
     "generation": ("timing_s/gen",),
@@ -67,6 +69,8 @@ def _rollout(metrics: Mapping[str, float]) -> list[str]:
         parts.append(f"{again:,.0f} tokens computed again")
     if (interrupted := metrics.get(f"{PREFIX}/interrupted")) is not None:
         parts.append(f"interrupted {interrupted:.0f}, resumed {metrics.get(f'{PREFIX}/resumed_trajectories', 0):.0f}")
+    if (filtered := metrics.get(FILTERED)) is not None:
+        parts.append(f"{filtered:.0f} groups without spread")
     return parts
 
 

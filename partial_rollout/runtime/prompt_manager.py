@@ -33,7 +33,7 @@ from partial_rollout.errors import ActorLost, ClusterError, InternalError, Stale
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics
-from partial_rollout.types import ManagerStatus
+from partial_rollout.types import FinishResult, ManagerStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -208,21 +208,23 @@ class RolloutPromptManager:
                 self._schedule_export()
             return claims
 
-    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
-        """Claimed groups are done; returns the uids refused because their claim had ended.
+    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> FinishResult:
+        """Claimed groups are done; returns those that are refused or dropped.
 
         Raises InternalError for a group that is not whole.
         """
         stale: list[str] = []
+        no_spread: list[str] = []
         async with self._changing():
             for claim, trajectories in groups:
                 # One stale claim must not keep the other groups of the call from being trained.
                 try:
-                    self._queue.finish(claim, trajectories)
+                    if not self._queue.finish(claim, trajectories):
+                        no_spread.append(claim.uid)
                 except StaleClaim:
                     logger.warning("refused a group of prompt %s: its claim has ended", claim.uid)
                     stale.append(claim.uid)
-        return stale
+        return FinishResult(tuple(stale), tuple(no_spread))
 
     async def fail(self, claim: Claim, reason: str) -> bool:
         """An attempt failed. True: given back for another one; False: dropped. Raises StaleClaim.

@@ -97,6 +97,23 @@ def read_block(config: DictConfig) -> PartialRolloutConfig:
     return PartialRolloutConfig.from_mapping(container)
 
 
+def filter_metric(config: DictConfig) -> str | None:
+    """The metric by which groups without spread are dropped (DAPO's dynamic sampling), or None.
+
+    Raises:
+        ConfigError: groups are to be filtered, but it is not said by what.
+    """
+    filtering = OmegaConf.select(config, "algorithm.filter_groups")
+    if not filtering or not filtering.get("enable"):
+        return None
+    if not filtering.get("metric"):
+        raise ConfigError(
+            "algorithm.filter_groups.metric=null is not allowed with algorithm.filter_groups.enable=True: must be "
+            "`reward`, or the name of a number that the reward function returns beside it (`acc`)"
+        )
+    return str(filtering.metric)
+
+
 def num_ranks(config: DictConfig) -> int:
     """Data-parallel size of the actor."""
     return num_devices(config) // sequence_parallel_size(config)

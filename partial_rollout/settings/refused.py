@@ -17,6 +17,7 @@ from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
     CHANNEL_DEVICES,
     channel_lacks,
+    filter_metric,
     has_own_reference,
     num_devices,
     num_ranks,
@@ -215,8 +216,7 @@ def _check_algorithm(config: DictConfig, _settings: Settings) -> None:
             f"algorithm.adv_estimator={estimator} cannot work with partial rollout: {why}. "
             "Use grpo, rloo, reinforce_plus_plus or gae, or leave out +async_training.partial_rollout=True"
         )
-    filter_groups = OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)
-    _require(not filter_groups, "algorithm.filter_groups.enable=True", "False with partial rollout")
+    filter_metric(config)
 
 
 def _check_trainer(config: DictConfig, _settings: Settings) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBufferAsync
 
 from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
@@ -32,9 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REFILL_BATCHES = 3
-"""Dropped prompts that are replaced during the wait for one batch, in batches: a broken agent loop drops for ever."""
+"""Prompts that are dropped for a failure and replaced during the wait for one batch, in batches: a broken agent loop
+drops for ever."""
+FILTERED_WARNING_BATCHES = 3
+"""Groups without spread, in batches, after which a wait for one batch is warned of; again at each doubling."""
 REPORT_INTERVAL_S = 60.0
 """How often a waiting trainer logs what it waits for."""
+NUM_VALUES_SHOWN = 4
+"""Metrics of dropped groups that a warning names, the most frequent ones."""
 
 
 class PartialRolloutReplayBuffer(ReplayBufferAsync):
@@ -83,7 +89,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
             self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
-        groups = self._take(batch_size, global_steps - 1, partition_id)
+        groups, filtered = self._take(batch_size, global_steps - 1, partition_id)
         self._events.write(_taken(global_steps, groups))
         self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
@@ -92,7 +98,10 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             keys=[trajectory.key for _, trajectory in trajectories],
             tags=[_tag(group, trajectory) for group, trajectory in trajectories],
         )
-        metrics = group_metrics(groups, trained_version=global_steps - 1)
+        metrics: dict[str, Any] = group_metrics(groups, trained_version=global_steps - 1)
+        if filtered:  # under verl's names
+            metrics["training/filter_groups/evicted_samples"] = filtered.total()
+            metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = dict(filtered)
         if self._settings.tail.max_staleness is not None:
             members = [trajectory for _, trajectory in trajectories]
             stale = self._mask_stale(members, global_steps - 1, partition_id)
@@ -130,19 +139,39 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             who_waits=f"trainer waits for TransferQueue to clear {len(keys)} rows of prompts that have left the queue",
         )
 
-    def _take(self, num_groups: int, trained_version: int, partition_id: str) -> tuple[FinishedGroup, ...]:
-        num_refilled = 0
+    def _take(
+        self, num_groups: int, trained_version: int, partition_id: str
+    ) -> tuple[tuple[FinishedGroup, ...], Counter[float]]:
+        """A batch, and the groups without spread that were dropped meanwhile, by their metric."""
+        num_failed, filtered, warn_at = 0, Counter[float](), FILTERED_WARNING_BATCHES * num_groups
         while True:
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
+            filtered.update(result.filtered)
             if result.groups:
                 self._end_round(result, trained_version, partition_id)
-                return result.groups
-            if num_refilled >= MAX_REFILL_BATCHES * num_groups:
-                self._raise_broken(num_refilled)
-            logger.info("%d prompts were dropped; admitting as many fresh ones", result.num_missing)
+                return result.groups, filtered
+            # Groups without spread are no failure: they may go on for as long as the model finds a prompt too hard.
+            failed = result.num_missing - result.num_filtered
+            if failed and num_failed >= MAX_REFILL_BATCHES * num_groups:
+                self._raise_broken(num_failed)
+            if failed:
+                logger.info("%d prompts were dropped; admitting as many fresh ones", failed)
+            if filtered.total() >= warn_at:
+                warn_at = 2 * filtered.total()
+                self._warn_of_filtering(filtered, num_groups, step=trained_version + 1)
             # Nothing else admits prompts before the next step, so the batch could not be full without them.
             self.refill_fn(result.num_missing)
-            num_refilled += result.num_missing
+            num_failed += failed
+
+    def _warn_of_filtering(self, filtered: Counter[float], num_groups: int, step: int) -> None:
+        values = ", ".join(f"{count} at {value:g}" for value, count in filtered.most_common(NUM_VALUES_SHOWN))
+        text = (
+            f"step {step} waits for {num_groups} prompt groups; algorithm.filter_groups has dropped "
+            f"{filtered.total()} so far, since the trajectories of each have the same metric ({values}). Fresh prompts "
+            "are tried without end. If it stays so, prompts are too hard or too easy for the model, or the reward "
+            "function is broken: look at the metric of some trajectories, or set algorithm.filter_groups.enable=False"
+        )
+        logger.warning(text)
 
     def _end_round(self, result: TakeResult, trained_version: int, partition_id: str) -> None:
         """Tell workers which trajectories must not go on; discard finished groups that are too old by now."""

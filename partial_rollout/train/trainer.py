@@ -76,7 +76,7 @@ from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
-from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.derived import filter_metric, read_settings
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.fleet import ReplicaFleet
@@ -127,6 +127,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self.is_shut_down = False
         super().__init__(config)
+        self._warn_of_ignored_limit()
 
     # ---- verl's hooks ----
 
@@ -201,6 +202,16 @@ class PartialRolloutTrainer(PPOTrainer):
             self.fleet.resume()
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
+
+    def _warn_of_ignored_limit(self) -> None:
+        """As verl's own modes do."""
+        filtering = self.config.algorithm.get("filter_groups")
+        if filter_metric(self.config) and filtering.get("max_num_gen_batches", 0) > 0:
+            logger.warning(
+                "algorithm.filter_groups.max_num_gen_batches=%s is ignored: groups without spread are replaced until "
+                "the batch is full, as in the trainers of verl v1; a warning says when many are",
+                filtering.max_num_gen_batches,
+            )
 
     # ---- verl methods without a hook ----
 

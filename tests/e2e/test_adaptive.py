@@ -1,4 +1,4 @@
-"""Slots that follow the engine's load, on real verl, vLLM and Ray."""
+"""Slots that follow the engine's load, and groups without spread that are dropped, on real verl, vLLM and Ray."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.observability.events import Choice
-from tests.e2e.conftest import FLAG, is_conserved, run_job, with_lengths
+from partial_rollout.observability.events import Choice, PromptDropped
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, with_lengths
+from tests.e2e.row_reward import FLAT_EVERY, FLAT_REWARD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,15 +18,21 @@ VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 BLOCK_SIZE, NUM_BLOCKS = 16, 160
 """Room for some twenty of these responses with their prompts; a batch has 32."""
 FIRST, MOST = 8, 64
+FILTERED = [
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.max_num_gen_batches=2",
+    "reward.custom_reward_function.path=pkg://tests.e2e.row_reward",
+]
+"""Every fourth group has no spread."""
 pytestmark = pytest.mark.e2e
 
 
-def test_slots_rise_until_the_cache_is_full(task: Path, tmp_path: Path) -> None:
+def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replaced(task: Path, tmp_path: Path) -> None:
     job = run_job(
         task, tmp_path, FLAG, *with_lengths(task, tmp_path, LENGTHS), "trainer.total_training_steps=8",
         f"{VLLM}.block_size={BLOCK_SIZE}", f"{VLLM}.num_gpu_blocks_override={NUM_BLOCKS}",
         "partial_rollout.slots.adaptive=True", "partial_rollout.slots.interval_s=0.3",
-        f"partial_rollout.num_slots={FIRST}", "partial_rollout.stream_interval=8",
+        f"partial_rollout.num_slots={FIRST}", "partial_rollout.stream_interval=8", *FILTERED,
     )  # fmt: skip
     assert job.code == 0, job.output[-4000:]
     assert job.survivors == []
@@ -41,3 +48,20 @@ def test_slots_rise_until_the_cache_is_full(task: Path, tmp_path: Path) -> None:
     assert max(change.after for change in changes) > FIRST
     assert job.steps[-1]["partial_rollout/slots/num"] == changes[-1].after
     assert sum(step["partial_rollout/slots/lowered"] for step in job.steps) == len(lowered)
+    _check_filtering(job)
+
+
+def _check_filtering(job: Job) -> None:
+    assert "algorithm.filter_groups.max_num_gen_batches=2 is ignored" in job.output
+    trained = [int(row) for batch in job.events for row in batch["source_index"]]
+    assert len(trained) == 8 * 8
+    assert not any(row % FLAT_EVERY == 0 for row in trained)
+    dropped = [event for event in job.stream if isinstance(event, PromptDropped)]
+    assert {(event.reason, event.metric) for event in dropped} == {("no_spread", FLAT_REWARD)}
+    assert all(int(event.source_index) % FLAT_EVERY == 0 for event in dropped)
+    total = job.steps[-1]["partial_rollout/dropped/no_spread"]
+    assert 8 <= total <= len(dropped)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == total
+    # What was dropped after the last batch had been taken is in no batch's count.
+    counted = sum(step.get("training/filter_groups/evicted_samples", 0) for step in job.steps)
+    assert 8 <= counted <= total

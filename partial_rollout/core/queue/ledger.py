@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 AGENT_LOOP_FAILED = "agent_loop_failed"
 """Drop reason of a prompt whose attempts are used up. Drop reasons are fixed words, since they become metric labels."""
+NO_SPREAD = "no_spread"
+"""Drop reason of a prompt whose trajectories all have the same metric, with `algorithm.filter_groups`."""
 TOO_STALE = "too_stale"
 """Drop reason of a prompt whose tokens are older than the staleness bound allows."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.queue import ledger
 from partial_rollout.core.queue.claims import ClaimBook
-from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, TOO_STALE, Ledger
+from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, NO_SPREAD, TOO_STALE, Ledger
 from partial_rollout.core.queue.lifecycle import Event, State
 from partial_rollout.core.queue.rounds import Rounds
+from partial_rollout.core.queue.spread import shared_metric
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
 from partial_rollout.types import FinishedGroup, PromptMeta, TakeResult
@@ -30,11 +32,12 @@ class PromptQueue:
                  in flight +1 ^         | ^ |  ^             |       in flight -1
                     give_back | +-------+ | |  +-- DEFERRED  |   take defers what is unfinished, with its tokens;
                          fail +-+         | +----------^     |   begin_round lets it go on
-                              |           +--> DROPPED       |   drop, or fail with no attempt left; in flight -1
-                              |                  ^           |
+                              |           +--> DROPPED       |   drop, fail with no attempt left, or finish without
+                              |                  ^           |   spread; in flight -1
             discard_expired   +------------------+-- CLEARING <-- EXPIRED <-- (too old)
     ```
-    DONE prompts expire only under a staleness bound that discards tokens.
+    DONE prompts expire only under a staleness bound that discards tokens. A group without spread is dropped only where
+    groups are filtered; `take` asks for another prompt in its place at once.
 
     Two capacities are charged. Prompts in flight (all but TAKEN and DROPPED) are charged by `admit`, up to the policy's
     `capacity` or to what `take` found missing; `take` and dropping free them. Slots (trajectories in generation) are
@@ -49,6 +52,7 @@ class PromptQueue:
     >>> queue.admit([PromptMeta(uid, num_trajectories=1, global_step=1) for uid in ("a", "b")])
     >>> (claim,) = queue.claim("worker-0", free_slots=1)
     >>> queue.finish(claim, [TrajectorySummary("a_0_0", prompt_len=3, response_len=5, min_version=0, max_version=0)])
+    True
     >>> [group.uid for group in queue.take(num_groups=1).groups]
     ['a']
     >>> now = queue.statistics()
@@ -69,6 +73,10 @@ class PromptQueue:
         self._rounds = Rounds(policy)
         self._num_owed = 0
         """Prompts that `take` found missing: they may be admitted beyond the capacity."""
+        self._num_unreplaced = 0
+        """Groups without spread that were dropped in this round and not replaced."""
+        self._filtered: Counter[float] = Counter()
+        """Groups without spread since the last answer of `take`, by their metric."""
         self._oldest_allowed = 0
         """A finished group with older tokens than this version expires."""
 
@@ -90,6 +98,7 @@ class PromptQueue:
     def begin_round(self) -> RoundPlan:
         """Let the policy decide the next round and carry it out; the caller admits the plan's `num_fresh` prompts."""
         plan, resumed = self._rounds.begin(len(self._claims.ongoing), len(self._ledger.done))
+        self._num_unreplaced = 0  # the plan has seen that they are gone
         for entry in resumed:
             if entry.claim is None:
                 # Its worker was lost, or the run was restarted: nobody holds its tokens.
@@ -106,7 +115,8 @@ class PromptQueue:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
         if not self._can_take_now(num_groups):
             self._num_owed = self._num_missing(num_groups)
-            return TakeResult(num_missing=self._num_owed)
+            num_filtered, self._num_unreplaced = self._num_unreplaced, 0
+            return TakeResult(num_missing=self._num_owed, num_filtered=num_filtered, filtered=self._take_filtered())
         taken = [self._ledger.take(uid) for uid in self._rounds.choose(num_groups, self._uids_done())]
         for entry in taken:
             entry.move(Event.TAKE)
@@ -115,7 +125,8 @@ class PromptQueue:
         expired = self._ledger.start_clearing()
         for entry in expired:
             entry.move(Event.CLEAR)
-        return TakeResult(groups=_groups(taken), deferred=self._defer_unfinished(), expired=_groups(expired))
+        deferred, filtered = self._defer_unfinished(), self._take_filtered()
+        return TakeResult(groups=_groups(taken), deferred=deferred, expired=_groups(expired), filtered=filtered)
 
     def discard_expired(self) -> list[str]:
         """Let go of the groups that `take` returned as expired, whose rows the caller has cleared.
@@ -150,10 +161,19 @@ class PromptQueue:
             free_slots -= entry.meta.num_trajectories
         return claims
 
-    def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> None:
-        """Make the claimed prompt done; raises StaleClaim, or InternalError for a group that is not whole."""
+    def finish(self, claim: Claim, trajectories: Sequence[TrajectorySummary]) -> bool:
+        """Make the claimed prompt done. False: its trajectories have no spread, the prompt is dropped.
+
+        Raises StaleClaim, or InternalError for a group that is not whole.
+        """
         self._claims.entry(claim)  # a stale claim is refused before its trajectories are looked at
         _require_whole(claim, trajectories)
+        shared = shared_metric(trajectories)
+        if shared is not None:
+            self.drop(claim, NO_SPREAD)
+            self._filtered[shared] += 1
+            self._num_unreplaced += 1
+            return False
         entry = self._end_claim(claim, Event.FINISH)
         uid, step, source = entry.meta.uid, entry.meta.global_step, entry.meta.source_index
         self._ledger.finish(entry, FinishedGroup(uid, step, source, tuple(trajectories), entry.deferrals))
@@ -162,6 +182,7 @@ class PromptQueue:
             self._rounds.dropped(uid)
         else:
             self._rounds.finished(uid)
+        return True
 
     def fail(self, claim: Claim) -> bool:
         """Charge a failed attempt. True: another attempt follows; False: that was the last one, the prompt is dropped.
@@ -366,9 +387,13 @@ class PromptQueue:
         return self._rounds.can_choose(num_groups, len(self._ledger.done)) and not self.num_due(num_groups)
 
     def _num_missing(self, num_groups: int) -> int:
-        """Prompts without which the round cannot fill its batch."""
+        """Prompts without which the round cannot fill its batch, and those that replace groups without spread."""
         num_coming = len(self._claims.ongoing) + self._rounds.num_startable
-        return max(0, num_groups - len(self._ledger.done) - num_coming)
+        return max(0, num_groups - len(self._ledger.done) - num_coming, self._num_unreplaced)
+
+    def _take_filtered(self) -> dict[float, int]:
+        filtered, self._filtered = dict(self._filtered), Counter()
+        return filtered
 
 
 def _groups(entries: Sequence[Entry]) -> tuple[FinishedGroup, ...]:

@@ -58,6 +58,17 @@ async def test_a_group_is_finished_with_all_its_trajectories_and_forgotten_after
         assert worker.forgotten == ["a"]
 
 
+async def test_the_rows_of_a_group_that_the_manager_finds_without_spread_are_forgotten():
+    worker = FakeWorker()
+    worker.flat = {"a"}
+    async with running(worker, make_claim()):
+        worker.gates.open("a_0", "a_1")
+        await settle()
+        assert worker.calls == ["finish a: a_0_0 a_1_0", "clear a a_0_0 a_1_0"]
+        assert worker.noted == [("a", "no_spread", None)]
+        assert worker.forgotten == ["a"]
+
+
 async def test_each_trajectory_frees_its_own_slot():
     worker = FakeWorker(num_slots=4)
     async with running(worker, make_claim("a"), make_claim("b")):
@@ -93,6 +104,7 @@ async def test_the_last_failed_attempt_forgets_the_prompt_as_well():
         worker.gates.open("a_1")
         await settle()
     assert worker.calls[:3] == ["clear a_1_0", "fail a: ValueError: bad tool", "clear a"]
+    assert worker.noted == [("a", "agent_loop_failed", None)]
 
 
 async def test_a_group_is_not_reported_before_its_last_trajectory_has_ended():
@@ -113,6 +125,7 @@ async def test_an_unusable_prompt_is_dropped_with_its_reason_and_frees_all_slots
     async with running(worker, dataclasses.replace(make_claim(), source_index="41")):
         assert "prompt a (extra_info.index=41) is dropped: 700 tokens" in caplog.text
         assert worker.calls == ["drop a: prompt_too_long", "clear a"]
+        assert worker.noted == [("a", "prompt_too_long", None)]
         assert (worker.loop.slots.in_use, worker.running) == (0, 0)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from partial_rollout.agent_loop.claim_loop import Reporter
-from partial_rollout.types import Claim, TrajectorySummary, WorkerStatus
+from partial_rollout.types import Claim, FinishResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,14 +20,18 @@ class _Manager:
         self.called = asyncio.Event()
         self.reported = asyncio.Event()
 
-    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> list[str]:
+    async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> FinishResult:
         self.batches.append([claim.uid for claim, _ in groups])
         self.called.set()
         await self.open.wait()
-        return []
+        return FinishResult()
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         self.reported.set()
+
+
+async def discard(groups: Sequence[object]) -> None:
+    raise AssertionError(f"{groups} were not dropped")
 
 
 def _claim(uid: str) -> Claim:
@@ -36,7 +40,7 @@ def _claim(uid: str) -> Claim:
 
 async def test_groups_that_finish_during_a_call_go_with_the_next_one() -> None:
     manager = _Manager()
-    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append)
+    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append, discard)
     running = asyncio.create_task(reporter.run())
     reporter.finish(_claim("a"), [])
     await asyncio.wait_for(manager.called.wait(), 5)
@@ -53,7 +57,7 @@ async def test_groups_that_finish_during_a_call_go_with_the_next_one() -> None:
 
 async def test_a_change_alone_is_reported() -> None:
     manager = _Manager()
-    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append)
+    reporter = Reporter(manager, "w", lambda: WorkerStatus(0, 1), manager.acknowledged.append, discard)
     running = asyncio.create_task(reporter.run())
     reporter.changed()
     await asyncio.wait_for(manager.reported.wait(), 5)

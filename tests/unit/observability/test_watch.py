@@ -110,6 +110,9 @@ def write(folder: Path, role: str, *events: AnyEvent) -> None:
 
 def test_a_step_is_one_line_with_our_modes_parts_and_without_them() -> None:
     assert step_line(3, 9, OURS) == LINE
+    assert step_line(3, 9, OURS | {"training/filter_groups/evicted_samples": 7.0}) == LINE.replace(
+        " | queue", " | 7 groups without spread | queue"
+    )
     verls = {name: value for name, value in OURS.items() if not name.startswith("partial_rollout/")}
     assert step_line(3, None, verls) == LINE.replace("/9", "", 1).split(" | slots")[0]
 

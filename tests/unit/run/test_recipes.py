@@ -154,6 +154,8 @@ def test_sizes_and_paths_come_from_the_environment():
 def test_a_recipes_own_default_wins_over_the_shared_one():
     assert composed(command("run_qwen3-4b_dapo_math.sh")).data.max_response_length == 8192
     assert composed(command("run_qwen3-4b_dapo_math.sh")).actor_rollout_ref.actor.clip_ratio_high == 0.28
+    filtering = composed(command("run_qwen3-4b_dapo_math.sh")).algorithm.filter_groups
+    assert (filtering.enable, filtering.metric) == (True, "reward")
 
 
 def test_the_tool_recipe_names_the_tools_for_rollout_and_data():

@@ -11,7 +11,7 @@ from virtual_time import run_virtual, settle, woken
 from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
-from partial_rollout.types import PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
+from partial_rollout.types import FinishResult, PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
     from partial_rollout.types import Claim, ManagerStatus
@@ -45,7 +45,7 @@ async def make_manager(*uids: str, sink: RecordingSink | None = None) -> Rollout
 
 
 async def finish(manager: RolloutPromptManager, claims: list[Claim]) -> None:
-    assert await manager.finish_many([(claim, trajectories(claim.uid)) for claim in claims]) == []
+    assert await manager.finish_many([(claim, trajectories(claim.uid)) for claim in claims]) == FinishResult()
 
 
 # ---- claim ----
@@ -228,7 +228,9 @@ def test_finish_many_refuses_only_the_stale_group() -> None:
         old = await manager.claim("lost", 4, 0)
         await manager.release_worker("lost")
         new = await manager.claim("w0", GROUP, 0)
-        assert await manager.finish_many([(old[0], trajectories("a")), (new[0], trajectories("a"))]) == ["a"]
+        assert await manager.finish_many([(old[0], trajectories("a")), (new[0], trajectories("a"))]) == FinishResult(
+            stale=("a",)
+        )
         assert (await manager.statistics()).done == 1
 
     run_virtual(main())

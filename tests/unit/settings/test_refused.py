@@ -67,7 +67,12 @@ def test_the_quickstart_passes(composed: Composed):
             "packing.token_budget=0 .* null or a whole number of at least 1",
         ),
         ("algorithm.adv_estimator", "remax", ConfigError, "algorithm.adv_estimator=remax cannot work"),
-        ("algorithm.filter_groups", {"enable": True}, ConfigError, "algorithm.filter_groups.enable=True is not"),
+        (
+            "algorithm.filter_groups",
+            {"enable": True, "metric": None},
+            ConfigError,
+            "algorithm.filter_groups.metric=null is not allowed with algorithm.filter_groups.enable=True: must be `rew",
+        ),
         ("actor_rollout_ref.rollout.n", 0, ConfigError, "actor_rollout_ref.rollout.n=0 is not allowed"),
         ("actor_rollout_ref.rollout.name", "sglang", ConfigError, "actor_rollout_ref.rollout.name=sglang .* vllm"),
         ("actor_rollout_ref.rollout.agent.num_workers", 0, ConfigError, "rollout.agent.num_workers=0 is not allowed"),

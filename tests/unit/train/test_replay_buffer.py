@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -218,6 +219,36 @@ def test_endless_drops_end_the_run_with_their_reason(world: World) -> None:
     with pytest.raises(AgentLoopBroken, match=r"6 prompts were dropped.*'agent_loop_failed': 6.*u3: RuntimeError: no"):
         buffer.sample(STEP, "train", 2)
     assert sum(world.refills) == MAX_REFILL_BATCHES * 2
+
+
+def filtered(num: int, num_failed: int = 0) -> Ref:
+    return Ref(TakeResult(num_missing=num + num_failed, num_filtered=num, filtered={0.0: num}))
+
+
+def test_groups_without_spread_are_replaced_without_end_and_warned_of_at_each_doubling(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_buffer, "logger", logging.getLogger("test"))
+    buffer = world.buffer(*[filtered(2)] * 12, Ref(TakeResult(groups=(group("a", 1), group("b", 1)))))
+    _, metrics = buffer.sample(STEP, "train", 2)
+    assert world.refills == [2] * 12
+    assert metrics["training/filter_groups/evicted_samples"] == 24
+    assert metrics["_dapo_filtered_reward_counts"] == {0.0: 24}
+    texts = [record.getMessage() for record in caplog.records if record.name == "test"]
+    assert [text.split("has dropped ")[1].split()[0] for text in texts] == ["6", "12", "24"]
+    assert "(6 at 0)" in texts[0]
+    assert f"step {STEP} waits for 2 prompt groups" in texts[0]
+
+
+def test_a_batch_without_filtered_groups_has_no_such_metric(world: World) -> None:
+    _, metrics = world.buffer(Ref(TakeResult(groups=(group("a", 1),)))).sample(STEP, "train", 1)
+    assert not any("filter" in name for name in metrics)
+
+
+def test_a_broken_agent_loop_ends_the_run_also_among_groups_without_spread(world: World) -> None:
+    with pytest.raises(AgentLoopBroken, match="6 prompts were dropped"):
+        world.buffer(filtered(3, num_failed=1)).sample(STEP, "train", 2)
+    assert len(world.refills) == MAX_REFILL_BATCHES * 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -58,12 +59,15 @@ class QueueMachine(RuleBasedStateMachine):
         self.claims += claims
 
     @precondition(lambda self: self.claims)
-    @rule(data=st.data(), event=st.sampled_from(["finish", "fail", "drop", "give_back"]))
+    @rule(data=st.data(), event=st.sampled_from(["finish", "finish flat", "fail", "drop", "give_back"]))
     def report(self, data: st.DataObject, event: str) -> None:
         claim = data.draw(st.sampled_from(self.claims))
-        if event == "finish":
-            self.queue.finish(claim, trajectories(claim.uid, claim.num_trajectories))
-            self.end(claim, "done")
+        if event.startswith("finish"):
+            metric = 1.0 if event == "finish flat" else None
+            members = [replace(each, metric=metric) for each in trajectories(claim.uid, claim.num_trajectories)]
+            is_done = self.queue.finish(claim, members)
+            assert is_done == (metric is None or claim.num_trajectories == 1)
+            self.end(claim, "done" if is_done else "dropped")
         elif event == "fail":
             self.end(claim, "pending" if self.queue.fail(claim) else "dropped")
         elif event == "drop":
