@@ -28,8 +28,7 @@ from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.rollout.engine_process import RolloutStatistics, end_processes, engine_load, engine_processes
-from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Passage
-from partial_rollout.rollout.interruption import Interruption
+from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer

@@ -56,3 +56,11 @@ def test_files_that_a_page_names_exist(page):
         if name.startswith(ELSEWHERE):
             continue
         assert (ROOT / name).exists() or (ROOT / "partial_rollout" / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize(("walk", "most"), [("A prompt", 12), ("An interrupted request", 10), ("A weight tensor", 14)])
+def test_a_walk_stays_short(walk, most):
+    """A hop is a file; who adds one thinks about where the code belongs."""
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    [found] = re.findall(rf"^## {walk}\n(.*?)(?=^## )", text, re.M | re.S)
+    assert len({file for file, _ in PLACE.findall(found)}) <= most

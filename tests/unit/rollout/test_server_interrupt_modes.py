@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.interrupt import Context
 from partial_rollout.errors import DrainTimeout, EngineDead, EngineError
-from partial_rollout.rollout import interruption
-from partial_rollout.rollout.interruption import Interruption
+from partial_rollout.rollout import gated_engine
+from partial_rollout.rollout.gated_engine import Interruption
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode
@@ -267,7 +267,7 @@ def test_the_modes_settings_reach_the_engine():
 
 
 async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_path):
-    monkeypatch.setattr(interruption, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(gated_engine, "SHARED_MEMORY", tmp_path)
     server = FakeServer(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}
     server._interruption.engine_arguments(given)
