@@ -19,6 +19,7 @@ from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import CommandEnded, EventWriter, events_folder
 from partial_rollout.observability.log import report_to
+from partial_rollout.observability.report import report_at_end
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import check_overrides
@@ -27,6 +28,8 @@ from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
 
     from partial_rollout.settings.prepare import Prepared
@@ -39,9 +42,10 @@ logger = logging.getLogger("partial_rollout.main_ppo")
 @hydra.main(config_path=CONFIG_DIR, config_name="partial_rollout", version_base=None)
 def main(config: DictConfig) -> None:
     """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 130 for Ctrl-C, 1 for any other failure."""
+    events: Path | None = None
     try:
         prepared = prepare(config, ByHand.read(HydraConfig.get().overrides.task))
-        _begin(prepared)
+        events = _begin(prepared)
         from partial_rollout.launch import launch  # imports Ray, verl and torch: what is refused was refused before
 
         code, text = launch(prepared)
@@ -50,17 +54,21 @@ def main(config: DictConfig) -> None:
     except KeyboardInterrupt:
         code, text = INTERRUPTED_CODE, "interrupted; the run goes on from its last checkpoint when it is started again"
     logger.info("the command ends with code %d", code, extra={"event": CommandEnded(code=code, text=text)})
+    if events is not None:
+        report_at_end(events)
     if code:
         print(f"error: {text}", file=sys.stderr)
         sys.exit(code)
 
 
-def _begin(prepared: Prepared) -> None:
-    """Open the driver's event stream, also without the flag, and tell what was changed."""
-    report_to(EventWriter(events_folder(read_block(prepared.config)), "driver", keep_all=True))
+def _begin(prepared: Prepared) -> Path | None:
+    """Open the driver's event stream, also without the flag, and tell what was changed; returns the stream's folder."""
+    events = events_folder(read_block(prepared.config))
+    report_to(EventWriter(events, "driver", keep_all=True))
     stages.begin(stages.CONFIGURATION, psutil.Process().create_time())
     for change in prepared.changes:
         logger.info("changed %s", change)
+    return events
 
 
 def start() -> None:

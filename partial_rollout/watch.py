@@ -23,12 +23,15 @@ from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.foreign import LogMessages, LogTail
 from partial_rollout.observability.live import LiveView, Screen
 from partial_rollout.observability.record import RunRecord, events_folder_of, metrics_steps
+from partial_rollout.observability.report import REPORT
 from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.observability.summary import next_step, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CLOCK_S = 2.0
+"""A process may have started, as the system tells it, a little before it was asked for, as the clock tells it."""
 LOOK_S = 0.5
 """Between two looks at the files; nobody sees a difference below."""
 METRICS_VARIABLE = "VERL_FILE_LOGGER_PATH"
@@ -90,7 +93,8 @@ class Watch:
         self.view.close(lines)
 
     def _files(self) -> str:
-        found = {"log": self.log, "metrics": self.metrics, "events": events_folder_of(self.run)}
+        events = events_folder_of(self.run)
+        found = {"report": events.parent / REPORT, "log": self.log, "metrics": self.metrics, "events": events}
         shown = [f"{name} {path}" for name, path in found.items() if path is not None and path.exists()]
         return ", ".join(shown)
 
@@ -104,7 +108,7 @@ def _metrics_file(run: Path) -> Path | None:
 def follow(command: Sequence[str], run: Path, screen: Screen) -> int:
     """Run `command` with its output in the run's log; returns its exit code, 128 + number for a signal."""
     run.mkdir(parents=True, exist_ok=True)
-    watch = Watch(run, screen, since_s=time.time())
+    watch = Watch(run, screen, since_s=time.time() - CLOCK_S)
     screen.line(f"starting; the raw output is in {watch.log}")
     with watch.log.open("ab") as log:
         # In a session of its own a signal reaches the command once: from here.

@@ -151,6 +151,8 @@ class LiveView:
     def _progress(self) -> str:
         record = self._record
         last = max(record.steps)
+        if last == record.total:
+            return f"step {last}/{last} is done; the run ends"
         since_s = self._clock() - record.steps[last].t
         times = record.values(STEP_SECONDS)[-LAST_STEPS:]
         mean_s = sum(times) / len(times) if times else 0.0

@@ -67,5 +67,5 @@ def report_to(writer: EventWriter) -> None:
     own = logging.getLogger(NAME)
     others = [handler for handler in own.handlers if not isinstance(handler, EventHandler)]
     own.handlers = [*others, EventHandler(writer)]
-    if own.getEffectiveLevel() > logging.INFO:
-        own.setLevel(logging.INFO)
+    # Not only where it is needed now: packages that are imported later raise the root logger's level.
+    own.setLevel(logging.INFO)

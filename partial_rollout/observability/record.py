@@ -114,7 +114,8 @@ class RunRecord:
 
     def values(self, name: str) -> list[float]:
         """A metric of all steps that have it."""
-        return [step[name] for step in self.series if name in step]
+        found = (self.steps[number].metrics.get(name) for number in sorted(self.steps))
+        return [value for value in found if value is not None]
 
     def sum(self, name: str) -> float:
         """Of a metric over all steps."""

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 WINDOW = 10
 """Steps of a mean: the rewards of single batches vary too much to show anything."""
 LABEL_WIDTH = 12
+WAITS = {
+    "engine": "engine and gate",
+    "tool": "tools and agent loop",
+    "reward": "reward and storing",
+    "held": "held back",
+}
 FEW_SLOTS, MANY_AGAIN = 0.75, 0.1
 """Share of slots in use, and share of trained tokens computed again, from which on another setting is worth a try."""
 
@@ -99,7 +105,7 @@ def _interrupted(record: RunRecord) -> str:
 def _waits(record: RunRecord) -> str:
     whole = sum(record.waits_s.values())
     shares = {name: seconds / whole for name, seconds in record.waits_s.most_common() if whole}
-    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+    shown = ", ".join(f"{WAITS[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     return f"of a trajectory's time: {shown}" if shown else ""
 
 

@@ -25,7 +25,7 @@ WHAT = {
     "agent": "its agent loop",
     "engine": "an engine",
     "gate": "the gate",
-    "tool": "a tool",
+    "tool": "a tool or its agent loop",
     "reward": "its reward",
     "held": "a later round",
 }

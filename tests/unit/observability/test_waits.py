@@ -65,8 +65,8 @@ def test_the_text_says_row_prompt_response_and_since_when(tmp_path: Path, capsys
     waits = Waits()
     waits.add([phase("a", 0, "tool", 10.0, 2), phase("a", 1, "agent", 11.0, 0), phase("a", 2, "agent", 12.0, 0)])
     assert format_waits(waits.now(), 51.0).splitlines() == [
-        "3 trajectories wait: 1 for a tool, 2 for its agent loop",
-        "  row ra, prompt a: trajectory 0, at response 2, for a tool since 41 s",
+        "3 trajectories wait: 1 for a tool or its agent loop, 2 for its agent loop",
+        "  row ra, prompt a: trajectory 0, at response 2, for a tool or its agent loop since 41 s",
         "  row ra, prompt a: 2 trajectories, before their first response, for its agent loop since 40 s",
     ]
     assert format_waits([], 0.0) == "no trajectory is unfinished"

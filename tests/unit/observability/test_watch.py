@@ -137,8 +137,9 @@ def test_a_terminal_has_a_last_line_that_is_drawn_again_and_lines_that_stay_abov
     assert text.startswith(f"{CLEAR_LINE}[4/5] engines, 41 s (usually 60 to 120){CLEAR_LINE}")
     assert text.endswith("warning: no room\x1b[0m\n[4/5] engines, 41 s (usually 60 to 120)")
     gate = GateMoved(t=101.0, step=1, version=1, is_open=True)
-    text = shown([*steps(1), gate], Terminal(), now_s=104.0)
-    assert text.endswith("step 2/1 for 3 s (usually 8), gate open, about 0 s left")
+    text = shown([steps(3)[0], gate], Terminal(), now_s=104.0)
+    assert text.endswith("step 2/3 for 3 s (usually 8), gate open, about 16 s left")
+    assert shown([*steps(1), gate], Terminal()).endswith("step 1/1 is done; the run ends")
 
 
 def test_a_warning_is_shown_once_wherever_and_however_often_it_was_logged() -> None:
@@ -184,7 +185,7 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
         "slots": "50% in use while engines generated, mean of the steps",
         "staleness": "0.8 steps, at most 2; 40% of the trained tokens are of older weights",
         "interrupted": "20 requests; 70 tokens were kept and not generated again; 480 tokens were computed again",
-        "waits": "of a trajectory's time: engine 75%, tool 25%",
+        "waits": "of a trajectory's time: engine and gate 75%, tools and agent loop 25%",
         "dropped": "prompts: 1 prompt_too_long",
         "choices": "slots=16 (all were in use)",
         "faults": "engine core replica 1: started again",

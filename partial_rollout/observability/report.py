@@ -1,0 +1,159 @@
+"""A run, or several side by side, as one HTML file: no script, nothing from the network."""
+
+from __future__ import annotations
+
+import logging
+import os
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import jinja2
+
+from partial_rollout.errors import DataError
+from partial_rollout.observability.charts import COLOURS, Line, bar_chart, line_chart
+from partial_rollout.observability.comparison import (
+    SKIP,
+    compare,
+    counted_steps,
+    lost_seconds,
+    part_names,
+    table,
+    verdict,
+)
+from partial_rollout.observability.record import load
+from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
+from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, next_step, summary_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from partial_rollout.observability.record import RunRecord
+
+logger = logging.getLogger(__name__)
+
+CHARTS = {
+    REWARD: (f"reward, mean of {WINDOW} steps and its spread", WINDOW),
+    STEP_SECONDS: ("seconds a step", 1),
+    "timing_s/gen": ("seconds of generation a step", 1),
+    f"{PREFIX}/slot_utilisation": ("share of the slots in use while engines generate", 1),
+    f"{PREFIX}/staleness_steps/mean": ("staleness of the batch, steps", 1),
+    f"{PREFIX}/reprefilled_tokens": ("tokens computed again a step", 1),
+    "response_length/mean": ("response length, tokens", 1),
+    f"{PREFIX}/queue/pending": ("prompts pending at the end of a step", 1),
+}
+"""By metric: title of the chart, and steps of a running mean."""
+MAX_MESSAGES = 100
+REPORT = "report.html"
+"""In a run's folder."""
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title><style>
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --line: #d8d8d8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181b; --line: #3a3d42; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2em auto;
+       max-width: 1180px; padding: 0 1em; }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
+table { border-collapse: collapse } td, th { text-align: left; padding: .2em 1em .2em 0; vertical-align: top;
+       border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums }
+.scroll { overflow-x: auto } .charts { display: flex; flex-wrap: wrap; gap: 1em }
+figure { margin: 0; flex: 1 1 460px; max-width: 580px } svg { width: 100%; height: auto }
+svg text { font: 11px system-ui, sans-serif; fill: var(--ink) } svg .title { font-weight: 600; font-size: 12.5px }
+svg .grid { stroke: var(--line) } .verdict { font-size: 1.1em }
+</style></head><body>
+{% macro tables() %}{% for run in runs %}<h2>{{ run.name }}</h2>
+<table>{% for label, text in run.summary %}<tr><th>{{ label }}</th><td>{{ text }}</td></tr>{% endfor %}
+<tr><th>next</th><td>{{ run.next }}</td></tr></table>
+{% if run.messages %}<h3>Warnings, errors and faults</h3>
+<table>{% for kind, text, count in run.messages %}<tr><td>{{ kind }}</td><td>{{ text }}</td><td>{{ count }}</td></tr>
+{% endfor %}</table>{% endif %}{% endfor %}{% endmacro %}
+<h1>{{ title }}</h1>
+{% if not rows %}{{ tables() }}{% endif %}
+{% for line in verdicts %}<p class="verdict">{{ line }}</p>{% endfor %}
+{% if rows %}<div class="scroll"><table>
+{% for row in rows %}<tr>{% for cell in row %}{% if loop.first or loop.index0 and not row[0] %}<th>{{ cell }}</th>
+{% else %}<td>{{ cell }}</td>{% endif %}{% endfor %}</tr>
+{% endfor %}</table></div>{% endif %}
+<div class="charts">{% for chart in charts %}<figure>{{ chart|safe }}</figure>{% endfor %}</div>
+{% if rows %}{{ tables() }}{% endif %}
+</body></html>
+"""
+
+
+def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
+    """The page; several runs are compared with the first one.
+
+    Raises:
+        DataError: there are several runs, and one has too few steps to be compared.
+    """
+    compared = compare(records, skip) if len(records) > 1 else []
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
+    return template.render(
+        title=" and ".join(record.name for record in records),
+        verdicts=[verdict(run, compared[0]) for run in compared[1:]],
+        rows=table(compared) if compared else [],
+        charts=_charts(records, skip),
+        runs=[
+            {
+                "name": record.name,
+                "summary": [(line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()) for line in summary_lines(record)],
+                "next": next_step(record),
+                "messages": _messages(record),
+            }
+            for record in records
+        ],
+    )
+
+
+def write_report(path: Path, records: Sequence[RunRecord], skip: int = SKIP) -> None:
+    """Write the page, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(report_page(records, skip), encoding="utf-8")
+    os.replace(new, path)
+
+
+def report_at_end(events: Path) -> None:
+    """Write the page of a run that has ended beside its event stream; a page that cannot be written is a warning."""
+    run = events.parent
+    try:
+        record = load(run if events.name == "events" else events)
+        if record.steps:
+            write_report(run / REPORT, [record])
+    except (DataError, OSError) as error:
+        logger.warning("the report of this run could not be written: %s", error)
+
+
+def _charts(records: Sequence[RunRecord], skip: int) -> list[str]:
+    lost = {record.name: lost_seconds(counted_steps(record, skip)) for record in records if _counts(record, skip)}
+    parts = part_names(lost.values())
+    bars = {name: {part: bar.get(part, 0.0) for part in parts} for name, bar in lost.items()}
+    found = [bar_chart("where the seconds went, for 10,000 trained tokens", bars)]
+    for metric, (title, window) in CHARTS.items():
+        lines = [_line(record, metric, window, colour) for record, colour in zip(records, cycle(COLOURS), strict=False)]
+        found.append(line_chart(title, lines))
+    return [chart for chart in found if chart]
+
+
+def _line(record: RunRecord, metric: str, window: int, colour: str) -> Line:
+    values = {number: record.steps[number].metrics.get(metric) for number in sorted(record.steps)}
+    known = {number: value for number, value in values.items() if value is not None}
+    return Line(record.name, colour, list(known), list(known.values()), window)
+
+
+def _counts(record: RunRecord, skip: int) -> bool:
+    steps = record.series[skip:]
+    return len(steps) > 1 and STEP_SECONDS in steps[0] and TOKENS in steps[0]
+
+
+def _messages(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Faults, then warnings and errors; equal texts once, with their number."""
+    rows = [
+        ("fault", f"{fault.role} {fault.name} {fault.node}: {fault.text} {fault.action}") for fault in record.faults
+    ]
+    rows += [(warned.level, warned.text) for warned in record.warnings]
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
+    shown = list(counts.items())[:MAX_MESSAGES]
+    return [(kind, text, f"{count} times" if count > 1 else "") for (kind, text), count in shown]
