@@ -12,6 +12,7 @@ from collections import Counter, deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.journal import fold, unfold
 from partial_rollout.core.resume import extend
 from partial_rollout.errors import TooStale
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Saved = dict[str, list["GenerationState"]]
-"""Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made."""
+"""Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made, folded (core/journal.py)."""
 
 CURRENT: ContextVar[Trajectory | None] = ContextVar("partial_rollout_trajectory", default=None)
 """The trajectory that the running task belongs to; None in validation.
@@ -39,7 +40,7 @@ class Trajectory:
     """One agent loop that runs for a claimed prompt: one response, or several in turns."""
 
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
-        """`session` numbers the trajectories of a prompt; `saved` are the generate calls of a checkpoint."""
+        """`session` numbers the trajectories of a prompt; `saved` are the folded generate calls of a checkpoint."""
         self.claim = claim
         self.session = session
         self.key = f"{claim.uid}_{session}"
@@ -52,7 +53,7 @@ class Trajectory:
         self.phase_s: Counter[str] = Counter()
         """Seconds by what the trajectory waited for, without the phase that lasts."""
         self._phase, self._since_s = "", 0.0
-        self._saved = deque(saved)
+        self._saved = deque(unfold(saved))
 
     def enter(self, phase: str, now_s: float) -> bool:
         """From now on the trajectory waits for something else; returns whether it is something else."""
@@ -116,8 +117,8 @@ class Trajectory:
         return (span.version for generation in self.generations for span in generation.spans)
 
     def states(self) -> list[GenerationState]:
-        """Calls made, then saved ones that are still ahead."""
-        return [*(generation.state() for generation in self.generations), *self._saved]
+        """Calls made, then saved ones that are still ahead; folded."""
+        return fold([*(generation.state() for generation in self.generations), *self._saved])
 
 
 class Trajectories:

@@ -64,6 +64,8 @@ class GenerationState:
     Checkpoints from before this field have an empty one.
     """
     context_spans: list[ContextSpan] = field(default_factory=list[ContextSpan])
+    num_shared: int = 0
+    """In a checkpoint: leading tokens of the prompt that the call before has, which `prompt_ids` lacks (journal.py)."""
 
 
 @dataclass(frozen=True, slots=True)
