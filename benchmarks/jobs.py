@@ -76,9 +76,14 @@ OFFLOADED = ("partial_rollout.tail.offload_gib=48", "actor_rollout_ref.rollout.f
 """On a GPU only; engine memory is released between steps."""
 
 
+FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
+"""Nothing is chosen by the run, unless a mode says another value."""
+
+
 def _ours(policy: str, interrupt_mode: str = "abort", *more: str) -> list[str]:
-    tail = "partial_rollout.tail"
-    return [FLAG, f"{tail}.policy={policy}", f"{tail}.interrupt_mode={interrupt_mode}", *more]
+    tail, named = "partial_rollout.tail", {option.partition("=")[0] for option in more}
+    fixed = [option for option in FIXED if option.partition("=")[0] not in named]
+    return [FLAG, f"{tail}.policy={policy}", f"{tail}.interrupt_mode={interrupt_mode}", *fixed, *more]
 
 
 def _fast_poll(name: str) -> list[str]:
@@ -92,6 +97,7 @@ MODES: dict[str, list[str]] = {
     "sync_fast_poll": _fast_poll("FastPollReplayBuffer"),
     "colocate_async": [COLOCATE],
     "colocate_async_fast_poll": [COLOCATE, *_fast_poll("FastPollReplayBufferAsync")],
+    "flag": [FLAG],
     "wait": _ours("wait"),
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": _ours("partial", "abort", "partial_rollout.prefetch_factor=3"),

@@ -74,7 +74,10 @@ def diagnose(words: Sequence[str]) -> Report:
         return report
     for refusal in examined.refusals:
         report.block(refusal)
-    for change in examined.changes:
+    for choice in examined.choices:
+        report.add("chosen", str(choice))
+    chosen = {choice.key for choice in examined.choices}
+    for change in (change for change in examined.changes if change.key not in chosen):
         report.add("changed" if change.before is not None else "added", str(change))
     return report
 

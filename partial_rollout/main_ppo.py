@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from partial_rollout.errors import UserError
 from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.observability import stages
+from partial_rollout.observability.choices import tell
 from partial_rollout.observability.events import CommandEnded, EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
@@ -66,8 +67,11 @@ def _begin(prepared: Prepared) -> Path | None:
     events = events_folder(read_block(prepared.config))
     report_to(EventWriter(events, "driver", keep_all=True))
     stages.begin(stages.CONFIGURATION, psutil.Process().create_time())
+    chosen = {choice.key for choice in prepared.choices}
     for change in prepared.changes:
-        logger.info("changed %s", change)
+        if change.key not in chosen:
+            logger.info("changed %s", change)
+    tell(prepared.choices)
     return events
 
 

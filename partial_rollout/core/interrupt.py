@@ -100,5 +100,5 @@ def context_of(
 
 
 def mode_of(tail: TailConfig) -> InterruptMode:
-    """The mode of a configuration."""
-    return MODES[tail.interrupt_mode]
+    """The mode of a configuration; `auto` that nobody has chosen a mode for counts as `abort`."""
+    return MODES.get(tail.interrupt_mode, MODES["abort"])

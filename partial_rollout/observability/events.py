@@ -182,6 +182,8 @@ class Choice(Event, frozen=True, tag="choice"):
     before: Any
     after: Any
     reason: str
+    seen: str = ""
+    """What the run saw when it chose."""
 
 
 class Warned(Event, frozen=True, tag="warning"):

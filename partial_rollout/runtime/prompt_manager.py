@@ -3,7 +3,8 @@
 | caller  | calls                         | waits for                         | woken by                               |
 |---------|-------------------------------|-----------------------------------|----------------------------------------|
 | trainer | begin_round, admit, snapshot, | nothing                           |                                        |
-|         | discard_expired, report_step  |                                   |                                        |
+|         | discard_expired, report_step, |                                   |                                        |
+|         | set_capacity                  |                                   |                                        |
 | trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
 | worker  | claim (long poll)             | a pending group that fits,        | admit, give_back, fail, release, close |
 |         |                               | or one of its own that goes on    | begin_round                            |
@@ -28,7 +29,7 @@ import ray
 
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
-from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.core.queue.tail import Partial, make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
@@ -164,6 +165,13 @@ class RolloutPromptManager:
         """
         async with self._changing():
             return self._queue.discard_expired()
+
+    async def set_capacity(self, capacity: int) -> None:
+        """Allow so many prompts in flight from the next round on; of the policy `partial` only."""
+        async with self._changing():
+            if not isinstance(self._queue.policy, Partial):
+                raise InternalError(f"{self._queue.policy} decides by itself how many prompts are in flight")
+            self._queue.resize(Partial(capacity))
 
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
         """What the trainer does now, and the weight version that generates or did last: tokens age by it."""

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -47,7 +47,12 @@ RETIRED_VALUES = {
 
 OLD_NAME_OF_WAIT = "sync"
 """The name of `wait` in release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
+AUTO = "auto"
+"""Value of a key that the run chooses; `settings.auto` has the choices."""
 PREFETCH_FACTOR = 2.0
+"""Batches in flight where nobody chose another number."""
+DEEPEST = 3.0
+"""Batches in flight up to which `auto` goes: no difference in learning was seen (docs/results/gpu.md)."""
 OVER_SAMPLING = 1.25
 """Groups of a short round in batches: the original reorder rollout's example, 10 for 8."""
 MAX_OVER_SAMPLING = 2
@@ -118,11 +123,11 @@ class TimeoutConfig(_Block):
 class PackingConfig(_Block):
     """Which samples train together, on which rank and in which micro-batch (log-probs, reference and update)."""
 
-    planner: Literal["global", "verl"] = _key(
-        "global",
+    planner: Literal["auto", "global", "verl"] = _key(
+        AUTO,
         "global: few micro-batches under the token budget, rows even in what they cost the model. verl: verl's own "
-        "balancing and micro-batches.",
-        who="`verl`: trainer backends that ours refuses (Megatron), critics of another kind",
+        "balancing and micro-batches. auto: global where the trainer has what it needs (FSDP), else verl.",
+        who="`verl`: a doubt about our planner",
         evidence="on two GPUs `global` takes 0.62 of strided order's time with packed rows, 0.49 with padded ones; "
         "docs/design/0004",
     )
@@ -205,19 +210,21 @@ class TailConfig(_Block):
         evidence="a need: every peer has such a bound; docs/design/0006",
         ge=0,
     )
-    interrupt_mode: Literal["abort", "keep_kv", "reuse_kv", "offload_kv"] = _key(
-        "abort",
+    interrupt_mode: Literal["auto", "abort", "keep_kv", "reuse_kv", "offload_kv"] = _key(
+        AUTO,
         "What an interrupted request leaves in its engine. abort: nothing; it is re-prefilled by the new weights. "
         "keep_kv: it stays there with its KV. reuse_kv: it leaves and finds its KV in the prefix cache. offload_kv: KV "
-        "goes to host memory, so that engine memory can be released (GPU only).",
-        who="engines that keep their memory over training (`reuse_kv`, `keep_kv`), or host memory (`offload_kv`)",
-        evidence="retained KV is the fastest mode that was measured on GPUs",
+        "goes to host memory, so that engine memory can be released (GPU only). auto: reuse_kv where engines keep "
+        "their memory, offload_kv where host memory has room, else abort.",
+        who="a mode for a comparison; `keep_kv`, which auto never takes",
+        evidence="retained KV is the fastest mode that was measured on GPUs; docs/design/0010",
     )
     offload_gib: int | None = _key(
         None,
-        "For interrupt_mode=offload_kv, which needs it. Host memory of each engine, GiB over all of its ranks.",
-        who="interrupt_mode=offload_kv",
-        evidence="only the user knows how much host memory is free",
+        "For interrupt_mode=offload_kv, which needs it, and auto. Host memory of each engine, GiB over all of its "
+        "ranks. null, with auto: the KV of all slots, at most a share of the node's free memory.",
+        who="interrupt_mode=offload_kv; nodes whose memory other programs need as well",
+        evidence="docs/design/0010: the arithmetic",
         ge=1,
     )
     past_staleness: Literal["mask", "drop", "finish", "restart"] = _key(
@@ -241,11 +248,11 @@ class TailConfig(_Block):
             _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
         mode, key, size = self.interrupt_mode, "tail.interrupt_mode", self.offload_gib
         unused = f"abort with {BLOCK}.tail.policy=wait, which interrupts nothing"
-        _require(mode == "abort" or self.policy != "wait", key, mode, unused)
+        _require(mode in (AUTO, "abort") or self.policy != "wait", key, mode, unused)
         leaves = f"abort, reuse_kv or offload_kv with {BLOCK}.tail.policy=reorder: what it defers leaves the engine"
         _require(mode != "keep_kv" or self.policy != "reorder", key, mode, leaves)
-        given = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other"
-        _require((size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, given)
+        given = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other but auto"
+        _require(mode == AUTO or (size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, given)
         return self
 
     @property
@@ -277,17 +284,19 @@ class TailConfig(_Block):
 class SlotsConfig(_Block):
     """Whether the number of trajectory slots follows the engines' load; it starts at num_slots."""
 
-    adaptive: bool = _key(
-        False,
+    adaptive: Literal["auto"] | bool = _key(
+        AUTO,
         "true: the number of slots is raised while all are in use and the engines have room, and lowered when requests "
         "are preempted or the KV cache is full; with tail.policy=partial only. Turns vLLM's statistics on "
-        "(actor_rollout_ref.rollout.disable_log_stats=False).",
-        who="runs whose engines have room for more requests than a batch has",
+        "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true, from num_slots upwards only, unless "
+        "num_slots or disable_log_stats=True was set.",
+        who="`false`: runs with a fixed number of slots",
         evidence="the fastest mode that was measured on GPUs is adaptive",
     )
     least: int | None = _key(
         None,
-        "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker.",
+        "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker, with auto the number to start "
+        "with.",
         who="runs that must not fall below a rate",
         evidence="a need: bounds of what changes by itself",
         ge=1,
@@ -313,8 +322,13 @@ class SlotsConfig(_Block):
         unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
         for name in ("least", "most"):
             value = getattr(self, name)
-            _require(value is None or self.adaptive, f"slots.{name}", value, unused)
+            _require(value is None or self.adaptive is not False, f"slots.{name}", value, unused)
         return self
+
+    @property
+    def are_adaptive(self) -> bool:
+        """Whether the number moves; `auto` that nothing has chosen a value for counts as false."""
+        return self.adaptive is True
 
 
 class WeightsConfig(_Block):
@@ -375,13 +389,13 @@ class PartialRolloutConfig(_Block):
     partial_rollout.errors.ConfigError: unknown key partial_rollout.prefech_factor: did you mean ...prefetch_factor? ...
     """
 
-    prefetch_factor: float = _key(
-        PREFETCH_FACTOR,
+    prefetch_factor: Annotated[float, Field(ge=1)] | Literal["auto"] = _key(
+        AUTO,
         "Prompts in flight (pending + ongoing + done) are capped at prefetch_factor x data.train_batch_size; with "
-        "tail.policy=partial only.",
-        who="runs whose slots run out of prompts: 3 or more, at the price of older tokens",
+        "tail.policy=partial only. auto: 2, and where KV is retained up to 3 while slots idle; at most "
+        "tail.max_staleness + 1.",
+        who="runs that bound how old tokens become, or go deeper than auto",
         evidence="the measured runs with 3 are faster than with 2 where KV is retained",
-        ge=1,
     )
     num_slots: int | None = _key(
         None,
@@ -428,12 +442,12 @@ class PartialRolloutConfig(_Block):
         """Refuse values that contradict each other."""
         policy, restarts = self.tail.policy, self.tail.past_staleness == "restart"
         unused = f"left out with {BLOCK}.tail.policy={policy}, which decides how many prompts are in flight"
-        in_use = policy == "partial" or self.prefetch_factor == PREFETCH_FACTOR
+        in_use = policy == "partial" or self.prefetch_factor in (AUTO, PREFETCH_FACTOR)
         _require(in_use, "prefetch_factor", self.prefetch_factor, unused)
         again = f"at least 2 with {BLOCK}.tail.past_staleness=restart; to try prompts once set past_staleness=drop"
         _require(self.max_attempts > 1 or not restarts, "max_attempts", self.max_attempts, again)
         unused = f"false with {BLOCK}.tail.policy={policy}, whose rounds start no more than there are slots for"
-        _require(policy == "partial" or not self.slots.adaptive, "slots.adaptive", self.slots.adaptive, unused)
+        _require(policy == "partial" or not self.slots.are_adaptive, "slots.adaptive", self.slots.adaptive, unused)
         return self
 
     @classmethod
@@ -464,7 +478,24 @@ class PartialRolloutConfig(_Block):
 
     def capacity(self, train_batch_size: int) -> int:
         """Largest number of prompts in flight for a batch of `train_batch_size` prompts."""
-        return max(train_batch_size, int(self.prefetch_factor * train_batch_size))
+        return groups_in_flight(self.depths[0], train_batch_size)
+
+    @property
+    def depths(self) -> tuple[float, float]:
+        """Batches in flight: to start with, and at most. They differ only with prefetch_factor=auto.
+
+        >>> PartialRolloutConfig().depths, PartialRolloutConfig(prefetch_factor=2.5).depths
+        ((2.0, 3.0), (2.5, 2.5))
+        """
+        if self.prefetch_factor != AUTO:
+            return self.prefetch_factor, self.prefetch_factor
+        bound = math.inf if self.tail.max_staleness is None else self.tail.max_staleness + 1.0
+        return min(PREFETCH_FACTOR, bound), min(DEEPEST, bound)
+
+
+def groups_in_flight(depth: float, train_batch_size: int) -> int:
+    """Largest number of prompts in flight for so many batches; never below one batch."""
+    return max(train_batch_size, int(depth * train_batch_size))
 
 
 def _plain(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -536,6 +567,8 @@ def _as_config_error(error: ErrorDetails) -> ConfigError:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return unknown_key(key)
+    if key.rpartition(".")[0] in field_keys():  # pydantic names the type of a union that did not fit
+        key = key.rpartition(".")[0]
     value, allowed = error["input"], _allowed(key)
     return ConfigError(f"{BLOCK}.{key}={value!r} is not allowed: must be {allowed} (set {BLOCK}.{key}=...)")
 
@@ -545,20 +578,27 @@ def _allowed(key: str) -> str:
     item = field_keys().get(key)
     if item is None:
         return "a block of keys"
-    text = str(item.annotation)
-    choices = getattr(item.annotation, "__args__", ()) if "Literal" in text else ()
-    if choices:
-        return f"one of {', '.join(choices)}"
-    kind = next(word for name, word in _KINDS.items() if name in text)
-    limits = [
-        f"{words} {getattr(limit, name):g}"
-        for limit in item.metadata
-        for name, words in _LIMITS.items()
-        if hasattr(limit, name)
+    words, limits = _words(item.annotation), [*item.metadata]
+    for part in get_args(item.annotation):
+        limits += [limit for described in getattr(part, "__metadata__", ()) for limit in described.metadata]
+    words = ["a non-empty string" if word == "a string" and limits else word for word in words]
+    said = [
+        f"{text} {getattr(limit, name):g}" for limit in limits for name, text in _LIMITS.items() if hasattr(limit, name)
     ]
-    kind = "a non-empty string" if kind == "a string" and item.metadata else kind
-    return " ".join((["null or"] if "None" in text else []) + [kind, *limits])
+    return " ".join([" or ".join(words), *said])
 
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
+def _words(kind: Any) -> list[str]:
+    """What a type allows: `auto`, a number, ...; null comes first and a number, which has limits, last."""
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        return choices if len(choices) == 1 else [f"one of {', '.join(choices)}"]
+    if get_origin(kind) is Annotated:
+        return _words(get_args(kind)[0])
+    parts = [word for part in get_args(kind) for word in _words(part)]
+    return sorted(parts, key=_ORDER.index) if parts else [_KINDS[kind]]
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "null"}
+_ORDER = ["null", AUTO, *_KINDS.values()]
 _LIMITS = {"ge": "of at least", "gt": "above"}

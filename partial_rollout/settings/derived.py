@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.core.slots import SlotBounds, share_slots
 from partial_rollout.errors import ConfigError
-from partial_rollout.settings.block import BLOCK, PartialRolloutConfig
+from partial_rollout.settings.block import BLOCK, PartialRolloutConfig, groups_in_flight
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -61,7 +60,7 @@ class Settings:
         """
         group, slots, start = self.group, self.block.slots, self.num_slots
         least = slots.least or group * self.num_workers
-        most = slots.most or max(make_policy(self.block, self.batch).capacity * group, start)
+        most = slots.most or max(groups_in_flight(self.block.depths[1], self.batch) * group, start)
         if not group * self.num_workers <= least <= start <= most:
             raise ConfigError(
                 f"{BLOCK}.slots.least={least} and {BLOCK}.slots.most={most} with {start} slots to start with is not "

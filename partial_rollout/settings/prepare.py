@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ConfigError, UserError
+from partial_rollout.settings.auto import take
 from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import apply_mode, is_enabled, place_events, provide_attention
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from partial_rollout.settings.auto import Choice
     from partial_rollout.settings.by_hand import ByHand
     from partial_rollout.settings.changes import Change
     from partial_rollout.settings.derived import Settings
@@ -31,6 +33,8 @@ class Prepared:
     """Whether the flag is set."""
     changes: tuple[Change, ...]
     """What was changed in the configuration, which is the one that was given."""
+    choices: tuple[Choice, ...] = ()
+    """Of the changes, those that the run chose, and what it leaves open until it sees the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Examined:
     refusals: tuple[UserError, ...]
     changes: tuple[Change, ...]
     """The same as of what is prepared; with refusals, what would be changed."""
+    choices: tuple[Choice, ...] = ()
 
 
 def examine(config: DictConfig, by_hand: ByHand) -> Examined:
@@ -55,13 +60,16 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     changes = Changes(config, by_hand)
     provide_attention(changes)
     place_events(changes)
+    choices: tuple[Choice, ...] = ()
     if enabled:
+        choices = tuple(take(changes))
+        settings = read_settings(config)
         refusals += [error for check in MODE_CHECKS if (error := _refusal(check, config, settings))]
         apply_mode(changes, settings)
         refusals += changes.refused
     made = tuple(changes.made)
-    prepared = None if refusals else Prepared(config, settings, enabled, made)
-    return Examined(prepared, tuple(refusals), made)
+    prepared = None if refusals else Prepared(config, settings, enabled, made, choices)
+    return Examined(prepared, tuple(refusals), made, choices)
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> UserError | None:

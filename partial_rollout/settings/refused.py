@@ -26,6 +26,8 @@ from partial_rollout.settings.derived import (
 from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
     from partial_rollout.core.interrupt import InterruptMode
@@ -114,7 +116,7 @@ def _check_slots(config: DictConfig, settings: Settings) -> None:
         f"at least {n * num_workers}, rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower "
         "rollout.agent.num_workers",
     )
-    if settings.block.slots.adaptive:
+    if settings.block.slots.are_adaptive:
         _ = settings.slot_bounds
 
 
@@ -160,10 +162,21 @@ def _check_interrupt_mode(config: DictConfig, settings: Settings) -> None:
     chosen, way_out = f"with {BLOCK}.tail.interrupt_mode={mode.name}", f"(or set {BLOCK}.tail.interrupt_mode=abort)"
     on_gpu = not mode.releases_memory or config.trainer.device != "cpu"
     _require(on_gpu, f"trainer.device=cpu {chosen}", f"a GPU, from which alone vLLM offloads KV {way_out}")
-    for key, allowed in engine_needs(mode).items():
+    for given, wanted in _unmet(config, engine_needs(mode)):
+        _require(False, f"{given} {chosen}", f"{wanted} {way_out}")
+
+
+def unmet_needs(config: DictConfig, mode: InterruptMode, more: Needs) -> str:
+    """The first value of the engine's that rules a mode out, as `key=value`, or empty; `more` is needed too."""
+    return next((given for given, _ in _unmet(config, engine_needs(mode) | more)), "")
+
+
+def _unmet(config: DictConfig, needs: Needs) -> Iterator[tuple[str, str]]:
+    """What is given and what would be allowed, for each need that is not met."""
+    for key, allowed in needs.items():
         value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
-        wanted = "null" if allowed[-1] is None else allowed[-1]
-        _require(value in allowed, f"actor_rollout_ref.{key}={value} {chosen}", f"{wanted} {way_out}")
+        if value not in allowed:
+            yield f"actor_rollout_ref.{key}={value}", "null" if allowed[-1] is None else str(allowed[-1])
 
 
 def engine_needs(mode: InterruptMode) -> Needs:
@@ -176,11 +189,14 @@ def engine_needs(mode: InterruptMode) -> Needs:
 
 
 def _check_packing(config: DictConfig, settings: Settings) -> None:
-    """What a planner of ours needs from verl's actor."""
-    actor, packing = config.actor_rollout_ref.actor, settings.block.packing
-    if packing.planner == "verl":
-        return
-    alternative = f"with {BLOCK}.packing.planner={packing.planner}: change it, or set {BLOCK}.packing.planner=verl"
+    if settings.block.packing.planner == "global":
+        check_packing(config)
+
+
+def check_packing(config: DictConfig) -> None:
+    """Raise ConfigError unless verl's actor has what our planner needs."""
+    actor = config.actor_rollout_ref.actor
+    alternative = f"with {BLOCK}.packing.planner=global: change it, or set {BLOCK}.packing.planner=verl"
     strategies = " or ".join(PACKED_STRATEGIES)
     given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
     _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")

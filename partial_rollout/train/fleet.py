@@ -73,14 +73,6 @@ class ReplicaFleet:
         answers = self._all("report", lambda r: r.statistics(), self._timeouts.call_s)
         return [each for replica in answers for each in replica]
 
-    def statistics_metrics(self, num_slots: int) -> dict[str, float]:
-        """Engine metrics since the gates opened. Slot utilisation: mean number of running requests / `num_slots`."""
-        running = sum(each.mean_running for each in self.statistics())
-        return {
-            "partial_rollout/mean_running": running,
-            "partial_rollout/slot_utilisation": running / num_slots,
-        }
-
     def _all(
         self,
         what: str,

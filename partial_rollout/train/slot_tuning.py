@@ -46,6 +46,11 @@ class SlotTuner:
         """Slots of all workers together, at present."""
         return self._controller.budget
 
+    @property
+    def kv_usage_max(self) -> float:
+        """The highest usage of a KV cache since the last call of `metrics`."""
+        return self._highest.kv_usage
+
     def look(self) -> None:
         """Ask the engines for their load, and give the workers more or fewer slots if there is a reason.
 

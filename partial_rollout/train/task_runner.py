@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.observability import stages
+from partial_rollout.observability.choices import tell
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import configure_logging, report_to
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
+from partial_rollout.train.start_choices import choose_on_cluster
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,6 +39,7 @@ class TaskRunner(TaskRunnerBase):
         require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources
         register_replicas(partial_rollout=enabled)
         if enabled:
+            tell(choose_on_cluster(config))
             import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)
         try:
             super().run(config)

@@ -6,6 +6,7 @@ Who is who in the task runner's process, where the training loop runs:
     PartialRolloutReplayBuffer      replay_buffer.py            waits for finished prompt groups: the next batch
     ReplicaFleet                    fleet.py                    one call to all engines: drain, resume, statistics
     SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
+    DepthTuner                      depth_tuning.py             lets more prompts in where slots run idle
     CheckpointKeeper                checkpoints.py              says which checkpoints are whole; removes old ones
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
     PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
@@ -76,14 +77,18 @@ from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.settings.auto import DEPTH_KEY, depth_bounds
+from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.derived import filter_metric, read_settings
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
+from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.metrics import numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
+from partial_rollout.train.uncorrected import UncorrectedTokens
 from partial_rollout.train.workers import use_workers
 from partial_rollout.weights.update import update_engines
 
@@ -95,6 +100,7 @@ if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.core.depth import DepthDecision
     from partial_rollout.core.queue.tail import RoundPlan
     from partial_rollout.core.slots import SlotDecision
     from partial_rollout.rollout.replica import PartialRolloutReplica
@@ -125,6 +131,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._round_kind = ""
         self._checkpoints = CheckpointKeeper(config)
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
+        self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
         super().__init__(config)
         self._warn_of_ignored_limit()
@@ -146,6 +153,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train with verl's loop; whatever ends it, shut the run down within bounded time."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
+        self.depth_tuner = self._make_depth_tuner()
         look = self.slot_tuner.look if self.slot_tuner else None
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
@@ -176,11 +184,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
-        slots = self._num_slots
-        if self.slot_tuner is not None:
-            self.slot_tuner.look()
-            self._pending_sync_metrics |= self.slot_tuner.metrics()
-        self._pending_sync_metrics |= self.fleet.statistics_metrics(slots)
+        self._tune()
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=self.timing_raw["drain"], interrupted=interrupted)
@@ -286,15 +290,41 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics[f"partial_rollout/round/{self._round_kind}/{name}"] = metrics[name]
         metrics["partial_rollout/drain_ms"] = timing_raw["drain"] * 1000
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
+        self._uncorrected.look(global_steps, metrics)
         # verl adds nothing to the metrics between this call and its loggers but the time of a rollout dump.
         self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=numbers(metrics)))
 
-    @property
-    def _num_slots(self) -> int:
-        return self.slot_tuner.num_slots if self.slot_tuner is not None else self.settings.num_slots
+    def _tune(self) -> None:
+        """When a batch is complete: how full slots and engines were, and what follows for slots and depth."""
+        slots, kv_usage, metrics = self.settings.num_slots, 0.0, self._pending_sync_metrics
+        if self.slot_tuner is not None:
+            slots = self.slot_tuner.num_slots
+            self.slot_tuner.look()
+            kv_usage = self.slot_tuner.kv_usage_max
+            metrics |= self.slot_tuner.metrics()
+        statistics = self.fleet.statistics()
+        running = sum(each.mean_running for each in statistics)
+        metrics |= {"partial_rollout/mean_running": running, "partial_rollout/slot_utilisation": running / slots}
+        if self.depth_tuner is not None:
+            metrics["partial_rollout/depth"] = self.depth_tuner.depth
+            pending = self._ask(self.manager.statistics.remote()).pending
+            self.depth_tuner.look(statistics, pending=pending, num_slots=slots, kv_usage=kv_usage)
+
+    def _make_depth_tuner(self) -> DepthTuner | None:
+        block = self.settings.block
+        least, most = depth_bounds(block, block.tail.interrupt_mode)
+        if block.tail.policy != "partial" or least == most:
+            return None
+        return DepthTuner(
+            (least, most),
+            batch=self.settings.batch,
+            num_slots=self.settings.num_slots,
+            set_capacity=lambda capacity: self._ask(self.manager.set_capacity.remote(capacity)),
+            note=lambda decision: self._note_choice(DEPTH_KEY, decision),
+        )
 
     def _make_slot_tuner(self, agent_loops: PartialRolloutAgentLoopManager) -> SlotTuner | None:
-        if not self.settings.block.slots.adaptive:
+        if not self.settings.block.slots.are_adaptive:
             return None
         return SlotTuner(
             self.settings.num_slots,
@@ -302,19 +332,12 @@ class PartialRolloutTrainer(PPOTrainer):
             fleet=self.fleet,
             agent_loops=agent_loops,
             slots_in_use=lambda: self._ask(self.manager.status.remote()).slots_in_use,
-            note=self._note_slots,
+            note=lambda decision: self._note_choice(f"{BLOCK}.num_slots", decision),
         )
 
-    def _note_slots(self, decision: SlotDecision) -> None:
-        self._events.write(
-            Choice(
-                step=self.global_steps,
-                key="partial_rollout.num_slots",
-                before=decision.before,
-                after=decision.after,
-                reason=decision.reason,
-            )
-        )
+    def _note_choice(self, key: str, decision: SlotDecision | DepthDecision) -> None:
+        values = {"before": decision.before, "after": decision.after}
+        self._events.write(Choice(step=self.global_steps, key=key, **values, reason=decision.reason))
 
     def _note_gate(self, *, is_open: bool, seconds: float, interrupted: int = 0) -> None:
         version = self.global_steps if is_open else self.global_steps - 1

@@ -38,8 +38,7 @@ def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replac
     assert job.survivors == []
     assert all(is_conserved(step) for step in job.steps)
 
-    changes = [event for event in job.stream if isinstance(event, Choice)]
-    assert {change.key for change in changes} == {"partial_rollout.num_slots"}
+    changes = [event for event in job.stream if isinstance(event, Choice) and event.key == "partial_rollout.num_slots"]
     assert [change.before for change in changes] == [FIRST, *(change.after for change in changes[:-1])]
     assert all(4 <= change.after <= MOST and change.after % 4 == 0 for change in changes)
     lowered = [change for change in changes if change.after < change.before]

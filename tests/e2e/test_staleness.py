@@ -22,7 +22,9 @@ pytestmark = pytest.mark.e2e
 
 
 def _options(past: str) -> list[str]:
-    return [FLAG, "partial_rollout.tail.max_staleness=0", f"partial_rollout.tail.past_staleness={past}"]
+    # With one batch in flight, as `auto` takes it for this bound, nothing would ever be too old.
+    deep = "partial_rollout.prefetch_factor=2"
+    return [FLAG, deep, "partial_rollout.tail.max_staleness=0", f"partial_rollout.tail.past_staleness={past}"]
 
 
 def _lengths(num_rows: int) -> list[int]:

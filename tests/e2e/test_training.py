@@ -12,6 +12,7 @@ import pytest
 
 from partial_rollout.core.resume import GenerationState
 from partial_rollout.observability.events import (
+    Choice,
     GateMoved,
     SegmentEnded,
     StepEnded,
@@ -33,11 +34,11 @@ PACKED = [
     "partial_rollout.packing.token_budget=400",
 ]
 """Rows without padding, two mini-batches, and a budget that a mini-batch needs several micro-batches for."""
-REUSING_KV = [
-    "partial_rollout.tail.interrupt_mode=reuse_kv",
+ABORTING = ["partial_rollout.tail.interrupt_mode=abort"]
+FILLED_BLOCKS = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
 ]
-"""With blocks that most responses fill."""
+"""Most responses fill them, and their KV is found again."""
 KEEPING_KV = ["partial_rollout.tail.interrupt_mode=keep_kv"]
 PROMPT_LIMIT = 32
 """The quickstart's `data.max_prompt_length`."""
@@ -60,7 +61,7 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
     _check_kept_requests_were_saved(kept, tmp_path / "checkpoints/global_step_5")
     _check_the_event_stream_tells_the_same(kept, num_steps=5)
 
-    first = run_job(task, tmp_path, *options, "trainer.total_training_steps=10")
+    first = run_job(task, tmp_path, *options, *ABORTING, "trainer.total_training_steps=10")
     _check_ended_cleanly(first, steps=range(6, 11))
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_10")
     assert _sum(first, "resumed_trajectories") >= 0.1 * _sum(first, "trajectories")
@@ -73,9 +74,10 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
         assert 0 < step["packing/padding_share"] < 1
         assert step["actor/packing_rows"] == step["packing/micro_batches"]
 
-    options += [*PACKED, *REUSING_KV, *BOUNDED]
+    options += [*PACKED, *FILLED_BLOCKS, *BOUNDED]
     second = run_job(task, tmp_path, *options, "trainer.total_training_steps=15")
     _check_ended_cleanly(second, steps=range(11, 16))
+    _check_choices(second)
     # Only what was generated before the restart had older KV than weights.
     assert first.steps[-1]["partial_rollout/old_kv_token_share"] == 0
     assert any(step["partial_rollout/old_kv_token_share"] > 0 for step in second.steps)
@@ -88,6 +90,21 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_saved_tokens_were_trained(second, tmp_path / "checkpoints/global_step_10")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
+
+
+def _check_choices(job: Job) -> None:
+    """What the last job chose by itself; the driver, the trainer and the engine all went by it."""
+    last_start = max(event.t for event in job.stream if isinstance(event, Choice) and event.after == "reuse_kv")
+    chosen = {event.key: event.after for event in job.stream if isinstance(event, Choice) and event.step == 0}
+    assert chosen["partial_rollout.tail.interrupt_mode"] == "reuse_kv"
+    assert chosen["partial_rollout.slots.adaptive"] is True
+    assert chosen["partial_rollout.prefetch_factor"] == 2.0
+    assert chosen["partial_rollout.packing.planner"] == "global"
+    lines = [line for line in job.output.splitlines() if "auto: partial_rollout.tail.interrupt_mode = reuse_kv" in line]
+    assert len(lines) == 1
+    assert last_start < min(event.t for event in job.stream if isinstance(event, StepEnded) and event.step == 11)
+    assert all("partial_rollout/slots/num" in step for step in job.steps)
+    assert all("rollout_corr/rollout_is_mean" in step for step in job.steps)
 
 
 def _check_the_event_stream_tells_the_same(job: Job, *, num_steps: int) -> None:

@@ -145,6 +145,13 @@ class PromptQueue:
                 dropped.append(entry.meta.uid)
         return dropped
 
+    def resize(self, policy: TailPolicy) -> None:
+        """Go on with a policy of the same kind that allows another number of prompts in flight.
+
+        Nobody is turned out by a smaller one: until enough prompts are trained, `admit` takes only what `take` misses.
+        """
+        self.policy = self._rounds.policy = policy
+
     # ---- a worker's events ----
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:

@@ -22,7 +22,7 @@ def context(mode, *, retained=LEFT, went_on=False, context_len=50, num_cached_to
 
 
 def test_every_mode_of_the_configuration_is_known():
-    assert tuple(MODES) == get_args(field_keys()["tail.interrupt_mode"].annotation)
+    assert ("auto", *MODES) == get_args(field_keys()["tail.interrupt_mode"].annotation)
     assert mode_of(TailConfig()).name == "abort"
 
 

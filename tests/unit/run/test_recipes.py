@@ -71,7 +71,7 @@ def test_a_recipe_composes_with_the_flag_and_the_correction(name: str):
     assert words[1:3] == ["-m", "partial_rollout.main_ppo"]
     config = composed(words)
     assert is_enabled(config)
-    assert read_block(config).prefetch_factor == 2.0
+    assert read_block(config).depths[0] == 2.0
     assert config.algorithm.adv_estimator == "grpo"
     assert config.algorithm.rollout_correction.rollout_is == "token"
     assert config.algorithm.rollout_correction.rollout_is_threshold == 2.0
@@ -89,7 +89,7 @@ def test_a_gpu_recipe_retains_kv_when_asked_to(name: str):
     assert read_block(config).tail.interrupt_mode == "reuse_kv"
     assert not config.actor_rollout_ref.rollout.free_cache_engine
     check_config(config, read_settings(config))
-    assert read_block(composed(command(name))).tail.interrupt_mode == "abort"
+    assert read_block(composed(command(name))).tail.interrupt_mode == "auto"
     refused = shell(name, PARTIAL_ROLLOUT_DRY_RUN="1", RETAIN_KV="yes")
     assert (refused.returncode, refused.stderr) == (2, "error: RETAIN_KV=yes is not allowed: must be 0 or 1\n")
 

@@ -48,6 +48,36 @@ async def finish(manager: RolloutPromptManager, claims: list[Claim]) -> None:
     assert await manager.finish_many([(claim, trajectories(claim.uid)) for claim in claims]) == FinishResult()
 
 
+# ---- capacity ----
+
+
+def test_another_capacity_holds_from_the_next_round_on_and_over_a_restart() -> None:
+    async def main() -> None:
+        manager = await make_manager(*map(str, range(16)))
+        assert (await manager.begin_round()).num_fresh == 0
+        await manager.set_capacity(20)
+        assert (await manager.begin_round()).num_fresh == 4
+        await manager.admit(prompts("a", "b", "c", "d"))
+        await manager.set_capacity(16)
+        assert (await manager.begin_round()).num_fresh == 0
+        assert (await manager.status()).capacity == 16
+        restored = await make_manager()
+        await restored.restore(await manager.snapshot())
+        assert (await restored.begin_round()).num_fresh == 0
+        assert (await restored.statistics()).pending == 20
+
+    run_virtual(main())
+
+
+def test_a_policy_with_rounds_has_its_own_capacity() -> None:
+    async def main() -> None:
+        manager = RolloutPromptManager(Reorder(4, 6, 8), 2, asyncio.get_running_loop().time)
+        with pytest.raises(InternalError, match="decides by itself how many prompts are in flight"):
+            await manager.set_capacity(16)
+
+    run_virtual(main())
+
+
 # ---- claim ----
 
 

@@ -84,7 +84,7 @@ def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message
         ({"weights": {"timeout_s": 0}}, r"weights\.timeout_s=0 .*above 0"),
         ({"weights": {"bucket_mb": 0}}, "weights.bucket_mb=0 .*null or a whole number of at least 1"),
         ({"weights": {"relaunches": -1}}, "weights.relaunches=-1 .*at least 0"),
-        ({"slots": {"most": 8}}, "slots.most=8 .*null with .*adaptive=false.*num_slots"),
+        ({"slots": {"adaptive": False, "most": 8}}, "slots.most=8 .*null with .*adaptive=false.*num_slots"),
         ({"slots": {"adaptive": True, "least": 0}}, "slots.least=0 .*at least 1"),
         ({"slots": {"interval_s": 0}}, "slots.interval_s=0 .*above 0"),
         ({"tail": {"policy": "long"}}, "tail.policy='long' .*partial, wait, reorder"),
@@ -101,7 +101,7 @@ def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message
         ),
         ({"tail": {"policy": "reorder", "interrupt_mode": "keep_kv"}}, "interrupt_mode='keep_kv' .*abort, reuse_kv or"),
         ({"tail": {"interrupt_mode": "offload_kv"}}, "offload_gib=None .*a number of GiB with .*offload_kv"),
-        ({"tail": {"offload_gib": 4}}, "offload_gib=4 .*null with any other"),
+        ({"tail": {"offload_gib": 4, "interrupt_mode": "abort"}}, "offload_gib=4 .*null with any other but auto"),
         (
             {"tail": {"interrupt_mode": "offload_kv", "offload_gib": 0}},
             "offload_gib=0 .*null or a whole number of at least 1",
@@ -130,12 +130,14 @@ def test_a_value_out_of_range_is_refused(block: dict, message: str):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"prefetch_factor": "2"}, "prefetch_factor='2' .*: must be a number of at least 1"),
-        ({"prefetch_factor": True}, "prefetch_factor=True .*: must be a number"),
+        ({"prefetch_factor": "2"}, "prefetch_factor='2' .*: must be auto or a number of at least 1"),
+        ({"prefetch_factor": True}, "prefetch_factor=True .*: must be auto or a number"),
         ({"num_slots": 1.5}, r"num_slots=1\.5 .*: must be null or a whole number of at least 1"),
         ({"num_slots": True}, "num_slots=True "),
         ({"max_attempts": None}, "max_attempts=None .*: must be a whole number of at least 1"),
         ({"timeouts": 3}, "timeouts=3 .* block of keys"),
+        ({"slots": {"adaptive": 1}}, "slots.adaptive=1 .*: must be auto or true or false .set"),
+        ({"events": ""}, "events='' .*: must be null or a non-empty string"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(block: dict, message: str):

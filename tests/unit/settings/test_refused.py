@@ -46,19 +46,6 @@ def test_the_quickstart_passes(composed: Composed):
         ("data.val_files", ["/nowhere/b.parquet"], DataError, "data.val_files=/nowhere/b.parquet does not exist"),
         ("actor_rollout_ref.model.path", "/no/model", DataError, "actor_rollout_ref.model.path=/no/model does not"),
         ("partial_rollout.num_slots", 1, ConfigError, "1 trajectory slots over 1 .* raise partial_rollout.num_slots"),
-        (
-            "actor_rollout_ref.actor.strategy",
-            "megatron",
-            ConfigError,
-            "strategy=megatron .* fsdp or fsdp2 .*planner=verl",
-        ),
-        (
-            "actor_rollout_ref.actor.shuffle",
-            True,
-            ConfigError,
-            "shuffle=True .* set partial_rollout.packing.planner=verl",
-        ),
-        ("trainer.n_gpus_per_node", 3, ConfigError, "= 64 for 3 ranks is not allowed: must be a multiple of the ranks"),
         ("partial_rollout.packing.planner", "best", ConfigError, "planner='best' .* global, verl"),
         (
             "partial_rollout.packing.token_budget",
@@ -110,6 +97,20 @@ def test_the_quickstart_passes(composed: Composed):
 def test_a_mistake_is_told_with_its_key(composed: Composed, key: str, value: Any, error: type[UserError], message: str):
     with pytest.raises(error, match=message):
         check(composed({key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("actor_rollout_ref.actor.strategy", "megatron", "strategy=megatron .* fsdp or fsdp2 .*planner=verl"),
+        ("actor_rollout_ref.actor.shuffle", True, "shuffle=True .* set partial_rollout.packing.planner=verl"),
+        ("trainer.n_gpus_per_node", 3, "= 64 for 3 ranks is not allowed: must be a multiple of the ranks"),
+    ],
+)
+def test_a_planner_set_by_hand_that_cannot_work_is_refused(composed: Composed, key: str, value: Any, message: str):
+    check(composed({key: value}))
+    with pytest.raises(ConfigError, match=message):
+        check(composed({key: value, "partial_rollout.packing.planner": "global"}))
 
 
 INTERRUPT_MODE = "partial_rollout.tail.interrupt_mode"
@@ -196,7 +197,7 @@ ADAPTIVE = {"partial_rollout.slots": {"adaptive": True}, "partial_rollout.num_sl
 def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group_for_each_worker(composed: Composed):
     config = composed(ADAPTIVE | {"actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)
-    assert read_settings(config).slot_bounds == SlotBounds(least=8, most=2 * 16 * 4, group=4, num_workers=2)
+    assert read_settings(config).slot_bounds == SlotBounds(least=8, most=3 * 16 * 4, group=4, num_workers=2)
     apply(config)
     assert config.actor_rollout_ref.rollout.disable_log_stats is False
     apply(fixed := composed({}))

@@ -40,7 +40,7 @@ def test_verl_imports_our_attention_where_it_is_named(composed: Composed, change
 
 
 SEQUENCE_PARALLEL = "actor_rollout_ref.{}ulysses_sequence_parallel_size"
-FOUR_DEVICES = {"trainer.n_gpus_per_node": 4}
+FOUR_DEVICES = {"trainer.n_gpus_per_node": 4, "partial_rollout.packing.planner": "global"}
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,7 @@ def test_groups_without_spread_are_replaced_without_end_and_warned_of_at_each_do
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay_buffer, "logger", logging.getLogger("test"))
+    caplog.set_level(logging.WARNING)  # a library may have raised the root logger's
     buffer = world.buffer(*[filtered(2)] * 12, Ref(TakeResult(groups=(group("a", 1), group("b", 1)))))
     _, metrics = buffer.sample(STEP, "train", 2)
     assert world.refills == [2] * 12

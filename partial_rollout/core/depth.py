@@ -1,0 +1,83 @@
+"""How many batches of prompts are in flight, adapted to whether slots run out of prompts. Pure: no clock, no waiting.
+
+More prompts in flight fill idle slots and make tokens older: each further batch by about one update. So the queue gets
+deeper only after slots were idle for several steps while no prompt was pending, which is when more prompts help; and
+it goes back when the KV cache is full, since prompts in flight keep KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IDLE_BELOW = 0.85
+"""Mean share of the slots in use below which they count as idle: with retained KV and enough prompts 0.89 to 0.90 was
+measured (docs/results/gpu.md)."""
+PATIENCE = 5
+"""Steps with idle slots before the queue gets deeper: steps differ by a factor of 2, and the first ones fill slots."""
+CHANGE = 0.5
+"""Batches that are added or taken away at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step's rollout says of the queue's depth."""
+
+    utilisation: float
+    """Mean number of running requests while the gate was open, by the number of slots to start with."""
+    pending: int
+    """Prompts that no worker has claimed when the batch is complete."""
+    is_kv_full: bool
+    """Whether the KV cache was full, or requests were preempted, with no more slots than to start with."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthDecision:
+    """What the end of one step's rollout has decided."""
+
+    before: float
+    after: float
+    reason: str
+
+
+class DepthController:
+    """Decides the number of batches in flight, one step after the other.
+
+    >>> controller = DepthController(least=2.0, most=3.0)
+    >>> idle = StepLoad(utilisation=0.6, pending=0, is_kv_full=False)
+    >>> [controller.observe(idle).after for _ in range(6)]
+    [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
+    >>> controller.observe(StepLoad(utilisation=0.9, pending=0, is_kv_full=True))
+    DepthDecision(before=2.5, after=2.0, reason='the KV cache is full')
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        """Begin with `least` batches, which is never gone below."""
+        self._least, self._most = least, most
+        self.depth = least
+        self._patience = PATIENCE
+        self._shares: list[float] = []
+        """Utilisation of the latest steps, as long as slots were idle in each."""
+
+    def observe(self, load: StepLoad) -> DepthDecision:
+        """Decide on the depth from the next step on."""
+        before = self.depth
+        if load.is_kv_full:
+            return DepthDecision(before, self._back(), "the KV cache is full")
+        if load.pending or load.utilisation >= IDLE_BELOW:
+            self._shares.clear()
+            return DepthDecision(before, before, f"{load.utilisation:.0%} of the slots in use, {load.pending} pending")
+        self._shares.append(load.utilisation)
+        num_steps, mean = len(self._shares), sum(self._shares) / len(self._shares)
+        reason = f"{mean:.0%} of the slots in use over {num_steps} steps, no prompt pending"
+        if num_steps >= self._patience and before < self._most:
+            self._shares.clear()
+            self.depth = min(self._most, before + CHANGE)
+        return DepthDecision(before, self.depth, reason)
+
+    def _back(self) -> float:
+        """One change back. The next way up takes twice as long, so that the depth does not swing for ever."""
+        self._shares.clear()
+        if self.depth > self._least:
+            self.depth = max(self._least, self.depth - CHANGE)
+            self._patience *= 2
+        return self.depth

@@ -1,0 +1,23 @@
+"""The choices of a start, in the log and in the run's event stream: a line and an event for each."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability import events
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.settings.auto import Choice
+
+logger = logging.getLogger(__name__)
+
+
+def tell(choices: Sequence[Choice]) -> None:
+    """Log each choice; those that are still open are no events yet."""
+    for choice in choices:
+        noted = {"key": choice.key, "before": choice.before, "after": choice.value}
+        event = events.Choice(step=0, **noted, reason=choice.why, seen=choice.seen)
+        logger.info("%s", choice, extra={} if choice.is_open else {"event": event})

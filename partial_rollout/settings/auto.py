@@ -1,0 +1,311 @@
+"""What the run chooses where a key says `auto`: each choice with what was seen and why. Pure but for a model's sizes.
+
+`choose` returns the choices and changes nothing, so that they can be shown before a start. `take` writes them into the
+configuration. What only the cluster knows (host memory) stays open until the run's first process there looks at it.
+
+| key              | takes                                                                                          |
+|------------------|------------------------------------------------------------------------------------------------|
+| interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort  |
+| depth            | two batches; deeper while slots idle, where KV is retained (`core.depth`)                      |
+| slots            | adaptive, from today's number upwards                                                          |
+| planner          | ours where the trainer has what it needs, else verl's                                          |
+| correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
+
+A value that was set by hand is never changed. No choice makes a run fail that would have run with `abort`: what is not
+known for certain counts against a choice. The reasons are in docs/design/0010-auto.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from partial_rollout.core.interrupt import MODES
+from partial_rollout.errors import ConfigError
+from partial_rollout.settings.block import AUTO, BLOCK
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.derived import ADAPTER_RANKS, read_block, read_settings
+from partial_rollout.settings.flag import ROLLOUT
+from partial_rollout.settings.memory import GIB, Machine, host_need, model_sizes
+from partial_rollout.settings.refused import AT_THE_END, check_packing, unmet_needs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.settings.block import PartialRolloutConfig
+    from partial_rollout.settings.changes import Changes
+
+MODE_KEY = f"{BLOCK}.tail.interrupt_mode"
+SIZE_KEY = f"{BLOCK}.tail.offload_gib"
+DEPTH_KEY = f"{BLOCK}.prefetch_factor"
+SLOTS_KEY = f"{BLOCK}.slots.adaptive"
+LEAST_SLOTS_KEY = f"{BLOCK}.slots.least"
+PLANNER_KEY = f"{BLOCK}.packing.planner"
+CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
+STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
+UNTRIED_WITH_KV = {key: (None, False) for key in AT_THE_END}
+"""Needs of a mode that retains KV, beyond those without which it is refused: with these nobody has run one."""
+UNTRIED_WITH_OFFLOADING = {
+    **UNTRIED_WITH_KV,
+    **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
+    "model.lora_adapter_path": (None,),
+    "rollout.enable_sleep_mode": (None, True),
+    "rollout.pipeline_model_parallel_size": (None, 1),
+    "rollout.engine_kwargs.vllm.kv_cache_dtype": (None, "auto"),
+    "rollout.quantization": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A value that the run chose."""
+
+    key: str
+    """Dotted, as on the command line."""
+    before: Any
+    value: Any
+    """`auto` if it is still open: decided at the start, on the cluster."""
+    seen: str
+    why: str
+    page: str = "docs/modes.md"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the cluster must be looked at."""
+        return self.value == AUTO
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        chosen = "is decided on the cluster" if self.is_open else f"= {_shown(self.value)}"
+        return f"auto: {self.key} {chosen}. Seen: {self.seen}. Why: {self.why} ({self.page})"
+
+
+def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | None = None) -> list[Choice]:
+    """The choices for a composed configuration, which is not changed.
+
+    `given` are the keys that were typed by hand; `machine` is what is known of the nodes, None before the start.
+    """
+    given, block = given or ByHand(), read_block(config)
+    choices = [*_interrupt_mode(config, block, machine)]
+    mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
+    return [
+        *choices,
+        *_depth(block, mode),
+        *_slots(config, block, given),
+        *_planner(config, block),
+        *_correction(config, given),
+    ]
+
+
+def take(changes: Changes) -> list[Choice]:
+    """Choose, and write what is not open into the configuration. Only called when the flag is set."""
+    choices = choose(changes.config, changes.by_hand)
+    for choice in choices:
+        # The number of batches in flight stays `auto`: it moves while the run goes on.
+        if not choice.is_open and choice.key != DEPTH_KEY:
+            changes.complete(choice.key, choice.value, choice.why)
+    return choices
+
+
+def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
+    """Decide what `take` left open, and write it into the configuration, in place, for the trainer and for servers."""
+    choices = list(_interrupt_mode(config, read_block(config), machine))
+    for choice in choices:
+        for key in (choice.key, f"{ROLLOUT}.custom.{choice.key}"):
+            OmegaConf.update(config, key, choice.value, force_add=True)
+    return choices
+
+
+def is_corrected(config: DictConfig) -> bool:
+    """Whether verl weighs, or leaves out, tokens that older weights sampled."""
+    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    if correction is None or not config.actor_rollout_ref.rollout.calculate_log_probs:
+        return False
+    return any(correction.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+
+
+# ---- what an interrupted request leaves in its engine ----
+
+
+def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Iterator[Choice]:
+    if block.tail.interrupt_mode != AUTO:
+        return
+    given = block.tail.offload_gib
+    for choice in _mode_and_size(config, block, machine):
+        yield choice
+        if given is not None and choice.key == MODE_KEY and choice.value not in (AUTO, "offload_kv"):
+            why = f"{choice.value} needs no host memory, and the size has no use"
+            yield Choice(SIZE_KEY, given, None, choice.seen, why, _PAGE)
+
+
+def _mode_and_size(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Iterator[Choice]:
+    keeps = config.actor_rollout_ref.rollout.free_cache_engine is False
+    memory = f"{ROLLOUT}.free_cache_engine={config.actor_rollout_ref.rollout.free_cache_engine}"
+    if block.tail.policy == "wait":
+        yield _mode("abort", f"{BLOCK}.tail.policy=wait", "nothing is interrupted")
+    elif keeps:
+        unmet = unmet_needs(config, MODES["reuse_kv"], UNTRIED_WITH_KV)
+        if unmet:
+            yield _mode("abort", unmet, "with it an interrupted response may not find its KV again")
+        else:
+            why = "engines keep their memory over training, so an interrupted response finds its KV again"
+            yield _mode("reuse_kv", memory, why)
+    else:
+        yield from _offload(config, block, machine, memory)
+
+
+def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None, memory: str) -> Iterator[Choice]:
+    """Engines release their memory: KV goes to host memory if there is room for certain."""
+    unmet = _not_offloaded(config, block)
+    if unmet:
+        yield _mode("abort", f"{memory}, {unmet}", "engines release their memory, and KV cannot go to host memory")
+        return
+    given = block.tail.offload_gib
+    if given is not None:
+        why = "engines release their memory; KV goes to the host memory that was set for it"
+        yield _mode("offload_kv", f"{memory}, {SIZE_KEY}={given}", why)
+        return
+    sizes = model_sizes(config)
+    need = host_need(config, read_settings(config).num_slots, sizes) if sizes else None
+    if need is None:
+        seen = f"{memory}, and of {config.actor_rollout_ref.model.path} no sizes of plain attention"
+        yield _mode("abort", seen, f"how much host memory its KV needs is not known; {SIZE_KEY} would say it")
+        return
+    wanted = f"the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB, training {need.state_bytes / GIB:.1f}"
+    if machine is None:
+        yield _mode(AUTO, f"{memory}, {wanted}", "a node's free host memory decides between offload_kv and abort")
+        return
+    gib, seen = need.gib_for_each_engine(machine), f"{memory}, {wanted}, {_room(machine)}"
+    if gib:
+        yield _mode("offload_kv", seen, "engines release their memory, and host memory has room for the KV")
+        share = f"half of what training leaves, for {need.engines} engines a node, and no more than all slots need"
+        yield Choice(SIZE_KEY, None, gib, _room(machine), share, _PAGE)
+    else:
+        yield _mode("abort", seen, "too little host memory is left for the KV, so it is computed again")
+
+
+def _not_offloaded(config: DictConfig, block: PartialRolloutConfig) -> str:
+    """What stands in the way of KV in host memory, empty if nothing does."""
+    if config.trainer.device != "cuda":
+        return f"trainer.device={config.trainer.device}"
+    if block.tail.policy != "partial":
+        return f"{BLOCK}.tail.policy={block.tail.policy}, with which nobody has run it"
+    return unmet_needs(config, MODES["offload_kv"], UNTRIED_WITH_OFFLOADING)
+
+
+def _room(machine: Machine) -> str:
+    """What the nodes have, in words."""
+    host = "unknown" if machine.host_bytes is None else f"{machine.host_bytes / GIB:.1f} GiB"
+    shm = f", /dev/shm {(machine.shm_bytes or 0) / GIB:.1f} GiB" if machine.offloads_to_shm else ""
+    return f"free host memory of the node with the least: {host}{shm}"
+
+
+_PAGE = "docs/modes.md#which-interrupt-mode"
+
+
+def _mode(value: str, seen: str, why: str) -> Choice:
+    return Choice(MODE_KEY, AUTO, value, seen, why, _PAGE)
+
+
+# ---- how many prompts are in flight, and how many trajectories are generated ----
+
+
+def _depth(block: PartialRolloutConfig, mode: str) -> Iterator[Choice]:
+    if block.prefetch_factor != AUTO or block.tail.policy != "partial":
+        return
+    least, most = depth_bounds(block, mode)
+    seen = f"{MODE_KEY}={mode}"
+    if block.tail.max_staleness is not None:
+        seen += f", {BLOCK}.tail.max_staleness={block.tail.max_staleness}"
+    why = f"two batches fill most slots; up to {most:g} while slots idle and KV is retained"
+    if most == least:
+        why = (
+            "more batches would only make tokens older" if mode == "abort" else "the bound on staleness allows no more"
+        )
+    yield Choice(DEPTH_KEY, AUTO, least, seen, why, "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost")
+
+
+def depth_bounds(block: PartialRolloutConfig, mode: str) -> tuple[float, float]:
+    """Batches in flight at the start and at most, with this interrupt mode; `auto` is taken for one that retains KV."""
+    least, most = block.depths
+    return (least, most) if mode == AUTO or MODES[mode].retains_kv else (least, least)
+
+
+def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> Iterator[Choice]:
+    if block.slots.adaptive != AUTO:
+        return
+    start, bounded = read_settings(config).num_slots, block.slots.least or block.slots.most
+    if block.tail.policy != "partial":
+        yield _adaptive(
+            False, f"{BLOCK}.tail.policy={block.tail.policy}", "a round starts no more than there are slots"
+        )
+    elif block.num_slots is not None and not bounded:
+        yield _adaptive(False, f"{BLOCK}.num_slots={block.num_slots}", "the number was set by hand")
+    elif given.has(STATISTICS_OFF) and OmegaConf.select(config, STATISTICS_OFF):
+        yield _adaptive(False, f"{STATISTICS_OFF}=True", "it was set by hand, so engines do not tell their load")
+    else:
+        yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
+        if block.slots.least is None:
+            yield Choice(
+                LEAST_SLOTS_KEY, None, start, f"{start} slots for a batch", "auto never goes below", _SLOTS_PAGE
+            )
+
+
+_SLOTS_PAGE = "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost"
+
+
+def _adaptive(value: bool, seen: str, why: str) -> Choice:
+    return Choice(SLOTS_KEY, AUTO, value, seen, why, _SLOTS_PAGE)
+
+
+# ---- who trains together ----
+
+
+def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice]:
+    if block.packing.planner != AUTO:
+        return
+    page = "docs/design/0004-packing.md"
+    try:
+        check_packing(config)
+    except ConfigError as obstacle:
+        yield Choice(PLANNER_KEY, AUTO, "verl", str(obstacle).partition(" is not allowed")[0], "ours cannot", page)
+    else:
+        seen = f"actor_rollout_ref.actor.strategy={config.actor_rollout_ref.actor.strategy}"
+        yield Choice(PLANNER_KEY, AUTO, "global", seen, "fewer micro-batches, with rows even in what they cost", page)
+
+
+# ---- old tokens ----
+
+
+def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
+    """Nothing where the user's overrides name the correction, or a file turns one on."""
+    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    if given.has(CORRECTION_KEY) or correction is None or correction.rollout_is is not None:
+        return
+    page = "docs/your-job.md#is-the-correction-on"
+    for key, why in (
+        ("bypass_mode", "the loss compares with the engine's log-probs already"),
+        ("rollout_rs", "another correction was chosen"),
+    ):
+        if correction.get(key):
+            yield Choice(CORRECTION_KEY, None, None, f"algorithm.rollout_correction.{key}={correction[key]}", why, page)
+            return
+    log_probs = f"{ROLLOUT}.calculate_log_probs"
+    if not OmegaConf.select(config, log_probs):
+        yield Choice(CORRECTION_KEY, None, None, f"{log_probs}=False", "a correction compares log-probs", page)
+        return
+    seen = "algorithm.rollout_correction.rollout_is=null, which no override sets"
+    why = (
+        "a resumed response has tokens of several weight versions; each is weighed by pi_train / pi_rollout, at most "
+        f"{correction.rollout_is_threshold}. A null of a YAML file looks like verl's default: to keep it, write "
+        f"{CORRECTION_KEY}=null on the command line"
+    )
+    yield Choice(CORRECTION_KEY, None, "token", seen, why, page)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,145 @@
+"""How much memory KV takes, and how much of a node's is left for it: arithmetic, and a look at a model's files."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.settings.derived import num_devices
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+GIB = 1 << 30
+KV_SHARE = 0.5
+"""Of the host memory that the training state leaves: the rest is for Ray's object store, data, and other processes."""
+LEAST_OF_NEED = 0.25
+"""Below this share of all slots' KV, with all responses at their limit, much of what is stored would be evicted."""
+STATE_BYTES = 12
+"""Of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the float32
+weight and the optimizer's two moments."""
+PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""`model_type` of models with the same KV in each layer; others have windows, states or latents."""
+KV_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+FLOAT_BYTES = {"float32": 4, "float": 4, "fp32": 4}
+"""All other types of weights count as 2 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of the nodes where engines run: the least over all of them. None: not known."""
+
+    host_bytes: int | None = None
+    """Memory that is free before the run takes any."""
+    shm_bytes: int | None = None
+    """Room in /dev/shm."""
+    offloads_to_shm: bool = False
+    """Whether this vLLM maps its host memory from /dev/shm; otherwise it takes pinned memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Of a model with plain attention."""
+
+    kv_bytes_per_token: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """What `offload_kv` would need on a node, in bytes.
+
+    >>> need = HostNeed(kv_bytes=64 * GIB, state_bytes=20 * GIB, engines=2)
+    >>> need.gib_for_each_engine(Machine(host_bytes=200 * GIB)), need.gib_for_each_engine(Machine(host_bytes=100 * GIB))
+    (32, 20)
+    >>> need.gib_for_each_engine(Machine(host_bytes=40 * GIB)), need.gib_for_each_engine(Machine())
+    (0, 0)
+    """
+
+    kv_bytes: int
+    """KV of all slots of the node, with responses at their limit."""
+    state_bytes: int
+    """Training state that goes through host memory."""
+    engines: int
+    """Of the node."""
+
+    def gib_for_each_engine(self, machine: Machine) -> int:
+        """What an engine may have: its slots' KV or its share of the room; 0 if that is too little to be of use."""
+        room = self._room(machine)
+        if room < LEAST_OF_NEED * self.kv_bytes:
+            return 0
+        return int(min(math.ceil(self.kv_bytes / GIB / self.engines), room / GIB / self.engines))
+
+    def _room(self, machine: Machine) -> float:
+        if machine.host_bytes is None:
+            return 0
+        room = KV_SHARE * max(0, machine.host_bytes - self.state_bytes)
+        return min(room, KV_SHARE * (machine.shm_bytes or 0)) if machine.offloads_to_shm else room
+
+
+def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed | None:
+    """What the slots' KV and the training state need on a node; None if an engine is larger than a node."""
+    rollout, data, trainer = config.actor_rollout_ref.rollout, config.data, config.trainer
+    devices = rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
+    engines = trainer.n_gpus_per_node // devices
+    if engines < 1:
+        return None
+    tokens = data.max_prompt_length + data.max_response_length
+    slots = math.ceil(num_slots / max(1, num_devices(config) // devices)) * engines
+    return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
+
+
+def _state_bytes(config: DictConfig, sizes: ModelSizes) -> int:
+    """Of a node; without checkpoints and offloading, the weights are read through host memory once."""
+    sharded = config.actor_rollout_ref.actor.get("fsdp_config") or {}
+    stays = sharded.get("param_offload") or sharded.get("optimizer_offload")
+    bytes_each = STATE_BYTES if config.trainer.save_freq > 0 or stays else FLOAT_BYTES["float32"]
+    return bytes_each * sizes.num_parameters // config.trainer.nnodes
+
+
+def model_sizes(config: DictConfig) -> ModelSizes | None:
+    """Sizes of the configuration's model from its files; None if it is not on this machine, or not a plain one."""
+    folder = _model_folder(str(config.actor_rollout_ref.model.path))
+    try:
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
+    except (OSError, ValueError):
+        return None
+    if not num_bytes or not _is_plain(model):
+        return None
+    weights = str(model.get("dtype") or model.get("torch_dtype") or "")
+    num_parameters = num_bytes // FLOAT_BYTES.get(weights, 2)
+    return ModelSizes(_kv_bytes(model, str(config.actor_rollout_ref.rollout.dtype)), num_parameters)
+
+
+def _model_folder(path: str) -> Path | None:
+    """The folder with the model's files: a local one, or that of a model of the hub which was downloaded before."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _is_plain(model: dict[str, Any]) -> bool:
+    windows = bool(model.get("use_sliding_window", model.get("sliding_window")))
+    others = set(model.get("layer_types") or ()) - {"full_attention"}
+    known = all(isinstance(model.get(name), int) for name in KV_SIZES)
+    return model.get("model_type") in PLAIN_ATTENTION and known and not windows and not others
+
+
+def _kv_bytes(model: dict[str, Any], dtype: str) -> int:
+    layers, heads, hidden = (model[name] for name in KV_SIZES)
+    head_dim = model.get("head_dim") or hidden // heads
+    return 2 * layers * (model.get("num_key_value_heads") or heads) * head_dim * FLOAT_BYTES.get(dtype, 2)

@@ -1,0 +1,72 @@
+"""Changes the number of batches in flight where slots run idle; `core.depth` decides, the prompt queue is told here."""
+
+from __future__ import annotations
+
+import logging
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from partial_rollout.core.depth import DepthController, StepLoad
+from partial_rollout.core.slots import KV_HIGH, EngineLoad
+from partial_rollout.settings.block import groups_in_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from partial_rollout.core.depth import DepthDecision
+    from partial_rollout.rollout.engine_process import RolloutStatistics
+
+logger = logging.getLogger(__name__)
+
+
+class DepthTuner:
+    """The trainer calls `look` once a step, when the batch is complete and before the gates close."""
+
+    def __init__(
+        self,
+        bounds: tuple[float, float],
+        *,
+        batch: int,
+        num_slots: int,
+        set_capacity: Callable[[int], None],
+        note: Callable[[DepthDecision], None],
+    ) -> None:
+        """`bounds` are batches in flight, to start with and at most; `num_slots` is the number to start with.
+
+        `set_capacity` tells the prompt queue a number of prompts; `note` receives every change.
+        """
+        self._controller = DepthController(*bounds)
+        self._batch, self._num_slots = batch, num_slots
+        self._set_capacity, self._note = set_capacity, note
+        self._num_preemptions = 0
+
+    @property
+    def depth(self) -> float:
+        """Batches in flight, at present."""
+        return self._controller.depth
+
+    def look(
+        self, statistics: Sequence[RolloutStatistics], *, pending: int, num_slots: int, kv_usage: float = 0.0
+    ) -> None:
+        """Tell the queue another capacity if there is a reason.
+
+        `statistics` are the servers' while their gates are still open, `pending` the prompts that wait, `num_slots` the
+        slots at present, and `kv_usage` the highest usage of a KV cache that was seen in this step.
+
+        Raises:
+            WaitTimeout: the prompt manager did not answer.
+        """
+        load = reduce(add, (each.load for each in statistics), EngineLoad())
+        # The count of an engine that was started again begins at 0.
+        preempted = max(0, load.num_preemptions - self._num_preemptions)
+        self._num_preemptions = load.num_preemptions
+        is_full = bool(preempted) or max(kv_usage, load.kv_usage) >= KV_HIGH
+        # More slots than at the start give way first.
+        is_full = is_full and num_slots <= self._num_slots
+        running = sum(each.mean_running for each in statistics)
+        decision = self._controller.observe(StepLoad(running / self._num_slots, pending, is_full))
+        if decision.after != decision.before:
+            logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)
+            self._set_capacity(groups_in_flight(decision.after, self._batch))
+            self._note(decision)

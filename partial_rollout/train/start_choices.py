@@ -1,0 +1,90 @@
+"""Choices of a start (`settings.auto`) that need the cluster: the nodes' memory is looked at, and servers are told."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.integrations.verl_compat import GPU_VLLM, installed_version
+from partial_rollout.runtime.remote_call import wait_for_all
+from partial_rollout.settings.auto import take_on_cluster
+from partial_rollout.settings.block import AUTO
+from partial_rollout.settings.derived import read_block
+from partial_rollout.settings.memory import Machine
+from partial_rollout.weights.directory import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from partial_rollout.settings.auto import Choice
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 120.0
+"""A task of Ray's on a node that runs nothing else yet; its first process there has to start."""
+CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Folder, and its files with a container's limit and usage, of the second and the first version of Linux' control
+groups; and the name in `memory.stat` of what counts as used and can be taken: files read long ago."""
+
+
+def choose_on_cluster(config: DictConfig) -> list[Choice]:
+    """Take the choices that the driver left open, in place; each process that is started from now on is told."""
+    if read_block(config).tail.interrupt_mode != AUTO:
+        return []
+    return take_on_cluster(config, look_at_nodes())
+
+
+def look_at_nodes() -> Machine:
+    """The memory of the nodes with devices; unknown where a node does not say it."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
+    look = ray.remote(num_cpus=0)(free_memory)
+    try:
+        places = [NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False) for node in nodes]
+        calls = [look.options(scheduling_strategy=place).remote() for place in places]
+        who_waits = "the task runner waits for the nodes to tell their memory"
+        found = wait_for_all(calls, timeout_s=LOOK_S, who_waits=who_waits)
+    except (RayError, WaitTimeout) as error:
+        logger.warning("the nodes' memory is not known: %s", error)
+        return Machine()
+    if not found:
+        return Machine()
+    stores = [int(node["Resources"].get("object_store_memory", 0)) for node in nodes]
+    host = min(host - store for (host, _), store in zip(found, stores, strict=True))
+    shm = min(shm - store for (_, shm), store in zip(found, stores, strict=True))
+    return Machine(host, shm, offloads_to_shm=not _pins_memory())
+
+
+def _pins_memory() -> bool:
+    """Whether this vLLM takes pinned memory, as the release does that we were built for; a later one maps a file."""
+    return GPU_VLLM.accepts(installed_version(GPU_VLLM.name) or "")
+
+
+def free_memory() -> tuple[int, int]:
+    """Bytes of memory and of /dev/shm that this node, or this container, has free."""
+    free = psutil.virtual_memory().available
+    limits = [container_free(Path(folder), *names) for folder, *names in CGROUPS]
+    return min([free, *(limit for limit in limits if limit is not None)]), shutil.disk_usage(SHARED_MEMORY).free
+
+
+def container_free(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Bytes that a container may still take; None if the folder is not there, or has no limit."""
+    try:
+        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    if not (most.isdigit() and used.isdigit()):
+        return None
+    cached = next((int(line.split()[1]) for line in lines if line.split()[0] == reclaimable), 0)
+    return max(0, int(most) - int(used) + cached)

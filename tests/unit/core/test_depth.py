@@ -1,0 +1,59 @@
+"""The queue gets deeper while slots idle for want of prompts, and goes back when the KV cache is full."""
+
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.core.depth import PATIENCE, DepthController, StepLoad
+
+IDLE = StepLoad(utilisation=0.6, pending=0, is_kv_full=False)
+BUSY = StepLoad(utilisation=0.85, pending=0, is_kv_full=False)
+PENDING = StepLoad(utilisation=0.6, pending=1, is_kv_full=False)
+FULL = StepLoad(utilisation=0.95, pending=0, is_kv_full=True)
+
+
+def depths(steps: list[StepLoad], least: float = 2.0, most: float = 3.0) -> list[float]:
+    controller = DepthController(least, most)
+    return [controller.observe(step).after for step in steps]
+
+
+def test_five_idle_steps_make_the_queue_half_a_batch_deeper_up_to_its_bound():
+    assert depths([IDLE] * 20) == [2.0] * 4 + [2.5] * 5 + [3.0] * 11
+
+
+@pytest.mark.parametrize("between", [BUSY, PENDING])
+def test_a_step_with_full_slots_or_pending_prompts_begins_the_count_again(between: StepLoad):
+    assert depths([IDLE] * 4 + [between] + [IDLE] * 4) == [2.0] * 9
+    assert depths([IDLE] * 4 + [between] + [IDLE] * 5)[-1] == 2.5
+
+
+def test_slots_that_are_in_use_leave_the_depth_as_it_is():
+    assert set(depths([BUSY] * 50)) == {2.0}
+
+
+def test_a_bound_on_staleness_is_kept():
+    assert set(depths([IDLE] * 50, most=2.0)) == {2.0}
+    assert max(depths([IDLE] * 50, most=2.25)) == 2.25
+
+
+def test_a_full_cache_takes_back_what_was_added_and_never_more():
+    assert depths([IDLE] * 10 + [FULL] * 4)[9:] == [3.0, 2.5, 2.0, 2.0, 2.0]
+
+
+def test_the_way_up_takes_longer_after_each_way_back():
+    """Otherwise the depth would swing between two values for the whole run."""
+    controller, rises = DepthController(2.0, 3.0), []
+    for step in range(400):
+        decision = controller.observe(FULL if controller.depth > 2.0 else IDLE)
+        if decision.after > decision.before:
+            rises.append(step)
+    waits = [later - earlier for earlier, later in zip([-1, *rises], rises, strict=False)]
+    assert waits[:4] == [PATIENCE, 2 * PATIENCE + 1, 4 * PATIENCE + 1, 8 * PATIENCE + 1]
+
+
+def test_a_decision_says_what_was_seen():
+    controller = DepthController(2.0, 3.0)
+    last = [controller.observe(IDLE) for _ in range(5)][-1]
+    assert last.reason == "60% of the slots in use over 5 steps, no prompt pending"
+    assert controller.observe(FULL).reason == "the KV cache is full"
+    assert controller.observe(PENDING).reason == "60% of the slots in use, 1 pending"

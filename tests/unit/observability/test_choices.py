@@ -1,0 +1,35 @@
+"""Choices of a start on their way to the log and the event stream."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability import events
+from partial_rollout.observability.choices import tell
+from partial_rollout.observability.log import NAME, report_to
+from partial_rollout.settings.auto import MODE_KEY, Choice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_each_choice_is_a_line_and_but_for_open_ones_an_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    own = logging.getLogger(NAME)
+    monkeypatch.setattr(own, "handlers", list(own.handlers))
+    monkeypatch.setattr(own, "propagate", True)
+    caplog.set_level(logging.INFO, logger=NAME)
+    report_to(events.EventWriter(tmp_path, "driver"))
+    tell([Choice(MODE_KEY, "auto", "auto", "a", "b"), Choice(MODE_KEY, "auto", "reuse_kv", "memory stays", "why")])
+    assert [record.getMessage().partition(". Seen")[0] for record in caplog.records] == [
+        f"auto: {MODE_KEY} is decided on the cluster",
+        f"auto: {MODE_KEY} = reuse_kv",
+    ]
+    written = [event for event in events.EventReader(tmp_path).read() if isinstance(event, events.Choice)]
+    assert [(e.step, e.key, e.before, e.after, e.seen, e.reason) for e in written] == [
+        (0, MODE_KEY, "auto", "reuse_kv", "memory stays", "why")
+    ]

@@ -1,0 +1,347 @@
+"""What `auto` takes, what it does not take, and that a value set by hand stays."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from partial_rollout.settings.auto import choose, is_corrected, take_on_cluster
+from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.memory import GIB, Machine
+from partial_rollout.settings.prepare import examine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.settings.auto import Choice
+    from tests.unit.settings.support import Composed
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TAIL = "partial_rollout.tail"
+MODE = f"{TAIL}.interrupt_mode"
+GPU = {"trainer.device": "cuda", f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True}
+"""As verl's defaults have it: engines release their memory each step."""
+LARGE, SMALL = Machine(host_bytes=512 * GIB), Machine(host_bytes=GIB // 2)
+
+
+def chosen(config: DictConfig, key: str, given: Sequence[str] = (), machine: Machine | None = None) -> list[Choice]:
+    """The choices of one key."""
+    return [choice for choice in choose(config, ByHand.read(given), machine) if choice.key == key]
+
+
+def value(config: DictConfig, key: str, given: Sequence[str] = (), machine: Machine | None = None) -> Any:
+    (choice,) = chosen(config, key, given, machine)
+    return choice.value
+
+
+def started(config: DictConfig, given: Sequence[str] = ()) -> PartialRolloutConfig:
+    """What a server is told after a start without open choices."""
+    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
+    examined = examine(config, ByHand.read(given))
+    assert not examined.refusals
+    return PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of Qwen3-0.6B's shape on disk, of 1.2 billion bytes as far as its files say."""
+    sizes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = {"model_type": "qwen3", "hidden_size": 1024, "dtype": "bfloat16", "sliding_window": None, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_sliding_window": False}))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_200_000_000)  # sparse
+    return tmp_path
+
+
+# ---- interrupt mode ----
+
+
+def test_engines_that_keep_their_memory_keep_the_kv_too(composed: Composed):
+    config = composed({})
+    assert value(config, MODE) == "reuse_kv"
+    assert started(config).tail.interrupt_mode == "reuse_kv"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{ROLLOUT}.data_parallel_size": 2},
+        {f"{ROLLOUT}.enable_prefix_caching": False},
+        {f"{ROLLOUT}.enable_rollout_routing_replay": True},
+        {f"{ROLLOUT}.mtp.enable_rollout": True},
+        {f"{ROLLOUT}.disaggregation.enabled": True},
+        {f"{TAIL}.policy": "wait"},
+    ],
+)
+def test_what_rules_retained_kv_out_leaves_abort(composed: Composed, changes: dict[str, Any]):
+    config = composed(changes)
+    (choice,) = chosen(config, MODE)
+    (key, set_to), *_ = changes.items()
+    assert choice.value == "abort"
+    assert f"{key}={set_to}" in choice.seen
+    assert started(config).tail.interrupt_mode == "abort"
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep_kv"])
+def test_an_interrupt_mode_set_by_hand_stays(composed: Composed, mode: str):
+    config = composed({MODE: mode})
+    assert chosen(config, MODE) == []
+    assert started(config).tail.interrupt_mode == mode
+
+
+def test_kv_goes_to_host_memory_where_there_is_room(composed: Composed, model: Path):
+    config = composed(GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096})
+    assert value(config, MODE) == "auto"  # before the start nobody knows the nodes
+    assert started(config).tail.interrupt_mode == "auto"
+    mode, size = take_on_cluster(config, LARGE)
+    # 64 slots x (32 + 4,096) tokens x 2 x 28 layers x 8 heads x 128 x 4 bytes of float32 are 56.4 GiB.
+    assert (mode.value, size.value) == ("offload_kv", 57)
+    assert "56.4 GiB" in mode.seen
+    tail = read_settings(config).block.tail
+    assert (tail.interrupt_mode, tail.offload_gib) == ("offload_kv", 57)
+
+
+def test_where_host_memory_is_short_the_size_is_half_of_what_training_leaves(composed: Composed, model: Path):
+    config = composed(GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096})
+    # 0.6 billion parameters x 12 bytes are 6.7 GiB, which a checkpoint brings into host memory.
+    sizes = {gib: value_of_size(config, Machine(host_bytes=gib * GIB)) for gib in (120, 60, 36, 34)}
+    assert sizes == {120: 56, 60: 26, 36: 14, 34: None}
+
+
+def value_of_size(config: DictConfig, machine: Machine) -> int | None:
+    return next((choice.value for choice in chosen(config, f"{TAIL}.offload_gib", machine=machine)), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "seen"),
+    [
+        ({}, SMALL, "0.5 GiB"),
+        ({}, Machine(), "unknown"),
+        ({}, Machine(host_bytes=512 * GIB, shm_bytes=GIB, offloads_to_shm=True), "/dev/shm 1.0 GiB"),
+        ({"trainer.device": "cpu"}, LARGE, "trainer.device=cpu"),
+        ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, LARGE, "routing_replay=True"),
+        ({f"{ROLLOUT}.data_parallel_size": 2}, LARGE, "data_parallel_size=2"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"a": 1}}, LARGE, "kv_transfer_config="),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.kv_offloading_size": 4}, LARGE, "kv_offloading_size=4"),
+        ({"actor_rollout_ref.model.lora_rank": 8}, LARGE, "lora_rank=8"),
+        ({f"{ROLLOUT}.enable_sleep_mode": False}, LARGE, "enable_sleep_mode=False"),
+        ({f"{TAIL}.policy": "reorder"}, LARGE, "policy=reorder"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, LARGE, "no sizes"),
+        ({"actor_rollout_ref.model.path": "unknown/model"}, LARGE, "no sizes"),
+    ],
+)
+def test_kv_is_computed_again_where_host_memory_is_not_there_for_certain(
+    composed: Composed, model: Path, changes: dict[str, Any], machine: Machine, seen: str
+):
+    here = GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096} | changes
+    (choice,) = chosen(composed(here), MODE, machine=machine)
+    assert choice.value == "abort"
+    assert seen in choice.seen
+
+
+@pytest.mark.parametrize("window", [{"model_type": "gemma3"}, {"sliding_window": 4096, "use_sliding_window": True}])
+def test_a_model_whose_layers_differ_has_unknown_kv(composed: Composed, model: Path, window: dict[str, Any]):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | window))
+    config = composed(GPU | {"actor_rollout_ref.model.path": str(model)})
+    assert value(config, MODE, machine=LARGE) == "abort"
+
+
+def test_a_size_set_by_hand_is_taken_without_arithmetic_and_said_to_be_unused_elsewhere(composed: Composed):
+    size = {f"{TAIL}.offload_gib": 48}
+    offloading = composed(GPU | size)
+    tail = started(offloading).tail
+    assert (tail.interrupt_mode, tail.offload_gib) == ("offload_kv", 48)
+    keeping = composed(size)
+    (unused,) = chosen(keeping, f"{TAIL}.offload_gib")
+    assert (unused.before, unused.value) == (48, None)
+    assert started(keeping).tail.offload_gib is None
+
+
+# ---- depth ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "why"),
+    [
+        ({}, 2.0, "up to 3 while slots idle"),
+        ({MODE: "abort"}, 2.0, "would only make tokens older"),
+        ({f"{TAIL}.max_staleness": 1}, 2.0, "the bound on staleness allows no more"),
+        ({f"{TAIL}.max_staleness": 0, f"{TAIL}.past_staleness": "finish"}, 1.0, "the bound on staleness"),
+    ],
+)
+def test_two_batches_are_in_flight_and_no_more_than_the_bound_on_staleness_allows(
+    composed: Composed, changes: dict[str, Any], depth: float, why: str
+):
+    config = composed(changes)
+    (choice,) = chosen(config, "partial_rollout.prefetch_factor")
+    assert choice.value == depth
+    assert why in choice.why
+    assert started(config).capacity(8) == depth * 8
+
+
+def test_a_depth_set_by_hand_stays(composed: Composed):
+    config = composed({"partial_rollout.prefetch_factor": 4.0})
+    assert chosen(config, "partial_rollout.prefetch_factor") == []
+    assert started(config).depths == (4.0, 4.0)
+
+
+# ---- slots ----
+
+ADAPTIVE = "partial_rollout.slots.adaptive"
+
+
+def test_slots_are_adaptive_from_today_s_number_upwards(composed: Composed):
+    config = composed({})
+    assert value(config, ADAPTIVE) is True
+    told = started(config)
+    assert (told.slots.are_adaptive, told.slots.least) == (True, 64)
+    bounds = read_settings(config).slot_bounds
+    assert (bounds.least, bounds.most) == (64, 3 * 64)
+    assert not config.actor_rollout_ref.rollout.disable_log_stats
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({"partial_rollout.num_slots": 32}, []),
+        ({f"{TAIL}.policy": "wait"}, []),
+        ({f"{TAIL}.policy": "reorder"}, []),
+        ({f"{ROLLOUT}.disable_log_stats": True}, [f"{ROLLOUT}.disable_log_stats=True"]),
+    ],
+)
+def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(composed: Composed, changes: dict, given: list[str]):
+    config = composed(changes)
+    assert value(config, ADAPTIVE, given) is False
+    assert not started(config, given).slots.are_adaptive
+    assert config.actor_rollout_ref.rollout.disable_log_stats
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_adaptive_slots_set_by_hand_stay(composed: Composed, by_hand: bool):
+    config = composed({ADAPTIVE: by_hand})
+    assert chosen(config, ADAPTIVE) == []
+    told = started(config)
+    assert (told.slots.adaptive, told.slots.least) == (by_hand, None)
+
+
+def test_bounds_set_by_hand_are_those_of_an_adaptive_number(composed: Composed):
+    told = started(composed({"partial_rollout.num_slots": 32, "partial_rollout.slots.most": 48}))
+    assert (told.slots.adaptive, told.slots.least, told.slots.most) == (True, 32, 48)
+
+
+# ---- planner ----
+
+PLANNER = "partial_rollout.packing.planner"
+
+
+@pytest.mark.parametrize(
+    ("changes", "planner", "seen"),
+    [
+        ({}, "global", "strategy=fsdp2"),
+        ({"actor_rollout_ref.actor.strategy": "megatron"}, "verl", "strategy=megatron"),
+        ({"actor_rollout_ref.actor.shuffle": True}, "verl", "shuffle=True"),
+        ({"trainer.n_gpus_per_node": 3}, "verl", "for 3 ranks"),
+    ],
+)
+def test_our_planner_is_taken_where_the_trainer_has_what_it_needs(composed: Composed, changes, planner: str, seen: str):
+    config = composed(changes)
+    (choice,) = chosen(config, PLANNER)
+    assert choice.value == planner
+    assert seen in choice.seen
+    assert started(config).packing.planner == planner
+
+
+@pytest.mark.parametrize("planner", ["global", "verl"])
+def test_a_planner_set_by_hand_stays(composed: Composed, planner: str):
+    config = composed({PLANNER: planner})
+    assert chosen(config, PLANNER) == []
+    assert started(config).packing.planner == planner
+
+
+# ---- correction ----
+
+IS = "algorithm.rollout_correction.rollout_is"
+
+
+def uncorrected(composed: Composed, changes: dict[str, Any] | None = None) -> DictConfig:
+    """As verl's defaults have it."""
+    return composed({IS: None} | (changes or {}))
+
+
+def test_the_correction_is_on(composed: Composed):
+    config = uncorrected(composed)
+    assert not is_corrected(config)
+    (choice,) = chosen(config, IS)
+    assert (choice.before, choice.value) == (None, "token")
+    assert "at most 2.0" in choice.why
+    started(config)
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert is_corrected(config)
+
+
+@pytest.mark.parametrize("override", [f"{IS}=null", "algorithm.rollout_correction={bypass_mode: false}"])
+def test_a_correction_that_was_turned_off_by_hand_stays_off(composed: Composed, override: str):
+    config = uncorrected(composed)
+    assert chosen(config, IS, [override]) == []
+    started(config, [override])
+    assert not is_corrected(config)
+
+
+@pytest.mark.parametrize("by_hand", ["sequence", "token"])
+def test_a_correction_of_the_user_s_own_stays(composed: Composed, by_hand: str):
+    config = uncorrected(composed, {IS: by_hand})
+    assert chosen(config, IS) == []
+    started(config)
+    assert config.algorithm.rollout_correction.rollout_is == by_hand
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "corrected"),
+    [
+        ({"algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=True", True),
+        ({"algorithm.rollout_correction.rollout_rs": "token_k1"}, "rollout_rs=token_k1", True),
+        ({f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs=False", False),
+    ],
+)
+def test_another_correction_is_not_doubled(composed: Composed, changes: dict[str, Any], seen: str, corrected: bool):
+    config = uncorrected(composed, changes)
+    (choice,) = chosen(config, IS)
+    assert choice.value is None
+    assert seen in choice.seen
+    started(config)
+    assert is_corrected(config) == corrected
+
+
+# ---- all ----
+
+
+def test_choosing_changes_nothing(composed: Composed):
+    config = composed({IS: None})
+    before = OmegaConf.to_container(config)
+    assert {choice.key for choice in choose(config)} == {
+        MODE,
+        "partial_rollout.prefetch_factor",
+        ADAPTIVE,
+        "partial_rollout.slots.least",
+        PLANNER,
+        IS,
+    }
+    assert OmegaConf.to_container(config) == before
+
+
+def test_a_choice_is_one_line_with_what_was_seen_and_why(composed: Composed):
+    (choice,) = chosen(composed({}), MODE)
+    assert str(choice) == (
+        "auto: partial_rollout.tail.interrupt_mode = reuse_kv. Seen: actor_rollout_ref.rollout.free_cache_engine=False"
+        ". Why: engines keep their memory over training, so an interrupted response finds its KV again "
+        "(docs/modes.md#which-interrupt-mode)"
+    )

@@ -1,0 +1,90 @@
+"""The number of batches in flight on its way from the engines' load to the prompt queue."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
+from partial_rollout.core.slots import EngineLoad
+from partial_rollout.train.depth_tuning import DepthTuner
+from partial_rollout.types import PromptMeta, TrajectorySummary
+
+if TYPE_CHECKING:
+    from partial_rollout.core.depth import DepthDecision
+
+BATCH, GROUP, SLOTS = 8, 4, 32
+
+
+class Run:
+    """A queue whose prompts finish at once, and two engines with a load."""
+
+    def __init__(self, most: float = 3.0) -> None:
+        self.queue = PromptQueue(Partial(2 * BATCH), max_attempts=2, clock=lambda: 0.0)
+        self.noted: list[DepthDecision] = []
+        self.tuner = DepthTuner(
+            (2.0, most),
+            batch=BATCH,
+            num_slots=SLOTS,
+            set_capacity=lambda capacity: self.queue.resize(Partial(capacity)),
+            note=self.noted.append,
+        )
+        self.num_admitted = 0
+
+    def step(self, *, running: float, num_slots: int = SLOTS, **load: Any) -> int:
+        """One training step; returns how many prompts were in flight while it generated."""
+        num = self.queue.begin_round().num_fresh
+        fresh = [PromptMeta(str(self.num_admitted + each), GROUP, 1) for each in range(num)]
+        self.queue.admit(fresh)
+        self.num_admitted += num
+        in_flight = self.queue.num_in_flight
+        for claim in self.queue.claim("worker", BATCH * GROUP):
+            summaries = [TrajectorySummary(f"{claim.uid}_{n}", 3, 5, 0, 0) for n in range(GROUP)]
+            self.queue.finish(claim, summaries)
+        engines: Any = [SimpleNamespace(mean_running=running / 2, load=EngineLoad(**load)) for _ in range(2)]
+        self.tuner.look(engines, pending=0, num_slots=num_slots)
+        assert len(self.queue.take(BATCH).groups) == BATCH
+        assert self.queue.statistics().conserved
+        return in_flight
+
+
+def test_idle_slots_let_more_prompts_in_from_the_next_step_on():
+    run = Run()
+    assert [run.step(running=16) for _ in range(12)] == [16] * 5 + [20] * 5 + [24] * 2
+    assert [(each.before, each.after) for each in run.noted] == [(2.0, 2.5), (2.5, 3.0)]
+
+
+def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
+    run = Run()
+    for _ in range(11):
+        run.step(running=16)
+    assert run.step(running=30, kv_usage=0.95) == 24
+    assert [run.step(running=30) for _ in range(2)] == [20, 20]
+    assert run.tuner.depth == 2.5
+
+
+@pytest.mark.parametrize(("load", "num_slots"), [({"num_preemptions": 3}, SLOTS), ({"kv_usage": 0.91}, SLOTS)])
+def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any], num_slots: int):
+    run = Run()
+    for _ in range(5):
+        run.step(running=16)
+    assert run.tuner.depth == 2.5
+    run.step(running=16, num_slots=num_slots, **load)
+    assert run.tuner.depth == 2.0
+
+
+def test_slots_beyond_those_of_the_start_give_way_first():
+    run = Run()
+    for _ in range(5):
+        run.step(running=16)
+    run.step(running=30, num_slots=2 * SLOTS, kv_usage=0.95)
+    assert run.tuner.depth == 2.5
+
+
+def test_a_bound_on_staleness_keeps_two_batches():
+    run = Run(most=2.0)
+    assert {run.step(running=16) for _ in range(20)} == {16}
+    assert run.noted == []
