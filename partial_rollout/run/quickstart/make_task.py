@@ -7,15 +7,12 @@ second start with the same parameters reuses the files.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from tqdm import trange
 
@@ -24,8 +21,8 @@ from partial_rollout.run.quickstart import warm_start
 from partial_rollout.run.quickstart.problem import Habits, Problem, draw_problem
 from partial_rollout.run.quickstart.reward import DATA_SOURCE
 from partial_rollout.run.quickstart.tokenizer import build_tokenizer
+from partial_rollout.run.task_files import TaskFiles, require_positive, write_rows
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Raised whenever the same parameters would make other files."""
 MAX_RESPONSE_TOKENS = 320
@@ -46,36 +43,7 @@ class TaskParameters:
 
     def __post_init__(self) -> None:
         """Raise DataError for sizes below 1."""
-        for name in ("num_train", "num_val", "warm_start_steps"):
-            if getattr(self, name) < 1:
-                raise DataError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFiles:
-    """Where the parts lie below `root`."""
-
-    root: Path
-
-    @property
-    def train(self) -> Path:
-        """Training prompts."""
-        return self.root / "train.parquet"
-
-    @property
-    def val(self) -> Path:
-        """Validation prompts."""
-        return self.root / "val.parquet"
-
-    @property
-    def model(self) -> Path:
-        """Checkpoint and tokenizer."""
-        return self.root / "model"
-
-    @property
-    def manifest(self) -> Path:
-        """Parameters of the files; written when all of them are complete."""
-        return self.root / MANIFEST
+        require_positive(self, "num_train", "num_val", "warm_start_steps")
 
 
 def make_task(root: Path, parameters: TaskParameters) -> bool:
@@ -87,28 +55,21 @@ def make_task(root: Path, parameters: TaskParameters) -> bool:
     files = TaskFiles(root)
     if is_complete(files, parameters):
         return False
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        files.manifest.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot write the quickstart task to {root}: {error}") from error
+    files.make_root()
+    # Until all parts are there, no manifest vouches for them.
+    files.manifest.unlink()
     rng = random.Random(parameters.seed)
     _write_rows(files.train, "train", parameters.num_train, rng)
     _write_rows(files.val, "test", parameters.num_val, rng)
     _write_model(files.model, parameters)
-    _write_atomically(files.manifest, json.dumps(asdict(parameters), indent=2))
+    files.write_manifest(asdict(parameters))
     return True
 
 
 def is_complete(files: TaskFiles, parameters: TaskParameters) -> bool:
     """Whether all files are there and were made with `parameters`."""
     parts = (files.train, files.val, files.model / "model.safetensors", files.model / "tokenizer.json")
-    if not all(part.is_file() for part in (*parts, files.manifest)):
-        return False
-    try:
-        return json.loads(files.manifest.read_text()) == asdict(parameters)
-    except json.JSONDecodeError:
-        return False
+    return all(part.is_file() for part in parts) and files.read_manifest() == asdict(parameters)
 
 
 def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
@@ -129,10 +90,7 @@ def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 def _write_rows(path: Path, split: str, num_rows: int, rng: random.Random) -> None:
     indices = trange(num_rows, desc=f"{split} prompts", unit="row", disable=None)
-    rows = [row(draw_problem(rng), split, index) for index in indices]
-    part = path.with_suffix(".part")
-    pd.DataFrame(rows).to_parquet(part)
-    os.replace(part, path)
+    write_rows(path, (row(draw_problem(rng), split, index) for index in indices))
 
 
 def _write_model(directory: Path, parameters: TaskParameters) -> None:
@@ -149,12 +107,6 @@ def _write_model(directory: Path, parameters: TaskParameters) -> None:
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -17,10 +17,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from partial_rollout.run.quickstart.make_task import MAX_RESPONSE_TOKENS, TaskFiles
+from partial_rollout.run.quickstart.make_task import MAX_RESPONSE_TOKENS
 from partial_rollout.run.quickstart.problem import Problem, draw_problem
 from partial_rollout.run.quickstart.reward import is_right
 from partial_rollout.run.quickstart.warm_start import encode_prompt
+from partial_rollout.run.task_files import TaskFiles
 
 BATCH_SIZE = 128
 

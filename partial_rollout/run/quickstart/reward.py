@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.reward_score import default_compute_score
 
 from partial_rollout.run.quickstart.problem import ANSWER_MARK
+from partial_rollout.run.task_files import text_after
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,4 @@ def compute_score(
 
 def is_right(solution: object, ground_truth: object) -> bool:
     """Whether `solution` ends in the answer mark and `ground_truth`; False for anything malformed."""
-    if not isinstance(solution, str) or ANSWER_MARK not in solution:
-        return False
-    return solution.rpartition(ANSWER_MARK)[2].strip() == ground_truth
+    return text_after(ANSWER_MARK, solution) == ground_truth != ""

@@ -8,15 +8,12 @@ interrupted one goes on with the part that is missing.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from tqdm import trange
 
@@ -25,13 +22,13 @@ from partial_rollout.run.smollm2_reasoning_gym import warm_start
 from partial_rollout.run.smollm2_reasoning_gym.checkpoint import WEIGHTS, convert, digest, digest_of_file
 from partial_rollout.run.smollm2_reasoning_gym.packages import CHECKPOINT_PACKAGES, reasoning_gym, require_packages
 from partial_rollout.run.smollm2_reasoning_gym.problems import SOURCE_PREFIX, Problem, draw_problem
+from partial_rollout.run.task_files import TaskFiles, require_positive, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Raised whenever the same parameters would make other files."""
 
@@ -51,36 +48,7 @@ class TaskParameters:
 
     def __post_init__(self) -> None:
         """Raise DataError for sizes below 1."""
-        for name in ("num_train", "num_val", "warm_start_steps", "warm_start_tokens", "max_response_tokens"):
-            if getattr(self, name) < 1:
-                raise DataError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFiles:
-    """Where the parts lie below `root`."""
-
-    root: Path
-
-    @property
-    def train(self) -> Path:
-        """Training prompts."""
-        return self.root / "train.parquet"
-
-    @property
-    def val(self) -> Path:
-        """Held-out prompts."""
-        return self.root / "val.parquet"
-
-    @property
-    def model(self) -> Path:
-        """Starting model and tokenizer."""
-        return self.root / "model"
-
-    @property
-    def manifest(self) -> Path:
-        """For each part that is there: the parameters it was made with, and for the model its digest."""
-        return self.root / MANIFEST
+        require_positive(self, "num_train", "num_val", "warm_start_steps", "warm_start_tokens", "max_response_tokens")
 
 
 def make_task(
@@ -100,26 +68,22 @@ def make_task(
             expected or than when it was made.
     """
     files, wanted = TaskFiles(root), asdict(parameters)
-    manifest = _read_manifest(files)
+    manifest = files.read_manifest()
     has_data = manifest.get("data") == wanted and files.train.is_file() and files.val.is_file()
     has_model = manifest.get("model") == wanted and (files.model / WEIGHTS).is_file()
     if not has_data or not has_model:
         reasoning_gym()  # what is missing is told before anything is made
         if not has_model and load is convert:
             require_packages(*CHECKPOINT_PACKAGES)
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            files.manifest.touch()
-        except OSError as error:
-            raise DataError(f"cannot write the task to {root}: {error}") from error
+        files.make_root()
     if not has_data:
         rng = random.Random(parameters.seed)
         _write_rows(files.train, "train", parameters.num_train, rng)
         _write_rows(files.val, "test", parameters.num_val, rng)
-        manifest = _write_manifest(files, manifest | {"data": wanted})
+        manifest = files.write_manifest(manifest | {"data": wanted})
     if not has_model:
         made = _write_model(files.model, parameters, device, *load())
-        manifest = _write_manifest(files, manifest | {"model": wanted} | made)
+        manifest = files.write_manifest(manifest | {"model": wanted} | made)
     _check_digest(files, manifest, expected_digest)
     return not (has_data and has_model)
 
@@ -137,10 +101,7 @@ def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 def _write_rows(path: Path, split: str, num_rows: int, rng: random.Random) -> None:
     indices = trange(num_rows, desc=f"{split} prompts", unit="row", disable=None)
-    rows = [row(draw_problem(rng), split, index) for index in indices]
-    part = path.with_suffix(".part")
-    pd.DataFrame(rows).to_parquet(part)
-    os.replace(part, path)
+    write_rows(path, (row(draw_problem(rng), split, index) for index in indices))
 
 
 def _write_model(
@@ -180,20 +141,6 @@ def _check_digest(files: TaskFiles, manifest: dict[str, Any], expected: str | No
         )
 
 
-def _read_manifest(files: TaskFiles) -> dict[str, Any]:
-    try:
-        return dict(json.loads(files.manifest.read_text()))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-
-
-def _write_manifest(files: TaskFiles, manifest: dict[str, Any]) -> dict[str, Any]:
-    part = files.manifest.with_suffix(".part")
-    part.write_text(json.dumps(manifest, indent=2))
-    os.replace(part, files.manifest)
-    return manifest
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     defaults = TaskParameters()
@@ -224,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     except DataError as error:
         raise SystemExit(f"error: {error}") from error
     took = f"made in {time.monotonic() - started:.0f} s" if made else "found, made with the same parameters: reused"
-    print(f"task in {root}: {took}; the starting model has digest {_read_manifest(TaskFiles(root))['digest']}")
+    print(f"task in {root}: {took}; the starting model has digest {TaskFiles(root).read_manifest()['digest']}")
 
 
 if __name__ == "__main__":

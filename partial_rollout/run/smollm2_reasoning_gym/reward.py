@@ -14,6 +14,7 @@ from verl.utils.reward_score import default_compute_score
 
 from partial_rollout.run.smollm2_reasoning_gym.packages import reasoning_gym
 from partial_rollout.run.smollm2_reasoning_gym.problems import ANSWER_MARK, SOURCE_PREFIX
+from partial_rollout.run.task_files import text_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,17 +34,10 @@ def compute_score(
     """
     if not data_source.startswith(SOURCE_PREFIX):
         return default_compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
-    answer = final_answer(solution_str)
+    answer = text_after(ANSWER_MARK, solution_str)
     if not answer or not extra_info:
         return 0.0
     return float(_verifier(data_source.removeprefix(SOURCE_PREFIX))(answer, json.loads(extra_info["entry"])) >= 1.0)
-
-
-def final_answer(solution: object) -> str:
-    """What comes after the last answer mark; empty if there is none."""
-    if not isinstance(solution, str) or ANSWER_MARK not in solution:
-        return ""
-    return solution.rpartition(ANSWER_MARK)[2].strip()
 
 
 @cache

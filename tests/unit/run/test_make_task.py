@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partial_rollout.errors import DataError
-from partial_rollout.run.quickstart.make_task import TaskFiles, TaskParameters, main, make_task
+from partial_rollout.run.quickstart.make_task import TaskParameters, main, make_task
 from partial_rollout.run.quickstart.measure import Sample, sample, summarize
 from partial_rollout.run.quickstart.problem import Problem, draw_problem
 from partial_rollout.run.quickstart.reward import DATA_SOURCE, compute_score
+from partial_rollout.run.task_files import TaskFiles
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +78,7 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(DataError, match="--num-train must be at least 1, not 0"):
         TaskParameters(num_train=0)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="cannot write the quickstart task"):
+    with pytest.raises(SystemExit, match="cannot write the task"):
         main(["--out", str(tmp_path / "file")])
 
 

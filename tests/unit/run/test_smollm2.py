@@ -23,11 +23,12 @@ from partial_rollout.errors import DataError
 from partial_rollout.run.quickstart.tokenizer import build_tokenizer
 from partial_rollout.run.smollm2_reasoning_gym import problems, reward
 from partial_rollout.run.smollm2_reasoning_gym.checkpoint import digest, digest_of_file
-from partial_rollout.run.smollm2_reasoning_gym.make_task import TaskFiles, TaskParameters, main, make_task
+from partial_rollout.run.smollm2_reasoning_gym.make_task import TaskParameters, main, make_task
 from partial_rollout.run.smollm2_reasoning_gym.packages import gguf_file, require_packages
 from partial_rollout.run.smollm2_reasoning_gym.problems import TASKS, Habits, Problem, Sizes, demonstrate, draw_problem
-from partial_rollout.run.smollm2_reasoning_gym.reward import compute_score, final_answer
+from partial_rollout.run.smollm2_reasoning_gym.reward import compute_score
 from partial_rollout.run.smollm2_reasoning_gym.warm_start import IGNORE_LABEL, draw_examples
+from partial_rollout.run.task_files import TaskFiles, text_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,8 +136,8 @@ def test_only_a_full_score_of_the_last_answer_is_rewarded(solution: str, score: 
 
 
 def test_an_answer_is_text_after_the_mark():
-    assert final_answer(None) == ""
-    assert final_answer("Answer: a\nb") == "a\nb"
+    assert text_after("Answer:", None) == ""
+    assert text_after("Answer:", "Answer: a\nb") == "a\nb"
 
 
 @pytest.mark.usefixtures("gym")
