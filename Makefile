@@ -13,7 +13,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e bench docs config clean
+.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e faults bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,13 +38,13 @@ format: setup ## let ruff format and fix what it can
 	$(VENV_PYTHON) -m ruff check --fix .
 
 test: tell-time test-omni ## everything that needs no GPU: unit, ray, engine, omni and the short end-to-end runs
-	$(PYTEST) -m "not gpu and not omni" $(IN_PARALLEL) $(ARGS)
+	$(PYTEST) -m "not gpu and not omni and not faults" $(IN_PARALLEL) $(ARGS)
 
 tell-time:
 	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 35 minutes together on two quiet cores; it ends with what it did not run"
 
 test-unit: setup ## minutes, no Ray and no engine
-	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni" $(IN_PARALLEL) $(ARGS)
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults" $(IN_PARALLEL) $(ARGS)
 
 test-ray: setup ## tests with a local Ray cluster
 	$(PYTEST) -m "ray and not gpu" $(ARGS)
@@ -57,6 +57,9 @@ test-omni: setup-omni ## tests with a real vllm-omni engine on the CPU
 
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
+
+faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
+	$(PYTEST) -m faults -s $(ARGS)
 
 bench: setup-omni ## the benchmarks on a CPU, about an hour; results in outputs/bench (benchmarks/README.md)
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json outputs/bench/$$name.json || exit 1; done

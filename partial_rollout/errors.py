@@ -7,6 +7,7 @@ PartialRolloutError
 │   ├── ConfigError         a value in the composed configuration
 │   ├── DataError           a prompt, a data file or a model path
 │   ├── PackingError        no micro-batches can be made of these samples: none, too few, too long
+│   ├── ScoringFailed       a response was the end of several reward workers
 │   ├── AgentLoopBroken     one prompt after the other is dropped; the message has the last reason
 │   └── VersionError        an installed package this release was not built for
 ├── ClusterError            Ray cannot give or keep what the run needs
@@ -65,6 +66,10 @@ class DataError(UserError):
 
 class PackingError(UserError):
     """No plan exists, or none was found, for these samples, ranks and token budget; the message has the numbers."""
+
+
+class ScoringFailed(UserError):
+    """Reward workers died one after the other with the same response: an attempt of its prompt has failed."""
 
 
 class AgentLoopBroken(UserError):

@@ -283,3 +283,45 @@ class ManagerStatus:
         if self.gate != "closed":
             return 0
         return sum(worker.requests_in_flight for worker in self.workers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of the run, by the names that an error gives it."""
+
+    role: str
+    name: str
+    node: str = ""
+    """Address of its node; empty while it is not known."""
+    pid: int = 0
+    log: str = ""
+    """Path of its log on its node."""
+
+    def __str__(self) -> str:
+        """In one line."""
+        where = f" (pid {self.pid} on node {self.node})" if self.pid else ""
+        return (f"{self.role} {self.name}" if self.name != self.role else self.role) + where
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process of the run has died."""
+
+    process: Process
+    cause: str
+    """What Ray says of its end."""
+    doing: str = ""
+    """What it was occupied with."""
+    last_lines: str = ""
+    """Of its log."""
+
+    def __str__(self) -> str:
+        """What an error says of it."""
+        text = f"{self.process} died: {self.cause}"
+        if self.doing:
+            text += f"; it {self.doing}"
+        if self.process.log:
+            text += f". Its log is {self.process.log}"
+        if self.last_lines:
+            text += f", which ends with:\n{self.last_lines}"
+        return text

@@ -1,4 +1,4 @@
-"""Environment and markers for all tests. Folders decide markers: tests/ray, tests/engine, tests/e2e."""
+"""Environment and markers for all tests. Folders decide markers: tests/ray, tests/engine, tests/e2e, tests/faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine makes no t
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "e2e", "omni")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = "tests/e2e/test_training.py"

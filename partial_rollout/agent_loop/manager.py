@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from uuid import uuid4
 
 import ray
+import transfer_queue as tq
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
+from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
-from partial_rollout.errors import ActorLost
+from partial_rollout.errors import ActorLost, WaitTimeout
+from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import find_manager
-from partial_rollout.runtime.remote_call import wait_for, wait_for_all
+from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for, wait_for_all
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.types import PromptMeta
 
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
     from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.types import Claim
 
+logger = logging.getLogger(__name__)
+
 HOLD_TIMEOUT_S = 60.0
 """A worker answers at once: it only notes which claims are held back."""
 TOKENS_TIMEOUT_S = 300.0
@@ -36,12 +44,22 @@ WORKER_START_TIMEOUT_S = 300.0
 """Loading tokenizer and reward code on a cold file system takes a minute or two."""
 
 
+class _Validation(NamedTuple):
+    """Validation prompts that a worker runs."""
+
+    rank: int
+    worker: ActorHandle
+    prompts: TensorDict
+    ref: ray.ObjectRef
+
+
 class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     """The agent-loop workers as the trainer sees them; lives in the trainer's process.
 
     `generate_sequences` admits training prompts to the prompt manager, from which the workers claim them. It pushes
     validation prompts to the workers, as verl does, and `wait_validation` waits for their end.
-    `loops` are the workers' `run` calls: whoever waits for a batch waits for them too, so a lost worker ends the run.
+    `loops` are the workers' `run` calls: whoever waits for a batch waits for them too, so a claim loop that fails ends
+    the run. A worker that dies is started again by `restart`, which another thread calls.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,8 +67,17 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         settings = read_settings(self.config)
         self._settings, self._slot_shares = settings.block, settings.slot_shares
         self._prompt_manager = find_manager(self._settings.manager.name)
-        self._validations: list[ray.ObjectRef] = []
+        self._validations: list[_Validation] = []
         self.loops: dict[ray.ObjectRef, str] = {}
+        self._init_restarts()
+
+    def _init_restarts(self) -> None:
+        self._oldest_version: int | None = None
+        self._is_running = False
+        self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
+        self._num_restarts = 0
+        self._swapped = threading.Condition()
+        """Guards what a restart changes; notified when a worker has taken a dead one's place."""
 
     async def _init_agent_loop_workers(self) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
@@ -60,7 +87,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
 
     def _spawn(self, rank: int, node_id: str, num_slots: int) -> ActorHandle:
-        worker_id = f"agent_loop_worker_{rank}"
+        worker_id = self.worker_ids[rank]
         actor_class: Any = ray.remote(PartialRolloutAgentLoopWorker).options(
             name=f"{worker_id}_{uuid4().hex[:8]}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
@@ -77,17 +104,53 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def start(self) -> None:
         """Start the workers' claim loops."""
-        self.loops = {worker.run.remote(): f"agent-loop worker {i}" for i, worker in enumerate(self.agent_loop_workers)}
+        with self._swapped:
+            self._is_running = True
+            workers = enumerate(self.agent_loop_workers)
+            self.loops = {worker.run.remote(): f"agent-loop worker {i}" for i, worker in workers}
 
     def stop(self) -> None:
         """Stop the claim loops and give their prompts back. Does nothing when they are not running."""
-        loops, self.loops = self.loops, {}
+        with self._swapped:
+            self._is_running = False
+            loops, self.loops = self.loops, {}
         if not loops:
             return
         ended, _ = ray.wait(list(loops), num_returns=len(loops), timeout=0)
-        self._wait_all([worker.stop.remote() for worker in self.agent_loop_workers], "stop", STOP_TIMEOUT_S)
-        for ref in ended:
-            ray.get(ref)  # raises what ended a claim loop that nobody asked to end
+        self._ask_living([worker.stop.remote() for worker in self.agent_loop_workers], "stop", STOP_TIMEOUT_S)
+        for answer in settle_all(ended, timeout_s=STOP_TIMEOUT_S, who_waits="trainer waits for claim loops to end"):
+            if is_missing(answer):
+                logger.warning("an agent-loop worker had died before it was stopped: %s", answer)
+
+    def restart(self, rank: int) -> str:
+        """Start a worker again that has died, under a new id; its prompts are pending again. Returns the new id.
+
+        Its tokens are lost. Call this from one thread at a time.
+        """
+        dead = self.worker_ids[rank]
+        self._give_back(dead)
+        with self._swapped:
+            self._num_restarts += 1
+            self.worker_ids[rank] = f"agent_loop_worker_{rank}_again_{self._num_restarts}"
+            share = self._slot_shares[rank]
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        worker = self._spawn(rank, nodes[rank % len(nodes)], share)
+        self._wait_all([worker.ping.remote()], "start again", WORKER_START_TIMEOUT_S)
+        with self._swapped:
+            self.agent_loop_workers[rank] = worker
+            calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
+            if self._is_running:
+                self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
+            self._swapped.notify_all()
+        self._wait_all(calls, "take over from a dead one", HOLD_TIMEOUT_S)
+        return self.worker_ids[rank]
+
+    def _give_back(self, worker_id: str) -> None:
+        """Let others generate the prompts of a dead worker, after the rows that it has written are gone."""
+        who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
+        uids = wait_for(self._prompt_manager.uids_of_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
+        clear_trajectories(uids, call_s)
+        wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
@@ -97,9 +160,24 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             self._admit(prompts)
 
     def wait_validation(self, timeout_s: float) -> None:
-        """Wait until every dispatched validation prompt is in TransferQueue."""
+        """Wait until every dispatched validation prompt is in TransferQueue.
+
+        What a worker had that died is validated by the worker that takes its place.
+        """
         validations, self._validations = self._validations, []
-        self._wait_all(validations, "finish validation", timeout_s)
+        answers = self._ask_living([each.ref for each in validations], "finish validation", timeout_s)
+        lost = [each for each, answer in zip(validations, answers, strict=True) if isinstance(answer, RayActorError)]
+        for each in lost:
+            worker = self._successor(each.rank, each.worker)
+            self._validations.append(each._replace(worker=worker, ref=worker.validate.remote(each.prompts)))
+        if lost:
+            self.wait_validation(timeout_s)
+
+    def _successor(self, rank: int, dead: ActorHandle) -> ActorHandle:
+        with self._swapped:
+            if not self._swapped.wait_for(lambda: self.agent_loop_workers[rank] is not dead, WORKER_START_TIMEOUT_S):
+                raise ActorLost(f"agent-loop worker {rank} died in validation, and nobody has taken its place")
+            return self.agent_loop_workers[rank]
 
     def hold(self, claims: Sequence[Claim], oldest_version: int | None) -> None:
         """Hold back the trajectories of deferred prompts, and end those with older tokens than `oldest_version`.
@@ -107,29 +185,53 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         Returns when every worker knows. Each trajectory finds out before its next request to an engine.
         """
         if claims or oldest_version is not None:
-            calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
-            self._wait_all(calls, "hold", HOLD_TIMEOUT_S)
+            with self._swapped:
+                self._oldest_version = oldest_version
+                calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
+            self._ask_living(calls, "hold", HOLD_TIMEOUT_S)
+
+    def replace_reward_worker(self, number: int, worker: ActorHandle) -> None:
+        """Tell every agent-loop worker of a reward worker that was started again."""
+        calls = [each.replace_reward_worker.remote(number, worker) for each in self.agent_loop_workers]
+        self._ask_living(calls, "take over a reward worker", HOLD_TIMEOUT_S)
 
     def resize(self, num_slots: int) -> None:
         """Share `num_slots` among the workers, in whole prompt groups."""
         shares = share_slots(num_slots, num_workers=len(self.agent_loop_workers), group=self.rollout_config.n)
-        calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]
-        self._wait_all(calls, "take over their slots", HOLD_TIMEOUT_S)
+        with self._swapped:
+            self._slot_shares = list(shares)
+            calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]
+        self._ask_living(calls, "take over their slots", HOLD_TIMEOUT_S)
 
-    def tokens_in_flight(self) -> Saved:
+    def tokens_in_flight(self) -> tuple[Saved, list[str]]:
         """Tokens of all trajectories in flight, and of restored ones that nobody has claimed yet, by `{uid}_{session}`.
 
-        The first worker sends the restored trajectories that no worker has started; all workers forget the others. A
+        One worker sends the restored trajectories that no worker has started; all workers forget the others. A
         trajectory may start between the two calls: then the worker that runs it sends it too, and that answer counts.
+        A worker that is dead or silent costs its own tokens only: the second value says who, and why.
         """
-        workers = self.agent_loop_workers
-        calls = [worker.unclaimed.remote() for worker in workers]
-        unclaimed = frozenset.intersection(*self._wait_all(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S))
-        calls = [worker.tokens_in_flight.remote(unclaimed, with_unclaimed=worker is workers[0]) for worker in workers]
+        asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
+        calls = [worker.unclaimed.remote() for _, worker in asked]
+        answers = self._settle(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S)
+        unclaimed = [answer for answer in answers if not is_missing(answer)]
+        if not unclaimed:
+            return {}, [f"{name}: {answer}" for (name, _), answer in zip(asked, answers, strict=True)]
+        kept, first = frozenset.intersection(*unclaimed), next(i for i, a in enumerate(answers) if not is_missing(a))
+        calls = [
+            worker.tokens_in_flight.remote(kept, with_unclaimed=i == first)
+            for i, ((_, worker), answer) in enumerate(zip(asked, answers, strict=True))
+            if not is_missing(answer)
+        ]
+        tokens = iter(self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S))
         merged: Saved = {}
-        for answer in cast("list[Saved]", self._wait_all(calls, "hand over their tokens", TOKENS_TIMEOUT_S)):
-            merged |= answer
-        return merged
+        missing: list[str] = []
+        for (name, _), answer in zip(asked, answers, strict=True):
+            found = answer if is_missing(answer) else next(tokens)
+            if is_missing(found):
+                missing.append(f"{name}: {found}")
+            else:
+                merged |= found
+        return merged, missing
 
     def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
@@ -140,14 +242,22 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""
         for ref in ready:
-            if ref in self.loops:
+            if ref not in self.loops:
+                continue
+            try:
                 ray.get(ref)
+            except RayActorError:
+                # It is started again, or its death ends the run: whoever watches the actors decides.
+                with self._swapped:
+                    self.loops = {loop: name for loop, name in self.loops.items() if loop != ref}
+            else:
                 raise ActorLost(f"{self.loops[ref]} ended its claim loop while the run goes on")
 
     def _dispatch_validation(self, prompts: TensorDict) -> None:
         chunks = prompts.chunk(len(self.agent_loop_workers))
         self._validations += [
-            worker.validate.remote(chunk) for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
+            _Validation(rank, worker, chunk, worker.validate.remote(chunk))
+            for rank, (worker, chunk) in enumerate(zip(self.agent_loop_workers, chunks, strict=False))
         ]
 
     def _admit(self, prompts: TensorDict) -> None:
@@ -166,3 +276,32 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     @staticmethod
     def _wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         return wait_for_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
+
+    @staticmethod
+    def _settle(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+        return settle_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
+
+    @classmethod
+    def _ask_living(cls, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+        """As `_wait_all`, but the answer of a dead worker is its RayActorError: another one takes its place."""
+        answers = cls._settle(refs, what, timeout_s)
+        for answer in answers:
+            if isinstance(answer, WaitTimeout):
+                raise answer
+        return answers
+
+
+def clear_trajectories(uids: Sequence[str], timeout_s: float) -> None:
+    """Clear the rows of all trajectories of these prompts; the prompts' own rows stay."""
+    if not uids:
+        return
+    owners = set(uids)
+
+    def clear() -> None:
+        rows = (tq.kv_list(PARTITION) or {}).get(PARTITION, {})
+        keys = [key for key in rows if key.count("_") >= 2 and key.rsplit("_", 2)[0] in owners]
+        if keys:
+            tq.kv_clear(keys=keys, partition_id=PARTITION)
+
+    who = f"the run waits for TransferQueue to clear trajectories of {len(uids)} prompts of a dead worker"
+    call_bounded(clear, timeout_s=timeout_s, who_waits=who)

@@ -15,6 +15,7 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC as REWARD_METRIC
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
+from partial_rollout.agent_loop.rewards import RewardPool
 from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
 from partial_rollout.errors import ConfigError, DataError
@@ -67,6 +68,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         self._trajectories = Trajectories()
         self._filter_metric = filter_metric(self.config)
+        self._rewards = RewardPool(self.reward_loop_worker_handles or (), wait_s=settings.timeouts.resume_s)
+        if self.reward_loop_worker_handles:
+            self.reward_loop_worker_handles = [self._rewards]
         self._events = EventWriter(events_folder(settings), worker_id)
         report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
@@ -90,6 +94,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Hold back this worker's trajectories of `claims`, and end those with tokens older than `oldest_version`."""
         self._claim_loop.hold(claims)
         self._trajectories.oldest_version = oldest_version
+
+    async def replace_reward_worker(self, number: int, worker: Any) -> None:
+        """A reward worker has died, and was started again."""
+        await self._rewards.replace(number, worker)
 
     async def resize(self, num_slots: int) -> None:
         """Change the slot budget."""

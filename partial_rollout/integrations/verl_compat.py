@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         """The part of verl's AgentLoopWorkerTQ used here."""
 
         background_tasks: set[asyncio.Task[None]]
+        reward_loop_worker_handles: Any
 
     class TaskRunnerBase:
         """The part of verl's TaskRunnerV1 used here."""
@@ -138,6 +139,16 @@ def _undecorated(actor_class: object) -> type:
             f"{actor_class!r} is no Ray actor class, as in verl {required_verl().prefix}: another verl is installed"
         )
     return original
+
+
+def transfer_queue_storage() -> dict[str, Any]:
+    """Handles of TransferQueue's storage actors by name, in the process that has started them.
+
+    Missing hook: the actors have no names in Ray, and TransferQueue shows its handles to nobody.
+    """
+    from transfer_queue import interface
+
+    return dict((interface._TQ_STORAGE or {}).get("SimpleStorage") or {})
 
 
 _LAZY = {"AgentLoopWorkerTQBase": _agent_loop_worker, "TaskRunnerBase": _task_runner}

@@ -88,6 +88,11 @@ class GatedEngine:
         self.kept = KeptRequests()
         self.num_generated_tokens = 0
 
+    @property
+    def num_running(self) -> int:
+        """Requests whose segment has begun and not ended."""
+        return len(self._running)
+
     def __getattr__(self, name: str) -> Any:
         """Delegate to the engine."""
         return getattr(self._engine, name)

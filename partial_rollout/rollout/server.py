@@ -25,10 +25,12 @@ from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
+from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.rollout.engine_process import RolloutStatistics, end_processes, engine_load, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
+from partial_rollout.rollout.progress_watch import ProgressWatch
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer
@@ -67,6 +69,8 @@ class PartialRolloutServer(ChannelServer):
         self._admission = Admission()
         self._interruption = Interruption(settings)
         self._meter = EngineMeter()
+        self._events = EventWriter(events_folder(settings), f"server-{self.replica_rank}-{self.node_rank}")
+        self._watch: ProgressWatch | None = None
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
@@ -83,6 +87,18 @@ class PartialRolloutServer(ChannelServer):
         # verl sets the engine without a gate first, and then waits for its HTTP server; requests may come meanwhile.
         self.engine = self._gated = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
         self._interruption.unlink_host_memory()
+        if self.node_rank == 0:
+            self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events)
+            self._watch.start(self._load, self._engine_processes)
+
+    def _load(self) -> tuple[int, int]:
+        """Requests that keep the engine busy, and tokens that it has handed over; a paused engine has no requests."""
+        is_open = self._admission.statistics().state is GateState.OPEN
+        return self._gated.num_running if is_open else 0, self._gated.num_generated_tokens
+
+    @property
+    def _why_dead(self) -> str:
+        return (self._watch.verdict if self._watch else "") or "the engine died"
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         # Before the launch there is no engine whose loop could be another one.
@@ -95,7 +111,7 @@ class PartialRolloutServer(ChannelServer):
         try:
             await while_healthy(engine, call)
         except EngineDeadError as error:
-            raise EngineDead(f"{self._name}: the engine died") from error
+            raise EngineDead(f"{self._name}: {self._why_dead}") from error
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -136,7 +152,7 @@ class PartialRolloutServer(ChannelServer):
                 self._weights.require_whole(self._name)
                 output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
             except EngineDeadError as error:
-                raise EngineDead(f"{self._name}: the engine died while it held request {request_id!r}") from error
+                raise EngineDead(f"{self._name}: {self._why_dead} while it held request {request_id!r}") from error
             finally:
                 CURRENT_PASSAGE.reset(reset)
                 self._admission.leave(ticket)
@@ -294,6 +310,8 @@ class PartialRolloutServer(ChannelServer):
 
         The old port goes on listening: verl keeps the HTTP server's task, not the server that could close it.
         """
+        if self._watch is not None:
+            self._watch.stop()
         self._server_task.cancel()
         if not (await asyncio.wait([self._server_task], timeout=HTTP_STOP_S))[0]:
             raise WaitTimeout(f"{self._name}: the HTTP server did not end within {HTTP_STOP_S:g} s")

@@ -10,9 +10,12 @@
 |         |                               | or one of its own that goes on    | begin_round                            |
 | worker  | finish_many, fail, expire,    | nothing                           |                                        |
 |         | drop, give_back               |                                   |                                        |
+| trainer | next_death (long poll)        | the death of a watched actor      | Ray, close                             |
 | anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
+
+The actor is also where the deaths of other actors are noticed (death_watch.py says why here).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from partial_rollout.errors import ActorLost, ClusterError, InternalError, Stale
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics
+from partial_rollout.runtime.death_watch import DeathWatch, Watched, nothing
 from partial_rollout.types import FinishResult, ManagerStatus
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import (
         Claim,
+        Death,
+        Process,
         PromptMeta,
         QueueSnapshot,
         QueueStatistics,
@@ -116,6 +122,8 @@ class RolloutPromptManager:
         self._gate = "unknown"
         self._last_failure = ""
         self._closed = ""
+        self._deaths = DeathWatch(self._park, self._doing)
+        self._never: ray.ObjectRef[None] | None = None
 
     # ---- trainer ----
 
@@ -263,6 +271,10 @@ class RolloutPromptManager:
         async with self._changing():
             self._queue.give_back(claim)
 
+    async def uids_of_worker(self, worker_id: str) -> list[str]:
+        """Prompts that a worker has claims on, oldest first."""
+        return self._queue.uids_of_worker(worker_id)
+
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
         async with self._changing(wake_claims=True):
@@ -274,6 +286,24 @@ class RolloutPromptManager:
         """Slots of a worker, for status and metrics."""
         self._workers[worker_id] = status
         self._schedule_export()
+
+    # ---- deaths ----
+
+    async def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> list[Process]:
+        """Watch actors, given as (role, name, handle), from now on; returns where they run."""
+        return await self._deaths.watch([Watched(*actor) for actor in actors])
+
+    async def forget(self, name: str) -> None:
+        """The end of the actor of this name is no death: somebody has asked for it."""
+        self._deaths.forget(name)
+
+    async def next_death(self, timeout_s: float) -> Death | None:
+        """Long poll: a death that was not told yet; None at the timeout, or when the manager is closed."""
+        return None if self._closed else await self._deaths.next_death(timeout_s)
+
+    async def until_killed(self) -> None:
+        """Never return: the actor is killed at the end of the run."""
+        await asyncio.Event().wait()
 
     # ---- anybody ----
 
@@ -292,6 +322,7 @@ class RolloutPromptManager:
         """
         async with self._changing(wake_claims=True):
             self._closed = self._closed or reason or "closed"
+        await self._deaths.end()
 
     # ---- inside ----
 
@@ -308,6 +339,16 @@ class RolloutPromptManager:
 
     def _ends_wait(self, num_groups: int) -> bool:
         return bool(self._closed) or self._queue.can_take(num_groups)
+
+    async def _park(self, handle: Any) -> None:
+        """Return never, or raise RayActorError when the actor dies."""
+        if self._never is None:
+            self._never = ray.get_runtime_context().current_actor.until_killed.remote()
+        await handle.__ray_call__.remote(nothing, self._never)
+
+    def _doing(self, name: str) -> str:
+        uids = self._queue.uids_of_worker(name)
+        return f"generated {len(uids)} prompts, {', '.join(uids[:3])} among them" if uids else ""
 
     def _require_open(self) -> None:
         if self._closed:

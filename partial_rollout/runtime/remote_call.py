@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from partial_rollout.errors import WaitTimeout
 
@@ -33,6 +33,30 @@ def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_wa
     except GetTimeoutError:
         _, late = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s") from None
+
+
+def settle_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
+    """All answers, in order; in the place of a missing one stands the reason: RayActorError or WaitTimeout.
+
+    Raises:
+        Exception: what a call raised.
+    """
+    found, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    missing = WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s")
+    ready = set(found)
+    return [_answer_or_death(ref) if ref in ready else missing for ref in refs]
+
+
+def _answer_or_death(ref: ray.ObjectRef[Any]) -> Any:
+    try:
+        return ray.get(ref)
+    except RayActorError as error:
+        return error
+
+
+def is_missing(answer: Any) -> bool:
+    """Whether an element of `settle_all` is the reason why there is no answer."""
+    return isinstance(answer, RayActorError | WaitTimeout)
 
 
 async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) -> Any:

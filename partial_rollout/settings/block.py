@@ -117,7 +117,16 @@ class TimeoutConfig(_Block):
         "in a warning.",
         who="very long responses, slow tools or rewards",
     )
+    stall_s: float = _bound_s(
+        30.0,
+        "An engine that holds requests may generate nothing for so much longer than its longest pause before (ten "
+        "times that until its first tokens); then it is ended as a dead one.",
+        who="engines that pause for longer on purpose",
+    )
     call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
+    stop_s: float = _bound_s(
+        60.0, "The end of a run, from a dead process or an error on.", who="runs whose end takes longer"
+    )
 
 
 class PackingConfig(_Block):

@@ -114,10 +114,16 @@ def restore_queue(
     TransferQueue is saved after the queue: a prompt without a row was dropped in between, and is dropped here as well.
 
     Raises:
-        DataError: TransferQueue lacks the row or a trajectory of a group that waits for training.
+        DataError: TransferQueue has no row at all, or lacks a trajectory of a group that waits for training.
         WaitTimeout: TransferQueue did not answer.
     """
     stored = _rows(partition_id).keys()
+    if not stored and snapshot.unfinished:
+        raise DataError(
+            f"the checkpoint's queue has {len(snapshot.unfinished)} unfinished prompts, but none of their rows was "
+            "loaded: its folder transfer_queue is missing or empty. Bring the folder back, resume from an earlier step "
+            "(trainer.resume_mode=resume_path, trainer.resume_from_path), or start afresh (trainer.resume_mode=disable)"
+        )
     kept = _drop_without_row(snapshot, stored)
     owned = kept.owned_keys()
     missing = sorted(owned - stored)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from partial_rollout.runtime.bounded import call_bounded
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -25,22 +27,25 @@ def shutdown_run(trainer: Any) -> None:
     if trainer.is_shut_down:
         return
     trainer.is_shut_down = True
-    for what, action in _steps(trainer):
+    trainer.watch.stop()
+    stop_s = trainer.settings.block.timeouts.stop_s
+    for what, share, action in _steps(trainer):
         try:
-            action()
+            call_bounded(action, timeout_s=share * stop_s, who_waits=f"trainer waits at the end of the run to {what}")
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
             logger.warning("at the end of the run, could not %s: %r", what, error)
     for actor in _actors(trainer):
         ray.kill(actor)
 
 
-def _steps(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _steps(trainer: Any) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """What to do, its share of the time that the end may take, and how."""
     agent_loops, fleet = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "fleet", None)
     if agent_loops is not None:
-        yield "stop the agent-loop workers", agent_loops.stop
+        yield "stop the agent-loop workers", 0.25, agent_loops.stop
     if fleet is not None:
-        yield "shut down the engines", fleet.shutdown
-    yield "close the prompt manager", trainer.close_manager
+        yield "shut down the engines", 0.5, fleet.shutdown
+    yield "close the prompt manager", 0.05, trainer.close_manager
 
 
 def _actors(trainer: Any) -> list[ActorHandle]:

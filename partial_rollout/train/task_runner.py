@@ -49,3 +49,4 @@ class TaskRunner(TaskRunnerBase):
                 from partial_rollout.train.shutdown import shutdown_run
 
                 shutdown_run(self.trainer)
+                self.trainer.watch.ended()

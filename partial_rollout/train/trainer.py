@@ -8,6 +8,7 @@ Who is who in the task runner's process, where the training loop runs:
     SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
     DepthTuner                      depth_tuning.py             lets more prompts in where slots run idle
     CheckpointKeeper                checkpoints.py              says which checkpoints are whole; removes old ones
+    RunWatch                        ../runtime/run_watch.py     hears of dead actors; goes on or ends the run
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
     PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
 
@@ -59,6 +60,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+from ray.exceptions import RayError
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
@@ -77,6 +79,7 @@ from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.settings.auto import DEPTH_KEY, depth_bounds
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.derived import filter_metric, read_settings
@@ -86,6 +89,8 @@ from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.metrics import numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
+from partial_rollout.train.restarts import Restarts
+from partial_rollout.train.roles import other_actors, transfer_queue_actors
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
 from partial_rollout.train.uncorrected import UncorrectedTokens
@@ -133,6 +138,15 @@ class PartialRolloutTrainer(PPOTrainer):
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
+        self._doing = "was starting"
+        self.watch = RunWatch(
+            self.manager,
+            Interruption(self.settings.block.timeouts.stop_s),
+            doing=lambda: self._doing,
+            step=lambda: getattr(self, "global_steps", None),
+            answer_s=self.settings.block.timeouts.start_s,
+        )
+        self.watch.start(transfer_queue_actors())
         super().__init__(config)
         self._warn_of_ignored_limit()
 
@@ -160,8 +174,13 @@ class PartialRolloutTrainer(PPOTrainer):
         self.replay_buffer.bind(
             self.manager, agent_loop_manager, self.settings.block, mini_batch=mini_batch, look=look, events=self._events
         )
+        restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
+        self.watch.react(restarts.reactions())
+        self.watch.watch(other_actors(self, agent_loop_manager))
         try:
             super().fit(agent_loop_manager)
+        except RayError as error:
+            raise self.watch.explain(error) from error
         finally:
             shutdown_run(self)
 
@@ -176,6 +195,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
+        self._doing = f"generated the batch of step {self.global_steps}"
         plan = cast("RoundPlan", self._ask(self.manager.begin_round.remote()))
         self._round_kind = plan.kind
         if plan.num_fresh > 0:
@@ -184,6 +204,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
+        self._doing = f"trained step {self.global_steps}"
         self._tune()
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
@@ -197,6 +218,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_step_end(self) -> None:
         """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
+        self._doing = f"sent the weights of step {self.global_steps} to the engines"
         if self.global_steps >= self.total_training_steps:
             self.agent_loop_manager.stop()
             self.fleet.reject_parked()
@@ -274,8 +296,16 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
+        self._doing = f"saved the checkpoint of step {self.global_steps}"
         self._checkpoints.before_save(self.global_steps)
-        save_tokens(self.agent_loop_manager.tokens_in_flight(), self.config, self.global_steps)
+        tokens, missing = self.agent_loop_manager.tokens_in_flight()
+        if missing:
+            logger.warning(
+                "the checkpoint has no tokens of %s. Weights and prompts are whole: a run that goes on from it "
+                "generates the unfinished responses of these workers again",
+                "; ".join(missing),
+            )
+        save_tokens(tokens, self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
         self._checkpoints.after_save(self.global_steps)

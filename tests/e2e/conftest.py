@@ -12,7 +12,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 import pandas as pd
@@ -114,14 +114,16 @@ def run_job_and_signal(
     return _ended(job, "".join(lines), folder, mark)
 
 
-def _start(task: Path, folder: Path, overrides: tuple[str, ...], mark: str) -> subprocess.Popen[str]:
+def _start(
+    task: Path, folder: Path, overrides: tuple[str, ...], mark: str, output: int | TextIO = subprocess.PIPE
+) -> subprocess.Popen[str]:
     environment = {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
     environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
         [*_command(task, folder, overrides), _preloaded(mark)],
         env=os.environ | environment,
         cwd=folder,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=_heed_ctrl_c,  # noqa: PLW1509 - a signal's disposition cannot be set otherwise

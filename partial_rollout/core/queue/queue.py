@@ -275,6 +275,10 @@ class PromptQueue:
         """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
         return self._claims.take_long_running(limit_s)
 
+    def uids_of_worker(self, worker_id: str) -> list[str]:
+        """Prompts that a worker has claims on, oldest first."""
+        return [claim.uid for claim in self._claims.of_worker(worker_id)]
+
     # ---- as one value ----
 
     def statistics(self) -> QueueStatistics:

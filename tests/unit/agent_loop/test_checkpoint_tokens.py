@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 pytest.importorskip("verl")
 
@@ -32,6 +33,9 @@ NUM_ANSWERS = 2 * NUM_WORKERS
 class Worker(PartialRolloutAgentLoopWorker):
     """The real worker's trajectories."""
 
+    dies_in = ""
+    """The call that finds the worker dead."""
+
     def __init__(self, *, replays_routing: bool = False) -> None:
         self._trajectories = Trajectories()
         self.rollout_config: Any = SimpleNamespace(enable_rollout_routing_replay=replays_routing)
@@ -55,7 +59,11 @@ class Worker(PartialRolloutAgentLoopWorker):
     def handle(self) -> Any:
         """Its calls are answered when they are waited for."""
         names = ("unclaimed", "tokens_in_flight", "restore_tokens")
-        return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self, name)) for name in names})
+        calls = {name: self._die if name == self.dies_in else getattr(self, name) for name in names}
+        return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+    async def _die(self, *_args: Any, **_options: Any) -> None:
+        raise RayActorError(error_msg="killed")
 
 
 @dataclass
@@ -65,25 +73,32 @@ class World:
     """What happens before the n-th answer of a worker, counted from the last checkpoint on."""
     answers: list[Any] = field(default_factory=list)
     waits: list[tuple[float, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     def wait_for_all(self, calls: list[Coroutine[Any, Any, Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
         self.waits.append((timeout_s, who_waits))
         first = len(self.answers)
         for index, call in enumerate(calls):
             self.before_answer.pop(first + index, lambda: None)()
-            self.answers.append(asyncio.run(call))
+            try:
+                self.answers.append(asyncio.run(call))
+            except RayActorError as error:
+                self.answers.append(error)
         return self.answers[first:]
 
     @property
     def manager(self) -> PartialRolloutAgentLoopManager:
         manager = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
         manager.agent_loop_workers = [worker.handle for worker in self.workers]
+        manager._slot_shares = [1] * len(self.workers)
+        manager._init_restarts()
         return manager
 
     def checkpoint(self) -> Saved:
         self.answers.clear()
         self.waits.clear()
-        return self.manager.tokens_in_flight()
+        saved, self.missing = self.manager.tokens_in_flight()
+        return saved
 
 
 @pytest.fixture
@@ -91,6 +106,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A run that goes on from `SAVED`."""
     world = World([Worker() for _ in range(NUM_WORKERS)])
     monkeypatch.setattr(agent_loop_manager, "wait_for_all", world.wait_for_all)
+    monkeypatch.setattr(agent_loop_manager, "settle_all", world.wait_for_all)
     monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(put=lambda saved: saved))
     world.manager.restore_tokens(SAVED)
     return world
@@ -166,3 +182,21 @@ def test_every_wait_of_a_checkpoint_has_a_deadline_and_a_name(world: World) -> N
         (TOKENS_TIMEOUT_S, f"{who} name unstarted trajectories"),
         (TOKENS_TIMEOUT_S, f"{who} hand over their tokens"),
     ]
+
+
+@pytest.mark.parametrize("dead", range(NUM_WORKERS))
+@pytest.mark.parametrize("call", ["unclaimed", "tokens_in_flight"])
+def test_a_dead_worker_costs_a_checkpoint_its_own_tokens_only(world: World, dead: int, call: str) -> None:
+    running = [worker.start(uid) for uid, worker in zip("abc", world.workers, strict=True)]
+    world.workers[dead].dies_in = call
+    saved = world.checkpoint()
+    alive = {f"{uid}_0": [running[i].state()] for i, uid in enumerate("abc") if i != dead}
+    assert {key: calls for key, calls in saved.items() if key in alive} == alive
+    assert world.missing == [f"agent_loop_worker_{dead}: killed"]
+
+
+def test_without_any_worker_the_checkpoint_has_no_tokens_and_says_so(world: World) -> None:
+    for worker in world.workers:
+        worker.dies_in = "unclaimed"
+    assert world.checkpoint() == {}
+    assert len(world.missing) == NUM_WORKERS

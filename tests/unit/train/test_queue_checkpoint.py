@@ -222,3 +222,12 @@ def test_a_dead_transfer_queue_is_told(tq: FakeTransferQueue, monkeypatch: pytes
     with pytest.raises(WaitTimeout, match="trainer waits for TransferQueue to list its rows"):
         restore(saved_queue(), Manager())
     never.set()
+
+
+def test_a_checkpoint_without_transfer_queues_folder_is_refused_with_the_true_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prompts would be dropped as if they had been dropped while it was written."""
+    monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
+    with pytest.raises(DataError, match=r"2 unfinished prompts, but none .* folder transfer_queue is missing or empty"):
+        restore(saved_queue(), Manager())

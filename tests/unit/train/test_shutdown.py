@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train import shutdown
 
 
 class _Trainer(SimpleNamespace):
     is_shut_down = False
+    settings = SimpleNamespace(block=PartialRolloutConfig())
+    watch = SimpleNamespace(stop=lambda: None)
 
     def close_manager(self) -> None:
         self.calls.append("manager")

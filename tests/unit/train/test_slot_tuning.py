@@ -77,12 +77,14 @@ def test_a_change_reaches_the_workers_the_metrics_and_the_log():
 @pytest.mark.parametrize(("num_slots", "shares"), [(32, [16, 16]), (20, [12, 8]), (8, [4, 4])])
 def test_workers_share_whole_groups(monkeypatch: pytest.MonkeyPatch, num_slots: int, shares: list[int]):
     given: list[int] = []
-    monkeypatch.setattr(agent_loop_manager, "wait_for_all", lambda refs, **_: given.extend(refs))
+    monkeypatch.setattr(agent_loop_manager, "settle_all", lambda refs, **_: given.extend(refs) or refs)
     workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
+    workers._slot_shares = [0, 0]
+    workers._init_restarts()
     workers.rollout_config = cast("Any", SimpleNamespace(n=4))
     workers.agent_loop_workers = [SimpleNamespace(resize=SimpleNamespace(remote=lambda share: share))] * 2
     workers.resize(num_slots)
-    assert given == shares
+    assert given == workers._slot_shares == shares
 
 
 async def test_workers_start_with_the_shares_that_a_resize_to_the_same_number_gives(monkeypatch: pytest.MonkeyPatch):
@@ -103,6 +105,7 @@ async def test_workers_start_with_the_shares_that_a_resize_to_the_same_number_gi
     workers.rollout_config = workers.config.actor_rollout_ref.rollout
     settings = Settings(PartialRolloutConfig(), batch=5, group=4, num_workers=2, uses_channel=False)
     workers._slot_shares = settings.slot_shares
+    workers._init_restarts()
     for name in ("_settings", "llm_client", "teacher_client", "reward_loop_worker_handles"):
         setattr(workers, name, None)
     await workers._init_agent_loop_workers()

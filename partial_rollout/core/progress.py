@@ -1,0 +1,56 @@
+"""Whether an engine stands still: it holds requests, nobody keeps it from working, and no token comes. No clock."""
+
+from __future__ import annotations
+
+FIRST_TOKENS = 10.0
+"""Until an engine has handed over its first tokens it may take so many times longer: some engines compile first."""
+
+
+class Progress:
+    """Compares an engine's token count with the one before, and knows how long the engine has taken at most.
+
+    idle -> moving -> standing still -> moving
+                                     -> stuck, after `limit_s`
+
+    >>> progress = Progress(stall_s=30.0)
+    >>> [progress.look(requests=2, tokens=tokens, now_s=now_s) for tokens, now_s in ((0, 0.0), (8, 5.0), (8, 40.0))]
+    [0.0, 0.0, 35.0]
+    >>> progress.limit_s
+    35.0
+    >>> progress.is_stuck
+    True
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        """An engine is stuck when it stands still for `stall_s` longer than its longest pause so far."""
+        self._stall_s = stall_s
+        self._longest_s: float | None = None
+        self._tokens = 0
+        self._since_s: float | None = None
+        self.stood_still_s = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """How long the engine may stand still."""
+        return self._stall_s * FIRST_TOKENS if self._longest_s is None else self._stall_s + self._longest_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine has stood still for longer than it may."""
+        return self.stood_still_s >= self.limit_s
+
+    def look(self, *, requests: int, tokens: int, now_s: float) -> float:
+        """Tell what the engine holds and has generated in all; returns for how many seconds it has stood still.
+
+        `requests` is 0 while the engine is paused on purpose.
+        """
+        if not requests:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+        elif tokens != self._tokens:
+            self._longest_s = max(self._longest_s or 0.0, now_s - self._since_s)
+            self._since_s = now_s
+        self._tokens = tokens
+        self.stood_still_s = 0.0 if self._since_s is None else now_s - self._since_s
+        return self.stood_still_s

@@ -1,0 +1,108 @@
+"""Ends an engine that stands still, so that whoever waits for its tokens hears of it as of a dead engine's end.
+
+A frozen engine sends no event, and its process is alive: its server looks at its token count from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from partial_rollout.core.progress import Progress
+from partial_rollout.observability.events import EventWriter, Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+WARN_SHARE = 0.5
+"""Of the limit, after which a warning announces its end."""
+ROLE = "engine"
+
+
+class ProgressWatch:
+    """Looks at one engine of one server, from its start to its end, in the event loop of the engine.
+
+    watching -> warned -> stuck: the engine's processes are killed; `verdict` says why
+    """
+
+    def __init__(self, name: str, stall_s: float, events: EventWriter) -> None:
+        """`name` is the server's, for warnings and errors."""
+        self._name, self._events, self._progress = name, events, Progress(stall_s)
+        self._task: asyncio.Task[None] | None = None
+        self._has_warned = False
+        self.verdict = ""
+        """Why the engine was ended; empty while it was not."""
+
+    def start(self, look: Callable[[], tuple[int, int]], processes: Collection[psutil.Process]) -> None:
+        """Watch; `look` says how many requests keep the engine busy and how many tokens it has generated."""
+        self._task = asyncio.create_task(self._run(look, processes), name=f"progress of {self._name}")
+        self._task.add_done_callback(self._on_end)
+
+    def stop(self) -> None:
+        """The engine is ended on purpose."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, look: Callable[[], tuple[int, int]], processes: Collection[psutil.Process]) -> None:
+        while not self.verdict:
+            await asyncio.sleep(LOOK_S)
+            requests, tokens = look()
+            stood_still_s = self._progress.look(requests=requests, tokens=tokens, now_s=time.monotonic())
+            if self._progress.is_stuck:
+                self._end(requests, stood_still_s, processes)
+            else:
+                self._warn(requests, stood_still_s)
+
+    def _warn(self, requests: int, stood_still_s: float) -> None:
+        is_slow = stood_still_s >= WARN_SHARE * self._progress.limit_s
+        if is_slow and not self._has_warned:
+            logger.warning(
+                "%s holds %d requests and has generated nothing for %.0f s; after %.0f s it is ended "
+                "(partial_rollout.timeouts.stall_s)",
+                self._name,
+                requests,
+                stood_still_s,
+                self._progress.limit_s,
+            )
+        self._has_warned = is_slow
+
+    def _end(self, requests: int, stood_still_s: float, processes: Collection[psutil.Process]) -> None:
+        states = ", ".join(f"pid {process.pid} {_state(process)}" for process in processes)
+        self.verdict = (
+            f"the engine ({states}) held {requests} requests and generated nothing for {stood_still_s:.0f} s, more "
+            "than partial_rollout.timeouts.stall_s beyond its longest pause before: it was ended"
+        )
+        logger.error("%s: %s", self._name, self.verdict)
+        first: Any = next(iter(processes), None)
+        fault = Fault(
+            role=ROLE,
+            name=self._name,
+            pid=first.pid if first is not None else 0,
+            text=f"{self._name}: {self.verdict}",
+            action="its processes were killed",
+            noticed_after_s=stood_still_s,
+        )
+        self._events.write(fault)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("%s is not watched any more", self._name, exc_info=task.exception())
+
+
+def _state(process: psutil.Process) -> str:
+    """`stopped`, `running`, ... as the operating system says."""
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return "gone"

@@ -1,0 +1,157 @@
+"""Tells of the death of an actor as soon as Ray knows of it, with its role, name, node, pid and last words.
+
+Ray has no event for the death of an actor, but it fails every call to a dead one. So each watched actor has one call
+parked at it, whose argument is an object that does not exist before the end of the run: the call waits with its caller,
+and takes neither a thread nor a turn of the actor. Later calls of the same process to the actor would wait behind it,
+so the calls are made by a process that asks these actors nothing else: the prompt manager's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError
+
+from partial_rollout.types import Death, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from ray.actor import ActorHandle
+
+NUM_LAST_LINES = 5
+LAST_BYTES = 8192
+"""Of a log file: more than `NUM_LAST_LINES` lines of usual length."""
+RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Lines that Ray writes for itself."""
+DESCRIBE_S = 60.0
+"""How long an actor may take to say where it runs. A training rank that is loading its model answers after it."""
+
+
+class Watched(NamedTuple):
+    """An actor, by the name that an error gives it."""
+
+    role: str
+    name: str
+    handle: ActorHandle
+
+
+def describe(_actor: object) -> Process:
+    """Run inside an actor: where it runs, and where its log is."""
+    return own_process("", "")
+
+
+def own_process(role: str, name: str) -> Process:
+    """The process that calls this."""
+    try:
+        log = os.readlink("/proc/self/fd/2")
+    except OSError:  # another operating system than Linux
+        log = ""
+    return Process(role, name, ray.util.get_node_ip_address(), os.getpid(), log if Path(log).is_file() else "")
+
+
+def nothing(_actor: object, _token: object) -> None:
+    """Run inside an actor, when its watch ends with the run."""
+
+
+async def ask_where(handle: Any) -> Process:
+    """Ask an actor where it runs."""
+    return await handle.__ray_call__.remote(describe)
+
+
+def last_lines(log: str) -> str:
+    """The last lines of a log file; empty where there is none, as on another node."""
+    try:
+        with Path(log).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    told = [line for line in lines if line.strip() and not line.startswith(RAYS_MARKS)]
+    return "\n".join(told[-NUM_LAST_LINES:])
+
+
+def how_it_died(error: RayActorError) -> str:
+    """Ray's reason, without its advice."""
+    text = str(error)
+    for mark in ("Worker exit detail: ", "The actor is dead because "):
+        if mark in text:
+            return text.partition(mark)[2].split(". Some common causes")[0].strip().splitlines()[0]
+    return text.strip().splitlines()[0]
+
+
+class DeathWatch:
+    """Watches actors, and tells of each death once.
+
+    watch -> watched -> dead -> told by `next_death`
+                     -> forgotten by `forget`: its death is told nobody
+
+    Lives in an event loop. `park` waits until an actor dies, which it tells by a RayActorError, or until the run ends;
+    `ask` says where an actor runs.
+    """
+
+    def __init__(
+        self,
+        park: Callable[[Any], Awaitable[Any]],
+        doing: Callable[[str], str],
+        ask: Callable[[Any], Awaitable[Process]] = ask_where,
+    ) -> None:
+        """`doing` says of a name what the process was occupied with; empty where nothing is known."""
+        self._park, self._ask, self._doing = park, ask, doing
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._deaths: deque[Death] = deque()
+        self._told = asyncio.Condition()
+
+    async def watch(self, actors: Sequence[Watched]) -> list[Process]:
+        """Watch actors from now on, and return where they run; one that is dead already is told of as well."""
+        return list(await asyncio.gather(*(self._begin(actor) for actor in actors)))
+
+    def forget(self, name: str) -> None:
+        """The end of this actor is no death: somebody has asked for it."""
+        watch = self._watches.pop(name, None)
+        if watch is not None:
+            watch.cancel()
+
+    async def next_death(self, timeout_s: float) -> Death | None:
+        """Wait for a death that was not told yet; None if there is none in time, or if the watch ends."""
+        async with self._told:
+            if not self._deaths:
+                try:
+                    await asyncio.wait_for(self._told.wait(), timeout_s)
+                except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
+                    return None
+            return self._deaths.popleft() if self._deaths else None
+
+    async def end(self) -> None:
+        """Tell of no more deaths, and wake whoever waits for one."""
+        for name in list(self._watches):
+            self.forget(name)
+        async with self._told:
+            self._told.notify_all()
+
+    async def _begin(self, actor: Watched) -> Process:
+        process = Process(actor.role, actor.name)
+        try:
+            found = await asyncio.wait_for(self._ask(actor.handle), DESCRIBE_S)
+            process = Process(actor.role, actor.name, found.node, found.pid, found.log)
+        except (RayActorError, asyncio.TimeoutError):
+            pass  # a dead one is told of by its watch; one that is busy is watched without its place
+        self.forget(actor.name)
+        self._watches[actor.name] = asyncio.create_task(self._until_dead(actor.handle, process), name=actor.name)
+        return process
+
+    async def _until_dead(self, handle: Any, process: Process) -> None:
+        try:
+            await self._park(handle)
+        except RayActorError as error:
+            self._watches.pop(process.name, None)
+            lines = await asyncio.to_thread(last_lines, process.log) if process.log else ""
+            doing = self._doing(process.name)
+            async with self._told:
+                self._deaths.append(Death(process, how_it_died(error), doing, lines))
+                self._told.notify_all()

@@ -1,0 +1,57 @@
+"""The processes of a run: who notices that one has died, within how long, and what is done about it.
+
+`docs/troubleshooting.md` shows the same table to users; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Then(Enum):
+    """What a run does when a process has died."""
+
+    GOES_ON = "goes on"
+    """The process is started again, or others do its work; training does not restart."""
+    ENDS = "ends"
+    """The run ends with an error that names the process; the same command goes on from the last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One row: a kind of process."""
+
+    role: str
+    noticed_by: str
+    within_s: float
+    """From its death to the moment at which somebody knows; measured on two cores beside other jobs."""
+    then: Then
+    lost: str
+    """What has to be computed again."""
+
+
+WATCH = "the prompt manager, in which a call to the process is parked that fails when the process dies"
+STEP = "everything since the last checkpoint"
+
+TRANSFER_QUEUE_CONTROLLER = Kind("TransferQueue controller", WATCH, 5.0, Then.ENDS, STEP)
+TRANSFER_QUEUE_STORAGE = Kind("TransferQueue storage", WATCH, 5.0, Then.ENDS, STEP)
+TRAINING_RANK = Kind("training rank", WATCH, 5.0, Then.ENDS, STEP)
+AGENT_LOOP_WORKER = Kind("agent-loop worker", WATCH, 5.0, Then.GOES_ON, "the tokens of its unfinished responses")
+REWARD_WORKER = Kind("reward worker", WATCH, 5.0, Then.GOES_ON, "the scoring of the responses that it had")
+ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.ENDS, STEP)
+LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.ENDS, STEP)
+PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.ENDS, STEP)
+TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.ENDS, STEP)
+
+KINDS = (
+    AGENT_LOOP_WORKER,
+    REWARD_WORKER,
+    ENGINE_SERVER,
+    LOAD_BALANCER,
+    PROMPT_MANAGER,
+    TRANSFER_QUEUE_CONTROLLER,
+    TRANSFER_QUEUE_STORAGE,
+    TRAINING_RANK,
+    TASK_RUNNER,
+)

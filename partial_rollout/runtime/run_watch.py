@@ -1,0 +1,220 @@
+"""Ends a trainer's wait when a process dies that the run cannot go on without, wherever the trainer waits.
+
+    actor dies ──> prompt manager ──next_death──> thread of the RunWatch ──signal──> main thread: the error is raised
+
+verl's trainer waits without a bound in many places (for TransferQueue's controller, for training ranks), and none of
+them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python, Ray or ZeroMQ. Code
+that swallows the error meets it again after `AGAIN_S`, until the end of the run has begun. From then on the run has
+`stop_s` to end; after it the process is ended, and its stacks are in the log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from partial_rollout.errors import ActorLost, PartialRolloutError
+from partial_rollout.observability.events import Fault
+from partial_rollout.runtime.death_watch import describe, how_it_died, last_lines
+from partial_rollout.runtime.processes import PROMPT_MANAGER
+from partial_rollout.types import Death, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 30.0
+"""Length of one long poll; the manager answers as soon as an actor has died."""
+AGAIN_S = 5.0
+EXPLAIN_S = 3.0
+"""Ray may tell a waiting trainer of a death before it tells the prompt manager."""
+SIGNAL = signal.SIGUSR1
+ENDED_BY_FORCE = 70
+"""Exit code of a process that did not end in time."""
+
+WATCH_S = 90.0
+"""An actor that is busy is watched after `death_watch.DESCRIBE_S`."""
+
+
+class Interruption:
+    """Raises an error in the main thread, wherever it waits.
+
+    armed -> raised, again and again -> the end has begun -> ended, or the process is ended by force
+    """
+
+    def __init__(self, end_s: float, force: Callable[[], None] | None = None) -> None:
+        """Call this in the main thread. `end_s`: how long the run's end may take; `force` ends the process."""
+        self._end_s, self._force = end_s, force or end_by_force
+        self._error: PartialRolloutError | None = None
+        self._begun, self._ended = threading.Event(), threading.Event()
+        signal.signal(SIGNAL, self._raise)
+
+    @property
+    def error(self) -> PartialRolloutError | None:
+        """What was raised."""
+        return self._error
+
+    def end_by(self, error: PartialRolloutError) -> None:
+        """Raise `error` in the main thread and return when the run has ended; for another thread."""
+        self._error, main = self._error or error, threading.main_thread()
+        deadline = time.monotonic() + self._end_s
+        while not self._begun.is_set() and time.monotonic() < deadline:
+            if main.ident is not None:
+                signal.pthread_kill(main.ident, SIGNAL)
+            self._begun.wait(AGAIN_S)
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            print(f"error: {self._error}\nthe run did not end within {self._end_s:g} s", file=sys.stderr, flush=True)
+            self._force()
+
+    def begin_end(self) -> None:
+        """The end of the run has begun: from now on nothing is raised."""
+        self._begun.set()
+
+    def ended(self) -> None:
+        """The run has ended."""
+        self._begun.set()
+        self._ended.set()
+
+    def _raise(self, _number: int, _frame: Any) -> None:
+        if self._error is not None and not self._begun.is_set():
+            raise self._error
+
+
+def end_by_force() -> None:
+    """End this process; its stacks go to its log."""
+    faulthandler.dump_traceback()
+    os._exit(ENDED_BY_FORCE)
+
+
+class RunWatch:
+    """Hears of deaths from the prompt manager, and lets the run go on or ends it."""
+
+    def __init__(
+        self,
+        manager: ActorHandle,
+        interruption: Interruption,
+        *,
+        doing: Callable[[], str],
+        step: Callable[[], int | None],
+        answer_s: float,
+    ) -> None:
+        """`doing` and `step` say what the trainer does; the manager must answer within `answer_s`."""
+        self._manager, self._interruption = manager, interruption
+        self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
+        self._doing, self._step, self._answer_s = doing, step, answer_s
+        self._reactions: dict[str, Callable[[Death], str]] = {}
+        self._stopped, self._is_fatal = threading.Event(), threading.Event()
+        self._fatal: PartialRolloutError | None = None
+
+    def start(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
+        """Listen from now on, and watch `first`, given as (role, name, handle); returns at once."""
+        threading.Thread(target=self._run, args=(first,), daemon=True, name="run-watch").start()
+
+    def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
+        """Watch further actors; returns when they are watched."""
+        ray.get(self._manager.watch.remote(list(actors)), timeout=WATCH_S)
+
+    def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
+        """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.
+
+        A reaction returns in words what was done.
+        """
+        self._reactions |= reactions
+
+    def stop(self) -> None:
+        """The end of the run has begun: actors that end now are no deaths."""
+        self._stopped.set()
+        self._interruption.begin_end()
+
+    def ended(self) -> None:
+        """The run has ended."""
+        self.stop()
+        self._interruption.ended()
+
+    def explain(self, error: RayError) -> Exception:
+        """The error that names the dead process, where `error` comes of a death; otherwise `error`."""
+        self._is_fatal.wait(EXPLAIN_S)
+        return self._fatal or error
+
+    def _run(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
+        death = self._begin(first)
+        if death is not None:
+            self._handle(death)
+        while not self._stopped.is_set():
+            death = self._next_death()
+            if death is not None and not self._stopped.is_set():
+                self._handle(death)
+
+    def _begin(self, first: Sequence[tuple[str, str, ActorHandle]]) -> Death | None:
+        def begin() -> None:
+            found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._answer_s)
+            role = PROMPT_MANAGER.role
+            self._manager_process = Process(role, role, found.node, found.pid, found.log)
+            self.watch(first)
+
+        return self._unless_dead(begin)
+
+    def _next_death(self) -> Death | None:
+        poll = self._manager.next_death.remote(POLL_S)
+        return self._unless_dead(lambda: ray.get(poll, timeout=POLL_S + self._answer_s))
+
+    def _unless_dead(self, call: Callable[[], Death | None]) -> Death | None:
+        """`call` of the manager, or the manager's own death."""
+        try:
+            return call()
+        except RayActorError as error:
+            process = self._manager_process
+            return Death(process, how_it_died(error), "", last_lines(process.log) if process.log else "")
+        except GetTimeoutError:
+            return Death(self._manager_process, f"it has not answered for {self._answer_s:g} s")
+
+    def _handle(self, death: Death) -> None:
+        reaction = self._reactions.get(death.process.role)
+        if reaction is None:
+            self._end(death)
+        else:
+            # A process that is started again takes seconds, in which others may die.
+            name = f"go on without {death.process.name}"
+            threading.Thread(target=self._react, args=(reaction, death), daemon=True, name=name).start()
+
+    def _react(self, reaction: Callable[[Death], str], death: Death) -> None:
+        try:
+            self._note(death, reaction(death))
+        except Exception:  # whatever a reaction raises, the run must end by the name of the dead process
+            if self._stopped.is_set():
+                return
+            logger.exception("could not go on without %s", death.process)
+            self._end(death)
+
+    def _end(self, death: Death) -> None:
+        self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
+        self._is_fatal.set()
+        self._note(death, "the run ends")
+        self._interruption.end_by(self._fatal)
+        self._stopped.set()
+
+    def _note(self, death: Death, action: str) -> None:
+        process, step = death.process, self._step()
+        fault = Fault(
+            role=process.role,
+            name=process.name,
+            node=process.node,
+            pid=process.pid,
+            text=str(death),
+            action=action,
+            step=step,
+        )
+        logger.warning("%s. %s", death, action, extra={"event": fault})

@@ -1,0 +1,117 @@
+"""A training job whose processes are killed or frozen on the way, and what the job says of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, Fault, GateMoved
+from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, task, traced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["task"]
+GENERATING, TRAINING = "generating", "training"
+LOOK_S = 0.1
+RESULTS = ROOT / "outputs/faults/measured.jsonl"
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal to the process with this title, in a phase of a step."""
+
+    title: str
+    step: int
+    phase: str = GENERATING
+    number: signal.Signals = signal.SIGKILL
+
+    def is_due(self, events: Sequence[AnyEvent]) -> bool:
+        """Whether the job has come so far."""
+        if self.phase == GENERATING:
+            return any(isinstance(e, GateMoved) and e.is_open and e.step == self.step - 1 for e in events)
+        return any(isinstance(e, BatchTaken) and e.step == self.step for e in events)
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A job that has ended, with the times (seconds since 1970) at which its processes were struck."""
+
+    job: Job
+    at_s: tuple[float, ...]
+    ended_s: float
+
+    @property
+    def faults(self) -> list[Fault]:
+        """In the order of their times."""
+        return [event for event in self.job.stream if isinstance(event, Fault)]
+
+    def seconds_to_notice(self, blow: int = 0) -> float:
+        """From the blow to the first fault after it."""
+        return next(fault.t for fault in self.faults if fault.t >= self.at_s[blow]) - self.at_s[blow]
+
+    @property
+    def seconds_to_end(self) -> float:
+        """From the last blow to the end of the driver."""
+        return self.ended_s - self.at_s[-1]
+
+
+def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow]) -> Struck:
+    """Run a job to its end and strike its processes, one after the other, when it has come so far."""
+    mark, at_s, due, reader = uuid.uuid4().hex, [], list(blows), EventReader(folder / "events")
+    events: list[AnyEvent] = []
+    log = folder / f"output-{mark}.txt"
+    with log.open("w") as output, _start(task, folder, overrides, mark, output=output) as job:
+        deadline_s = time.monotonic() + JOB_TIMEOUT_S
+        while not _has_ended(job):
+            events += reader.read()
+            if due and due[0].is_due(events):
+                at_s.append(time.time())
+                _process(due[0].title, mark).send_signal(due.pop(0).number)
+            if time.monotonic() > deadline_s:
+                job.kill()
+        ended_s = time.time()
+    text = log.read_text()
+    assert not due, text[-4000:]
+    return Struck(_ended(job, text, folder, mark), tuple(at_s), ended_s)
+
+
+def _has_ended(job: subprocess.Popen[str]) -> bool:
+    """Whether it ends within the interval at which the event stream is read."""
+    try:
+        job.wait(LOOK_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _process(title: str, mark: str) -> psutil.Process:
+    for process in psutil.process_iter():
+        if _has_mark(process, mark) and title in " ".join(process.cmdline()):
+            return process
+    raise LookupError(f"the job has no process titled {title}")
+
+
+def options(task: Path, folder: Path) -> list[str]:
+    """A third of the groups is long, so that the engine holds requests at any time."""
+    return [FLAG, *traced(task, folder, num_rows=96, every=3), "trainer.save_freq=2", "trainer.test_freq=-1"]
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """What a test measures; one line of `outputs/faults/measured.jsonl` a test."""
+    measured: dict[str, Any] = {"test": request.node.name}
+    yield measured
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(measured) + "\n")
+    print(json.dumps(measured))

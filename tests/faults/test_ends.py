@@ -1,0 +1,61 @@
+"""Processes that a run cannot go on without: the run ends soon, and the error names the dead one."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.runtime import processes
+from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TO_NOTICE_S = 10.0
+FROZEN_TO_NOTICE_S = 60.0
+TO_END_S = 90.0
+TITLES = {
+    processes.TRANSFER_QUEUE_CONTROLLER.role: "ray::TransferQueueController",
+    processes.TRANSFER_QUEUE_STORAGE.role: "ray::SimpleStorageUnit",
+    processes.TRAINING_RANK.role: "WorkerDict",
+    processes.PROMPT_MANAGER.role: "ray::RolloutPromptManager",
+    processes.ENGINE_SERVER.role: "PartialRolloutServer",
+    processes.LOAD_BALANCER.role: "LoadBalancer",
+}
+
+
+@pytest.mark.parametrize("phase", [GENERATING, TRAINING])
+@pytest.mark.parametrize("role", TITLES)
+def test_a_dead_process_ends_the_run_and_is_named(
+    task: Path, tmp_path: Path, report: dict[str, Any], role: str, phase: str
+) -> None:
+    steps = "trainer.total_training_steps=4"
+    struck = strike(task, tmp_path, *options(task, tmp_path), steps, blows=[Blow(TITLES[role], 2, phase)])
+    report |= {"role": role, "while": phase, "code": struck.job.code, "steps": len(struck.job.steps)}
+    report |= {"noticed_s": round(struck.seconds_to_notice(), 1), "ended_s": round(struck.seconds_to_end, 1)}
+    fault = struck.faults[0]
+    assert fault.role == role
+    assert fault.pid
+    assert struck.seconds_to_notice() < TO_NOTICE_S
+    assert struck.seconds_to_end < TO_END_S
+    assert struck.job.code == 1
+    assert f"error: training failed: ActorLost: {role}" in struck.job.output
+    assert struck.job.survivors == []
+
+
+def test_an_engine_that_is_frozen_while_it_generates_is_named_within_a_minute(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    steps = "trainer.total_training_steps=6"
+    blow = Blow("EngineCore", 3, GENERATING, signal.SIGSTOP)
+    struck = strike(task, tmp_path, *options(task, tmp_path), steps, blows=[blow])
+    report |= {"role": "engine", "signal": "SIGSTOP", "code": struck.job.code, "steps": len(struck.job.steps)}
+    report |= {"noticed_s": round(struck.seconds_to_notice(), 1), "ended_s": round(struck.seconds_to_end, 1)}
+    assert struck.seconds_to_notice() < FROZEN_TO_NOTICE_S
+    assert struck.faults[0].role == "engine"
+    assert struck.job.code == 1
+    assert "error: training failed: EngineDead: replica 0" in struck.job.output
+    assert "stopped) held" in struck.job.output
+    assert struck.job.survivors == []

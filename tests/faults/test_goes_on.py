@@ -1,0 +1,41 @@
+"""Processes that others replace: the run goes on, trains every step, and no prompt pays for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.runtime import processes
+from tests.e2e.conftest import is_conserved
+from tests.faults.conftest import TRAINING, Blow, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TO_NOTICE_S = 10.0
+BLOWS = [
+    Blow("ray::RewardLoopWorker", 2),
+    Blow("ray::PartialRolloutAgentLoopWorker", 3),
+    Blow("ray::RewardLoopWorker", 4, TRAINING),
+    Blow("ray::PartialRolloutAgentLoopWorker", 5, TRAINING),
+]
+NUM_STEPS = 6
+
+
+def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+    struck = strike(task, tmp_path, *options(task, tmp_path), f"trainer.total_training_steps={NUM_STEPS}", blows=BLOWS)
+    job = struck.job
+    roles = [processes.REWARD_WORKER.role, processes.AGENT_LOOP_WORKER.role] * 2
+    report |= {"roles": roles, "code": job.code, "steps": len(job.steps), "actions": [f.action for f in struck.faults]}
+    report |= {
+        "known_and_replaced_s": [round(f.t - at_s, 1) for f, at_s in zip(struck.faults, struck.at_s, strict=False)]
+    }
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in struck.faults] == roles
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []

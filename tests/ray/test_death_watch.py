@@ -1,0 +1,142 @@
+"""The death of a real actor is heard of at once, by a trainer that waits without a bound as well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from partial_rollout.errors import ActorLost
+from partial_rollout.observability.events import EventReader, EventWriter, Fault
+from partial_rollout.observability.log import report_to
+from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK
+from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.runtime.run_watch import Interruption, RunWatch
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ray.actor import ActorHandle
+
+    from partial_rollout.types import Death
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+LIMIT_S = 60.0
+KILLED_TO_KNOWN_S = 5.0
+
+
+class Rank:
+    """A training rank stands in: one call at a time."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def train(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.fixture
+def manager(request: pytest.FixtureRequest) -> Iterator[ActorHandle]:
+    handle = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=request.node.name)), 8)
+    yield handle
+    ray.kill(handle)
+
+
+@pytest.fixture
+def rank() -> Iterator[tuple[ActorHandle, int]]:
+    actor_class: Any = ray.remote(num_cpus=0)(Rank)
+    actor = actor_class.remote()
+    yield actor, ray.get(actor.pid.remote(), timeout=LIMIT_S)
+    ray.kill(actor)
+
+
+@pytest.fixture
+def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., RunWatch]]:
+    interruption = Interruption(LIMIT_S)
+    report_to(EventWriter(tmp_path, "trainer"))
+
+    def listen(reactions: dict[str, Callable[[Death], str]] | None = None) -> RunWatch:
+        watch = RunWatch(
+            manager,
+            interruption,
+            doing=lambda: "trained step 3",
+            step=lambda: 3,
+            answer_s=LIMIT_S,
+        )
+        watch.react(reactions or {})
+        watch.start([])
+        return watch
+
+    yield listen
+    interruption.ended()
+    report_to(EventWriter(None, "trainer"))
+
+
+def faults(folder: Path) -> list[Fault]:
+    return [event for event in EventReader(folder).read() if isinstance(event, Fault)]
+
+
+def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_it(
+    listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int], tmp_path: Path
+) -> None:
+    actor, pid = rank
+    watch = listening()
+    watch.watch([(TRAINING_RANK.role, "actor-0", actor)])
+    busy = actor.train.remote()
+    killed_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorLost, match=rf"training rank actor-0 \(pid {pid} on node (?s:.*)\nThe trainer trained"):
+        threading.Event().wait()  # as verl waits for TransferQueue
+    assert time.monotonic() - killed_s < KILLED_TO_KNOWN_S
+    (fault,) = faults(tmp_path)
+    assert (fault.role, fault.name, fault.pid, fault.step) == (TRAINING_RANK.role, "actor-0", pid, 3)
+    assert fault.action == "the run ends"
+    with pytest.raises(RayActorError) as told:
+        ray.get(busy, timeout=LIMIT_S)
+    assert isinstance(watch.explain(told.value), ActorLost)
+
+
+def test_a_call_of_the_trainer_to_a_watched_actor_does_not_wait_behind_the_watch(
+    listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int]
+) -> None:
+    actor, pid = rank
+    listening().watch([(TRAINING_RANK.role, "actor-0", actor)])
+    assert ray.get(actor.pid.remote(), timeout=LIMIT_S) == pid
+
+
+def test_a_run_that_can_goes_on_and_says_what_it_did(
+    listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int], tmp_path: Path
+) -> None:
+    actor, pid = rank
+    met = threading.Event()
+
+    def go_on(death: Death) -> str:
+        met.set()
+        return f"{death.process.name} was started again"
+
+    watch = listening({TRAINING_RANK.role: go_on})
+    watch.watch([(TRAINING_RANK.role, "actor-0", actor)])
+    os.kill(pid, signal.SIGKILL)
+    assert met.wait(KILLED_TO_KNOWN_S)
+    deadline = time.monotonic() + LIMIT_S
+    while not faults(tmp_path) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert [fault.action for fault in faults(tmp_path)] == ["actor-0 was started again"]
+
+
+def test_a_dead_prompt_manager_is_named(listening: Callable[..., RunWatch], manager: ActorHandle) -> None:
+    watch = listening()
+    watch.watch([])
+    pid: Any = ray.get(manager.__ray_call__.remote(lambda _: os.getpid()), timeout=LIMIT_S)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorLost, match=rf"{PROMPT_MANAGER.role} \(pid {pid} on node"):
+        threading.Event().wait()

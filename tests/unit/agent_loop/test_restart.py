@@ -1,0 +1,150 @@
+"""A dead agent-loop worker is replaced: its rows go before its prompts do, and the new one knows what it must."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from ray.exceptions import RayActorError
+
+pytest.importorskip("verl")
+
+from partial_rollout.agent_loop import manager as manager_module
+from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+from partial_rollout.errors import ActorLost, EngineDead
+from partial_rollout.runtime import remote_call
+from partial_rollout.settings.block import PartialRolloutConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEAD = RayActorError(error_msg="killed")
+
+
+class Refs:
+    """Ray's calls as values: what a call returns is its answer, an exception is raised when the answer is asked for."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 1.0}}]
+
+    def wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return list(refs), []
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref) for ref in refs]
+        if isinstance(refs, Exception):
+            raise refs
+        return refs
+
+
+class Worker:
+    """Notes its calls."""
+
+    def __init__(self, name: str, calls: list[str], answer: Any = None) -> None:
+        self._name, self._calls, self._answer = name, calls, answer
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self._calls.append(f"{self._name}.{method}{args}")
+            return self._answer if self._answer is not None else f"{self._name} {method}"
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    for module in (manager_module, remote_call):
+        monkeypatch.setattr(module, "ray", Refs())
+    rows = {"u1": {}, "u1_0_0": {}, "u1_1_0": {}, "u2_0_0": {}, "a_b": {}, "a_b_0_1": {}}
+    queue = SimpleNamespace(
+        kv_list=lambda partition: {partition: rows},
+        kv_clear=lambda keys, partition_id: calls.append(f"clear {sorted(keys)}"),
+    )
+    monkeypatch.setattr(manager_module, "tq", queue)
+    return calls
+
+
+@pytest.fixture
+def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
+    manager = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
+    manager._settings, manager._slot_shares, manager._validations = PartialRolloutConfig(), [12, 8], []
+    manager._init_restarts()
+    manager.loops = {}
+    manager.rollout_config = cast("Any", SimpleNamespace(n=4))
+    manager.agent_loop_workers = cast("Any", [Worker("w0", calls), Worker("w1", calls, DEAD)])
+    prompts = SimpleNamespace(
+        uids_of_worker=SimpleNamespace(remote=lambda name: calls.append(f"uids of {name}") or ["u1", "a_b"]),
+        release_worker=SimpleNamespace(remote=lambda name: calls.append(f"release {name}") or ["u1", "a_b"]),
+    )
+    manager._prompt_manager = cast("Any", prompts)
+    spawned: Callable[..., Any] = lambda rank, node, share: Worker(f"new{rank}:{share}", calls)  # noqa: E731
+    manager._spawn = spawned  # type: ignore[method-assign]
+    return manager
+
+
+def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_the_bound(
+    manager: PartialRolloutAgentLoopManager, calls: list[str]
+) -> None:
+    manager.start()
+    manager.hold([], 7)
+    manager.resize(16)
+    calls.clear()
+    assert manager.restart(1) == "agent_loop_worker_1_again_1"
+    assert calls == [
+        "uids of agent_loop_worker_1",
+        "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
+        "release agent_loop_worker_1",
+        "new1:8.ping()",
+        "new1:8.hold([], 7)",
+        "new1:8.resize(8,)",
+        "new1:8.run()",
+    ]
+    assert manager.worker_ids == ["agent_loop_worker_0", "agent_loop_worker_1_again_1"]
+    assert "new1:8 run" in manager.loops
+
+
+def test_a_worker_that_died_before_training_began_claims_nothing_until_it_does(
+    manager: PartialRolloutAgentLoopManager, calls: list[str]
+) -> None:
+    manager.restart(1)
+    assert not any(".run" in call for call in calls)
+    assert manager.loops == {}
+
+
+def test_calls_to_all_workers_pass_a_dead_one_over(manager: PartialRolloutAgentLoopManager) -> None:
+    manager.start()
+    manager.hold([], 3)
+    manager.resize(16)
+    manager.replace_reward_worker(0, cast("Any", "reward"))
+    manager.stop()
+
+
+def test_the_end_of_a_dead_workers_claim_loop_is_left_to_the_watch(manager: PartialRolloutAgentLoopManager) -> None:
+    manager.start()
+    assert DEAD in manager.loops
+    manager.raise_if_ended([cast("Any", DEAD)])
+    assert list(manager.loops) == ["w0 run"]
+    with pytest.raises(ActorLost, match="agent-loop worker 0 ended its claim loop"):
+        manager.raise_if_ended([cast("Any", "w0 run")])
+    failed = cast("Any", EngineDead("replica 0"))
+    manager.loops[failed] = "agent-loop worker 1"
+    with pytest.raises(EngineDead):
+        manager.raise_if_ended([failed])
+
+
+def test_what_a_dead_worker_validated_is_validated_by_its_successor(
+    manager: PartialRolloutAgentLoopManager, calls: list[str]
+) -> None:
+    prompts: Any = SimpleNamespace(chunk=lambda number: ["first half", "second half"])
+    manager._dispatch_validation(prompts)
+    waiting = threading.Thread(target=manager.wait_validation, args=(60.0,))
+    waiting.start()
+    manager.restart(1)
+    waiting.join(60.0)
+    assert not waiting.is_alive()
+    assert "new1:8.validate('second half',)" in calls
+    assert calls.count("w0.validate('first half',)") == 1

@@ -1,0 +1,74 @@
+"""A stuck engine is warned of, named and ended; in virtual time, with a process that is stopped for real."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from partial_rollout.observability.events import EventReader, EventWriter, Fault
+from partial_rollout.rollout.progress_watch import ProgressWatch
+from tests.unit.runtime.virtual_time import run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STALL_S = 30.0
+
+
+@pytest.fixture
+def engine() -> Iterator[psutil.Process]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+def test_a_frozen_engine_is_named_and_ended(
+    engine: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.suspend()
+
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(time, "monotonic", loop.time)
+        tokens = iter([0, 32, 64])
+        at = 0
+
+        def look() -> tuple[int, int]:
+            nonlocal at
+            at = next(tokens, at)
+            return 5, at
+
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(look, [engine])
+        await asyncio.sleep(2 * STALL_S)
+        return watch.verdict
+
+    with caplog.at_level(logging.WARNING):
+        verdict = run_virtual(main())
+    assert f"pid {engine.pid} stopped) held 5 requests and generated nothing for 3" in verdict
+    assert any("holds 5 requests and has generated nothing" in record.message for record in caplog.records)
+    engine.wait(60)
+    assert not engine.is_running()
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (fault.role, fault.name, fault.pid) == ("engine", "replica 0", engine.pid)
+    assert (fault.noticed_after_s or 0) >= STALL_S
+
+
+def test_an_engine_that_is_ended_on_purpose_is_left_alone(engine: psutil.Process, tmp_path: Path) -> None:
+    async def main() -> str:
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(lambda: (5, 0), [engine])
+        watch.stop()
+        await asyncio.sleep(100 * STALL_S)
+        return watch.verdict
+
+    assert run_virtual(main()) == ""
+    assert engine.is_running()

@@ -1,0 +1,67 @@
+"""An error of another thread is raised in the main thread, wherever that waits, and the run ends in time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from partial_rollout.errors import ActorLost
+from partial_rollout.runtime import run_watch
+from partial_rollout.runtime.run_watch import Interruption
+
+LOST = ActorLost("the controller died")
+LIMIT_S = 30.0
+
+
+def _thread(interruption: Interruption) -> threading.Thread:
+    """It is to be started where the error may be raised: that may be before the start returns."""
+    return threading.Thread(target=interruption.end_by, args=(LOST,), daemon=True)
+
+
+def test_a_wait_without_a_bound_is_left() -> None:
+    interruption = Interruption(LIMIT_S)
+    thread = _thread(interruption)
+    with pytest.raises(ActorLost, match="the controller died"):  # noqa: PT012 - see `_thread`
+        thread.start()
+        threading.Event().wait()
+    interruption.ended()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_code_that_swallows_the_error_meets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_watch, "AGAIN_S", 0.5)
+    interruption, again = Interruption(LIMIT_S), threading.Event()
+    thread = _thread(interruption)
+    try:
+        thread.start()
+        threading.Event().wait()
+    except ActorLost:
+        try:
+            threading.Event().wait()
+        except ActorLost:
+            interruption.ended()
+            again.set()
+    assert again.is_set()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_the_end_itself_is_not_interrupted() -> None:
+    interruption = Interruption(LIMIT_S)
+    interruption.begin_end()
+    thread = _thread(interruption)
+    thread.start()
+    interruption.ended()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_end_that_takes_too_long_is_forced(capfd: pytest.CaptureFixture[str]) -> None:
+    forced = threading.Event()
+    interruption = Interruption(0.05, force=forced.set)
+    interruption.begin_end()
+    _thread(interruption).start()
+    assert forced.wait(LIMIT_S)
+    assert "error: the controller died\nthe run did not end within 0.05 s" in capfd.readouterr().err
