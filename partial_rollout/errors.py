@@ -2,6 +2,7 @@
 
 PartialRolloutError
 ├── RunEnded                not a fault: a request was turned away because the run is over
+├── RunStopped              not a fault: somebody has asked for the end of the run
 ├── TooStale                not a fault: a trajectory has tokens past the staleness bound and must not go on
 ├── UserError               the command line, the data or the installation: say what was given and what is allowed
 │   ├── ConfigError         a value in the composed configuration
@@ -38,6 +39,10 @@ class PartialRolloutError(Exception):
 
 class RunEnded(PartialRolloutError):
     """The run is over and the request was turned away: a control-flow signal for agent loops, not a fault."""
+
+
+class RunStopped(PartialRolloutError):
+    """Somebody has asked for the end of the run, by SIGTERM or Ctrl-C: a control-flow signal, not a fault."""
 
 
 class TooStale(PartialRolloutError):

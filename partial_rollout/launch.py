@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -10,11 +12,19 @@ from ray.exceptions import RayError, RayTaskError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.observability import stages
+from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from partial_rollout.settings.prepare import Prepared
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 10.0
+"""The prompt manager answers at once; one that does not is not there any more."""
 
 
 def launch(prepared: Prepared) -> tuple[int, str]:
@@ -23,7 +33,7 @@ def launch(prepared: Prepared) -> tuple[int, str]:
     The code is 0 after a whole run, 2 for a user's mistake and 1 for any other failure.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint was saved if that could be done in time.
     """
     try:
         run(prepared)
@@ -57,10 +67,14 @@ def run(prepared: Prepared) -> None:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
     _require_estimator(str(config.algorithm.adv_estimator))
     stages.begin(stages.RAY)
+    block = prepared.settings.block
+    runner = StartedRunner(ray.remote(num_cpus=0)(TaskRunner), block.timeouts.start_s)
     try:
-        actor_class = ray.remote(num_cpus=0)(TaskRunner)
-        run_ppo(config, task_runner_class=StartedRunner(actor_class, prepared.settings.block.timeouts.start_s))
+        run_ppo(config, task_runner_class=runner)
     except RayError:
+        raise
+    except KeyboardInterrupt:
+        end_with_checkpoint(runner.runs, block.manager.name, block.timeouts.stop_s)
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError
         raise ClusterError(f"Ray could not be started or joined with ray_kwargs.ray_init: {error}") from error
@@ -74,19 +88,37 @@ def _require_estimator(name: str) -> None:
         raise ConfigError(f"algorithm.adv_estimator={name} is unknown to verl; known: {known}")
 
 
+def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], manager_name: str, stop_s: float) -> None:
+    """Ask the trainer to save a checkpoint and end, and wait for it; returns after `stop_s` in any case.
+
+    A run that has not begun to train, and one without the flag, is not waited for. A second Ctrl-C ends the wait.
+    """
+    deadline_s = time.monotonic() + stop_s
+    try:
+        asked = find_manager(manager_name).request_stop.remote("Ctrl-C or SIGTERM")
+        has_begun = wait_for(asked, timeout_s=min(ASK_S, stop_s), who_waits="the driver asks for the end of the run")
+    except (ClusterError, RayError):
+        return
+    if runs and has_begun:
+        logger.info("a checkpoint is saved before the run ends, within %g s; press Ctrl-C again to end at once", stop_s)
+        ray.wait(list(runs), num_returns=len(runs), timeout=max(0.0, deadline_s - time.monotonic()))
+
+
 class StartedRunner:
     """Stands in for the task runner's actor class in `run_ppo`, which waits for the actor's start without a bound."""
 
-    def __init__(self, actor_class: Any, timeout_s: float) -> None:
+    def __init__(self, actor_class: Any, timeout_s: float, runs: list[ray.ObjectRef[Any]] | None = None) -> None:
         """`actor_class` comes from `ray.remote`; the actor must be ready `timeout_s` after it was asked for."""
         self._actor_class, self._timeout_s = actor_class, timeout_s
+        self.runs: list[ray.ObjectRef[Any]] = [] if runs is None else runs
+        """The calls of `run`, which end when the training has ended."""
 
     def options(self, **options: Any) -> StartedRunner:
         """Same as `options` of a Ray actor class."""
-        return StartedRunner(self._actor_class.options(**options), self._timeout_s)
+        return StartedRunner(self._actor_class.options(**options), self._timeout_s, self.runs)
 
     def remote(self) -> Any:
-        """Return the running actor. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
+        """Return the running actor in a `RunningRunner`. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
 
         Raises:
             ClusterError: the actor has not started in time.
@@ -102,7 +134,21 @@ class StartedRunner:
                 f"{error}. Perhaps no node has room for it, or the machine is too busy: raylet.out below "
                 "/tmp/ray/session_latest/logs has the reason. partial_rollout.timeouts.start_s sets the bound"
             ) from None
-        return runner
+        return RunningRunner(runner, self.runs)
+
+
+class RunningRunner:
+    """The task runner's actor as `run_ppo` uses it: `runner.run.remote(config)`."""
+
+    def __init__(self, actor: Any, runs: list[ray.ObjectRef[Any]]) -> None:
+        """`runs` takes in each call of `run`."""
+        self.actor, self.run, self._runs = actor, self, runs
+
+    def remote(self, config: Any) -> ray.ObjectRef[Any]:
+        """Start the training."""
+        ref = self.actor.run.remote(config)
+        self._runs.append(ref)
+        return ref
 
 
 def root_cause(error: BaseException) -> BaseException:

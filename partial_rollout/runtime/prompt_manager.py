@@ -33,7 +33,7 @@ import ray
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import Partial, make_policy
-from partial_rollout.errors import ActorLost, ClusterError, InternalError, StaleClaim, WaitTimeout
+from partial_rollout.errors import ActorLost, ClusterError, InternalError, RunStopped, StaleClaim, WaitTimeout
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics
@@ -121,7 +121,7 @@ class RolloutPromptManager:
         self._step = self._weight_version = -1
         self._gate = "unknown"
         self._last_failure = ""
-        self._closed = ""
+        self._closed = self._stop_reason = ""
         self._deaths = DeathWatch(self._park, self._doing)
         self._never: ray.ObjectRef[None] | None = None
 
@@ -156,6 +156,7 @@ class RolloutPromptManager:
 
         Raises:
             WaitTimeout: the groups were not done after `timeout_s`.
+            RunStopped: somebody has asked for the end of the run; no group was taken.
             ActorLost: the manager was closed.
         """
         async with self._changing():
@@ -163,6 +164,8 @@ class RolloutPromptManager:
                 why = describe_wait(self._queue, num_groups, timeout_s)
                 raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._gate!r}")
             self._require_open()
+            if self._stop_reason:
+                raise RunStopped(self._stop_reason)
             warn_of_long_running(self._queue, self._batch_s)
             return self._queue.take(num_groups)
 
@@ -315,6 +318,19 @@ class RolloutPromptManager:
         """Counts, workers, step and gate at this moment."""
         return self._status()
 
+    async def request_stop(self, reason: str) -> bool:
+        """Ask for the end of the run, with a checkpoint: `take_batch` raises RunStopped from now on.
+
+        False: training has not begun, so there is nothing to save and nobody to wait for.
+        """
+        async with self._changing():
+            self._stop_reason = reason
+            return self._step > 0
+
+    async def stop_reason(self) -> str:
+        """Why the run should end; empty while it should not."""
+        return self._stop_reason
+
     async def close(self, reason: str) -> None:
         """End all waits: `claim` returns nothing, `take_batch` and `admit` raise ActorLost. Reports stay accepted.
 
@@ -338,7 +354,7 @@ class RolloutPromptManager:
             self._schedule_export()
 
     def _ends_wait(self, num_groups: int) -> bool:
-        return bool(self._closed) or self._queue.can_take(num_groups)
+        return bool(self._closed or self._stop_reason) or self._queue.can_take(num_groups)
 
     async def _park(self, handle: Any) -> None:
         """Return never, or raise RayActorError when the actor dies."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.exceptions import RayError
 
+    from partial_rollout.runtime.processes import Kind
+
 logger = logging.getLogger(__name__)
 
 POLL_S = 30.0
@@ -118,6 +120,8 @@ class RunWatch:
         self._reactions: dict[str, Callable[[Death], str]] = {}
         self._stopped, self._is_fatal = threading.Event(), threading.Event()
         self._fatal: PartialRolloutError | None = None
+        self._lost = ""
+        """The role of the process whose death ends the run."""
 
     def start(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Listen from now on, and watch `first`, given as (role, name, handle); returns at once."""
@@ -143,6 +147,10 @@ class RunWatch:
         """The run has ended."""
         self.stop()
         self._interruption.ended()
+
+    def has_lost(self, *kinds: Kind) -> bool:
+        """Whether the run ends because a process of one of these kinds has died."""
+        return self._lost in {kind.role for kind in kinds}
 
     def explain(self, error: RayError) -> Exception:
         """The error that names the dead process, where `error` comes of a death; otherwise `error`."""
@@ -200,6 +208,7 @@ class RunWatch:
             self._end(death)
 
     def _end(self, death: Death) -> None:
+        self._lost = death.process.role
         self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
         self._note(death, "the run ends")

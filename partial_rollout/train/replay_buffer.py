@@ -66,15 +66,17 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         *,
         mini_batch: int,
         look: Callable[[], None] | None = None,
+        on_taken: Callable[[int], None] = lambda num_groups: None,
         events: EventWriter | None = None,
     ) -> None:
         """Hand over the prompt manager, the workers and the run's event stream.
 
-        `mini_batch` is the number of trajectories in a mini-batch; `look` is called at intervals during waits.
+        `on_taken` is told of each batch as soon as it has left the queue; `mini_batch` is the number
+        of trajectories in a mini-batch; `look` is called at intervals during waits.
         """
         self._events = events or EventWriter(None, "trainer")
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
-        self._mini_batch = mini_batch
+        self._mini_batch, self._on_taken = mini_batch, on_taken
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Take `batch_size` prompt groups; blocks until they are done.
@@ -148,6 +150,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
             filtered.update(result.filtered)
             if result.groups:
+                self._on_taken(len(result.groups))
                 self._end_round(result, trained_version, partition_id)
                 return result.groups, filtered
             # Groups without spread are no failure: they may go on for as long as the model finds a prompt too hard.

@@ -64,7 +64,7 @@ from ray.exceptions import RayError
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
-from partial_rollout.errors import DataError
+from partial_rollout.errors import DataError, RunStopped
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     Choice,
@@ -77,6 +77,12 @@ from partial_rollout.observability.events import (
 from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.processes import (
+    PROMPT_MANAGER,
+    TRAINING_RANK,
+    TRANSFER_QUEUE_CONTROLLER,
+    TRANSFER_QUEUE_STORAGE,
+)
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
@@ -87,6 +93,7 @@ from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.train.fleet import ReplicaFleet
+from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.train.metrics import numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
@@ -113,6 +120,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NEEDED_TO_SAVE = (TRAINING_RANK, PROMPT_MANAGER, TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)
+"""Without these processes no checkpoint can be saved."""
 ADMIT_TIMEOUT_S = 600.0
 """Long, because the first fetch starts the dataloader's workers, and rows with images are large."""
 
@@ -139,6 +148,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
         self._doing = "was starting"
+        self._last_checkpoint = LastCheckpoint(self.settings.block.timeouts.stop_s)
         self.watch = RunWatch(
             self.manager,
             Interruption(self.settings.block.timeouts.stop_s),
@@ -172,15 +182,26 @@ class PartialRolloutTrainer(PPOTrainer):
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(
-            self.manager, agent_loop_manager, self.settings.block, mini_batch=mini_batch, look=look, events=self._events
+            self.manager,
+            agent_loop_manager,
+            self.settings.block,
+            mini_batch=mini_batch,
+            look=look,
+            on_taken=self._last_checkpoint.taken,
+            events=self._events,
         )
         restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
         self.watch.react(restarts.reactions())
         self.watch.watch(other_actors(self, agent_loop_manager))
         try:
             super().fit(agent_loop_manager)
-        except RayError as error:
-            raise self.watch.explain(error) from error
+        except Exception as error:
+            is_explained = isinstance(error, RunStopped) or not isinstance(error, RayError)
+            named = error if is_explained else self.watch.explain(error)
+            self._save_last_checkpoint()
+            if named is error:
+                raise
+            raise named from error
         finally:
             shutdown_run(self)
 
@@ -191,6 +212,8 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_train_begin(self) -> None:
         """Start the workers' claim loops; the prompts of a restored queue are admitted by now."""
         stages.begin(stages.FIRST_STEP)
+        num_taken = self._ask(self.manager.statistics.remote()).taken
+        self._last_checkpoint.begin(self.global_steps - 1, num_taken)
         self.agent_loop_manager.start()
 
     def prepare_step(self) -> dict[str, float]:
@@ -228,6 +251,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.fleet.resume()
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
+        self._last_checkpoint.step_ended(self.global_steps)
 
     def _warn_of_ignored_limit(self) -> None:
         """As verl's own modes do."""
@@ -255,11 +279,15 @@ class PartialRolloutTrainer(PPOTrainer):
     def _add_prompts_to_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Missing hook: a deadline. verl waits for dataloader workers and for TransferQueue without one."""
         admit = super()._add_prompts_to_generate
-        return call_bounded(
+        # A prompt between dataloader and queue would be in no checkpoint.
+        step, self._last_checkpoint.step = self._last_checkpoint.step, None
+        admitted = call_bounded(
             lambda: admit(*args, **kwargs),
             timeout_s=ADMIT_TIMEOUT_S,
             who_waits="trainer waits for the dataloader and TransferQueue to take in prompts",
         )
+        self._last_checkpoint.step = step
+        return admitted
 
     def _init_resource_pool_mgr(self) -> None:
         """Missing hook: the class of the training workers."""
@@ -309,6 +337,22 @@ class PartialRolloutTrainer(PPOTrainer):
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
         self._checkpoints.after_save(self.global_steps)
+        self._last_checkpoint.saved(self.global_steps)
+
+    def _save_last_checkpoint(self) -> None:
+        """The run ends before its time: save what the steps so far have trained, if it is in one piece."""
+
+        def drain() -> None:
+            self.fleet.drain()
+            self.checkpoint_manager.sleep_replicas()
+
+        last, self._doing = self._last_checkpoint, "saved its last checkpoint"
+        if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
+            return
+        self.global_steps, step = last.step, self.global_steps
+        if last.save(drain, lambda: self._ask(self.manager.statistics.remote()).taken, self._save_checkpoint):
+            logger.info("step %d is saved: the same command goes on from it", self.global_steps)
+        self.global_steps = step
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int

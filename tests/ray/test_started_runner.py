@@ -12,8 +12,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ClusterError
-from partial_rollout.launch import StartedRunner
+from partial_rollout.errors import ClusterError, RunStopped
+from partial_rollout.launch import StartedRunner, end_with_checkpoint
+from partial_rollout.runtime.prompt_manager import create_manager, find_manager
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
 
 TIMEOUT_S = 60.0
 WAITING = """
@@ -21,7 +23,7 @@ import ray
 from partial_rollout.launch import StartedRunner
 
 class Runner:
-    def run(self):
+    def run(self, config):
         import threading
         threading.Event().wait()
 
@@ -29,7 +31,7 @@ ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 runner = StartedRunner(ray.remote(num_cpus=0)(Runner), 60).remote()
 try:
     print("waiting", flush=True)
-    ray.get(runner.run.remote())
+    ray.get(runner.run.remote(None))
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -53,7 +55,7 @@ def actor_class(of: type, **options: Any) -> Any:
 def test_a_started_runner_is_the_actor() -> None:
     runner = StartedRunner(actor_class(Runner), TIMEOUT_S).options(runtime_env={"env_vars": {"X": "1"}}).remote()
     assert ray.get(runner.run.remote("it"), timeout=TIMEOUT_S) == "ran it with 1"
-    ray.kill(runner)
+    ray.kill(runner.actor)
 
 
 def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
@@ -77,3 +79,32 @@ def test_a_driver_that_is_told_to_terminate_is_interrupted() -> None:
                 driver.send_signal(signal.SIGTERM)
         driver.wait(TIMEOUT_S)
     assert (driver.returncode, told.splitlines()[-1:]) == (0, ["interrupted"]), told
+
+
+class Trainer:
+    """A task runner that ends when the run should."""
+
+    def run(self, name: str) -> str:
+        manager = find_manager(name)
+        ray.get(manager.report_step.remote(3, 2, "open"))
+        try:
+            ray.get(manager.take_batch.remote(1, 600.0))
+        except RunStopped as error:
+            return str(error)
+        return "a batch"
+
+
+def test_a_driver_that_is_interrupted_waits_for_the_last_checkpoint(request: pytest.FixtureRequest) -> None:
+    name = request.node.name
+    manager = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=name)), 8)
+    starting = StartedRunner(actor_class(Trainer), TIMEOUT_S)
+    ref = starting.remote().run.remote(name)
+    while ray.get(manager.status.remote(), timeout=TIMEOUT_S).step != 3:
+        assert ray.wait([ref], timeout=0.1)[0] == []
+    end_with_checkpoint(starting.runs, name, TIMEOUT_S)
+    assert "Ctrl-C" in ray.get(ref, timeout=0.1)
+    ray.kill(manager)
+
+
+def test_a_driver_does_not_wait_for_a_run_that_has_no_manager() -> None:
+    end_with_checkpoint([], "nobody", TIMEOUT_S)

@@ -9,7 +9,7 @@ import pytest
 from virtual_time import run_virtual, settle, woken
 
 from partial_rollout.core.queue.tail import Partial, Reorder
-from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, StaleClaim, WaitTimeout
+from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, RunStopped, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import FinishResult, PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
 
@@ -408,5 +408,33 @@ def test_metrics_show_the_last_event_and_then_rest() -> None:
         await manager.take_batch(1, 0)
         await asyncio.sleep(HOUR_S)
         assert [status.queue.taken for _, status in sink.seen] == [1]
+
+    run_virtual(main())
+
+
+# ---- the end that somebody has asked for ----
+
+
+def test_a_trainer_that_waits_for_a_batch_is_told_that_the_run_should_end_and_no_group_is_taken() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        await manager.report_step(3, 2, "open")
+        await finish(manager, await manager.claim("w0", GROUP, 0))
+        waiting = asyncio.create_task(manager.take_batch(2, HOUR_S))
+        await settle()
+        assert await manager.request_stop("Ctrl-C")
+        with pytest.raises(RunStopped, match="Ctrl-C"):
+            await woken(waiting)
+        with pytest.raises(RunStopped):
+            await manager.take_batch(1, HOUR_S)
+        now = await manager.statistics()
+        assert (now.taken, now.done) == (0, 1)
+
+    run_virtual(main())
+
+
+def test_before_the_first_step_there_is_nobody_to_wait_for() -> None:
+    async def main() -> None:
+        assert not await (await make_manager("a")).request_stop("Ctrl-C")
 
     run_virtual(main())

@@ -1,0 +1,85 @@
+"""The checkpoint of a run that ends before its time: by Ctrl-C, SIGTERM or an error."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from partial_rollout.errors import PartialRolloutError
+from partial_rollout.runtime.bounded import call_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+SAVE_SHARE = 0.5
+"""Of `timeouts.stop_s`; the rest is for the end itself."""
+DRAIN_SHARE = 0.25
+
+
+class LastCheckpoint:
+    """Knows of which step weights and queue belong together, and saves them when the run ends.
+
+    begin -> step N ended: N can be saved -> batch N+1 taken: nothing can be saved, until step N+1 has ended
+                                          -> fetching prompts: nothing can be saved, until they are in the queue
+
+    What a step trains has left the queue, and half a step cannot be saved: so there is nothing to save in a step.
+    """
+
+    def __init__(self, stop_s: float) -> None:
+        """`stop_s` is how long the end of the run may take."""
+        self._stop_s = stop_s
+        self.step: int | None = None
+        """The step that can be saved; None: none can."""
+        self._saved: int | None = None
+        self.num_taken = 0
+        """Groups that the trainer has got from the queue, those of earlier runs included."""
+
+    def begin(self, step: int, num_taken: int) -> None:
+        """Training goes on from a checkpoint of `step`, or begins with step 0."""
+        self.step = self._saved = step
+        self.num_taken = num_taken
+
+    def taken(self, num_groups: int) -> None:
+        """A batch has left the queue."""
+        self.step = None
+        self.num_taken += num_groups
+
+    def step_ended(self, step: int) -> None:
+        """Weights of `step` are in the engines."""
+        self.step = step
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is whole."""
+        self._saved = step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to save that no checkpoint has."""
+        return self.step is not None and self.step > 0 and self.step != self._saved
+
+    def save(self, drain: Callable[[], None], num_taken: Callable[[], int], save: Callable[[], None]) -> bool:
+        """Save if there is something to save; returns whether a checkpoint was saved. Never raises.
+
+        Args:
+            drain: interrupts the engines, so that workers have the tokens of running requests.
+            num_taken: how many groups the queue has given out.
+            save: saves.
+        """
+        if not self.is_due:
+            return False
+        try:
+            call_bounded(drain, timeout_s=DRAIN_SHARE * self._stop_s, who_waits="the last checkpoint waits for engines")
+        except PartialRolloutError as error:
+            logger.warning("the last checkpoint has no tokens that engines were still generating: %s", error)
+        try:
+            given_out = num_taken()
+            if given_out != self.num_taken:
+                logger.warning("no last checkpoint: %d groups have left the queue, %d came", given_out, self.num_taken)
+                return False
+            call_bounded(save, timeout_s=SAVE_SHARE * self._stop_s, who_waits="the run's end waits for a checkpoint")
+        except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
+            logger.warning("no last checkpoint, the one before stays: %s: %s", type(error).__name__, error)
+            return False
+        return True

@@ -1,0 +1,44 @@
+"""A run that is told to end saves what it has trained, soon, and the same command goes on from it."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.runtime.termination import INTERRUPTED_CODE
+from tests.e2e.conftest import run_job
+from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOP_S = 60.0
+MARGIN_S = 20.0
+"""For the end of Ray itself, beside other jobs."""
+
+
+@pytest.mark.parametrize(("phase", "saved"), [(GENERATING, 2), (TRAINING, 3)])
+def test_a_run_that_is_told_to_terminate_loses_no_step(
+    task: Path, tmp_path: Path, report: dict[str, Any], phase: str, saved: int
+) -> None:
+    """`phase` is that of step 3. A step that trains ends first; one that generates does not."""
+    steps = [*options(task, tmp_path), "trainer.save_freq=-1", "trainer.total_training_steps=5"]
+    blow = Blow("partial_rollout.main_ppo", 3, phase, signal.SIGTERM)
+    struck = strike(task, tmp_path, *steps, blows=[blow])
+    job = struck.job
+    report |= {"signal": "SIGTERM", "while": phase, "code": job.code, "ended_s": round(struck.seconds_to_end, 1)}
+    assert job.code == INTERRUPTED_CODE, job.output[-4000:]
+    assert struck.seconds_to_end < STOP_S + MARGIN_S
+    assert f"step {saved} is saved" in job.output
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(saved)
+    assert job.survivors == []
+    if phase == TRAINING:
+        return
+    again = run_job(task, tmp_path, *steps)
+    assert again.code == 0, again.output[-4000:]
+    assert [step["training/global_step"] for step in again.steps] == list(range(saved + 1, 6))
+    uids = Counter(uid for event in again.events for uid in event["uids"])
+    assert set(uids.values()) == {1}

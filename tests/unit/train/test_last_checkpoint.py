@@ -1,0 +1,97 @@
+"""What a run that ends before its time saves: a step that is in one piece and in no checkpoint yet."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from partial_rollout.errors import EngineDead
+from partial_rollout.train.last_checkpoint import LastCheckpoint
+
+STOP_S = 40.0
+
+
+class Run:
+    """A run that began with step 4 and 32 groups taken; it notes what is done at its end."""
+
+    def __init__(self, stop_s: float = STOP_S) -> None:
+        self.last, self.calls = LastCheckpoint(stop_s), []
+        self.last.begin(4, 32)
+        self.num_taken = 32
+
+    def train(self, step: int) -> None:
+        self.take()
+        self.last.step_ended(step)
+
+    def take(self) -> None:
+        self.num_taken += 8
+        self.last.taken(8)
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    def save(self) -> None:
+        self.calls.append(f"save {self.last.step}")
+
+    def end(self) -> bool:
+        return self.last.save(self.drain, lambda: self.num_taken, self.save)
+
+
+def test_a_step_that_ended_is_saved_after_the_engines_are_drained() -> None:
+    run = Run()
+    run.train(5)
+    assert run.end()
+    assert run.calls == ["drain", "save 5"]
+
+
+def test_nothing_is_saved_twice_and_nothing_before_the_first_step() -> None:
+    run = Run()
+    assert not run.end()  # the checkpoint that the run began from has it all
+    run.train(5)
+    run.last.saved(5)
+    assert not run.end()
+    first = LastCheckpoint(STOP_S)
+    first.begin(0, 0)
+    assert not first.is_due
+    assert run.calls == []
+
+
+def test_half_a_step_is_not_saved() -> None:
+    run = Run()
+    run.train(5)
+    run.take()
+    assert not run.end()
+    assert run.calls == []
+
+
+def test_a_batch_that_was_taken_and_never_came_is_noticed() -> None:
+    run = Run()
+    run.train(5)
+    run.num_taken += 8  # the manager has given out a batch; its answer was lost
+    assert not run.end()
+    assert run.calls == ["drain"]
+
+
+def test_without_the_engines_the_tokens_that_workers_have_are_saved() -> None:
+    run = Run()
+    run.train(5)
+
+    def dead() -> None:
+        raise EngineDead("replica 0")
+
+    assert run.last.save(dead, lambda: run.num_taken, run.save)
+    assert run.calls == ["save 5"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), None])
+def test_a_save_that_fails_or_takes_too_long_leaves_the_error_of_the_run_alone(error: OSError | None) -> None:
+    run = Run(stop_s=0.2)
+    run.train(5)
+
+    def fail() -> None:
+        if error is not None:
+            raise error
+        threading.Event().wait(60.0)
+
+    assert not run.last.save(run.drain, lambda: run.num_taken, fail)
