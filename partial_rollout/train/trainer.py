@@ -349,7 +349,7 @@ class PartialRolloutTrainer(PPOTrainer):
         last, self._doing = self._last_checkpoint, "saved its last checkpoint"
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
             return
-        self.global_steps, step = last.step, self.global_steps
+        self.global_steps, step = last.step or 0, self.global_steps
         if last.save(drain, lambda: self._ask(self.manager.statistics.remote()).taken, self._save_checkpoint):
             logger.info("step %d is saved: the same command goes on from it", self.global_steps)
         self.global_steps = step

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 from partial_rollout.errors import ClusterError, RunStopped
 from partial_rollout.launch import StartedRunner, end_with_checkpoint
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
+from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
 
 TIMEOUT_S = 60.0
@@ -99,7 +100,7 @@ def test_a_driver_that_is_interrupted_waits_for_the_last_checkpoint(request: pyt
     manager = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=name)), 8)
     starting = StartedRunner(actor_class(Trainer), TIMEOUT_S)
     ref = starting.remote().run.remote(name)
-    while ray.get(manager.status.remote(), timeout=TIMEOUT_S).step != 3:
+    while wait_for(manager.status.remote(), timeout_s=TIMEOUT_S, who_waits="the test").step != 3:
         assert ray.wait([ref], timeout=0.1)[0] == []
     end_with_checkpoint(starting.runs, name, TIMEOUT_S)
     assert "Ctrl-C" in ray.get(ref, timeout=0.1)
