@@ -196,8 +196,8 @@ class PartialRolloutTrainer(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
-            is_explained = isinstance(error, RunStopped) or not isinstance(error, RayError)
-            named = error if is_explained else self.watch.explain(error)
+            stopped = isinstance(error, RunStopped)
+            named = self.watch.explain(error) if isinstance(error, RayError) and not stopped else error
             self._save_last_checkpoint()
             if named is error:
                 raise
