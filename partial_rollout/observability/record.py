@@ -8,14 +8,15 @@ RUN/metrics*.jsonl ───────────────┘
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import (
     AnyEvent,
-    BatchTaken,
     Choice,
     CommandEnded,
     EventReader,
@@ -30,9 +31,11 @@ from partial_rollout.observability.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
+MAX_MESSAGES = 1000
+"""Warnings, and faults, that are remembered: the latest ones."""
 INTERRUPTED = "aborted"
 """An engine's stop reason of a segment that was interrupted."""
 
@@ -49,8 +52,8 @@ class RunRecord:
     gate: GateMoved | None = None
     version: int = -1
     choices: list[Choice] = field(default_factory=list)
-    warnings: list[Warned] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    warnings: deque[Warned] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
+    faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
     ended: CommandEnded | None = None
     """How the last start ended; None: it goes on, or was killed."""
     tokens_kept: int = 0
@@ -58,14 +61,14 @@ class RunRecord:
     num_trajectories: int = 0
     waits_s: Counter[str] = field(default_factory=Counter)
     """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
-    rows: dict[str, str] = field(default_factory=dict)
-    """Row of the data set by the uid of a prompt that was trained."""
+    keep: Callable[[str], bool] | None = None
+    """Which metrics of a step are kept; None: all of them."""
 
     def add(self, event: AnyEvent) -> None:
         """Take in one event."""
         match event:
             case StepEnded():
-                self.steps[event.step] = event
+                self.steps[event.step] = self._kept(event)
             case StageBegan():
                 self._begin(event)
             case GateMoved():
@@ -84,10 +87,14 @@ class RunRecord:
                 self.tokens_kept += event.tokens
             case TrajectoryEnded():
                 self._count(event)
-            case BatchTaken():
-                self.rows |= {uid: row for uid, row in zip(event.uids, event.source_index, strict=False) if row}
             case _:
                 pass
+
+    def _kept(self, event: StepEnded) -> StepEnded:
+        if self.keep is None:
+            return event
+        kept = {name: value for name, value in event.metrics.items() if self.keep(name)}
+        return msgspec.structs.replace(event, metrics=kept)
 
     def _begin(self, event: StageBegan) -> None:
         if event.number == 1:
@@ -104,8 +111,12 @@ class RunRecord:
     @property
     def series(self) -> list[dict[str, float]]:
         """The metrics of each step, in order, without those that are no numbers."""
-        steps = [self.steps[number].metrics for number in sorted(self.steps)]
-        return [{name: value for name, value in step.items() if value is not None} for step in steps]
+        return [_numbers(self.steps[number]) for number in sorted(self.steps)]
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The metrics of the last step; empty before it."""
+        return _numbers(self.steps[max(self.steps)]) if self.steps else {}
 
     @property
     def total(self) -> int:
@@ -125,6 +136,10 @@ class RunRecord:
         """Of a metric over all steps that have it; None: no step has it."""
         values = self.values(name)
         return sum(values) / len(values) if values else None
+
+
+def _numbers(step: StepEnded) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if value is not None}
 
 
 def events_folder_of(run: Path) -> Path:

@@ -47,9 +47,7 @@ MAX_MESSAGES = 100
 REPORT = "report.html"
 """In a run's folder."""
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title><style>
+STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --line: #d8d8d8; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181b; --line: #3a3d42; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2em auto;
@@ -61,7 +59,18 @@ table { border-collapse: collapse } td, th { text-align: left; padding: .2em 1em
 figure { margin: 0; flex: 1 1 460px; max-width: 580px } svg { width: 100%; height: auto }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink) } svg .title { font-weight: 600; font-size: 12.5px }
 svg .grid { stroke: var(--line) } .verdict { font-size: 1.1em }
-</style></head><body>
+"""
+
+
+def is_shown(metric: str) -> bool:
+    """Whether a page shows a metric or something that is computed from it."""
+    return metric in CHARTS or metric == TOKENS or metric.startswith(("timing_s/", f"{PREFIX}/"))
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title><style>
+{{ style|safe }}</style></head><body>
 {% macro tables() %}{% for run in runs %}<h2>{{ run.name }}</h2>
 <table>{% for label, text in run.summary %}<tr><th>{{ label }}</th><td>{{ text }}</td></tr>{% endfor %}
 <tr><th>next</th><td>{{ run.next }}</td></tr></table>
@@ -90,6 +99,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
     compared = compare(records, skip) if len(records) > 1 else []
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     return template.render(
+        style=STYLE,
         title=" and ".join(record.name for record in records),
         verdicts=[verdict(run, compared[0]) for run in compared[1:]],
         rows=table(compared) if compared else [],
@@ -99,7 +109,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
                 "name": record.name,
                 "summary": [(line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()) for line in summary_lines(record)],
                 "next": next_step(record),
-                "messages": _messages(record),
+                "messages": message_rows(record),
             }
             for record in records
         ],
@@ -128,7 +138,13 @@ def _charts(records: Sequence[RunRecord], skip: int) -> list[str]:
     lost = {record.name: lost_seconds(counted_steps(record, skip)) for record in records if _counts(record, skip)}
     parts = part_names(lost.values())
     bars = {name: {part: bar.get(part, 0.0) for part in parts} for name, bar in lost.items()}
-    found = [bar_chart("where the seconds went, for 10,000 trained tokens", bars)]
+    found = [bar_chart("where the seconds went, for 10,000 trained tokens", bars), *step_charts(records)]
+    return [chart for chart in found if chart]
+
+
+def step_charts(records: Sequence[RunRecord]) -> list[str]:
+    """A chart for each metric of `CHARTS` that a run has."""
+    found = []
     for metric, (title, window) in CHARTS.items():
         lines = [_line(record, metric, window, colour) for record, colour in zip(records, cycle(COLOURS), strict=False)]
         found.append(line_chart(title, lines))
@@ -146,7 +162,7 @@ def _counts(record: RunRecord, skip: int) -> bool:
     return len(steps) > 1 and STEP_SECONDS in steps[0] and TOKENS in steps[0]
 
 
-def _messages(record: RunRecord) -> list[tuple[str, str, str]]:
+def message_rows(record: RunRecord) -> list[tuple[str, str, str]]:
     """Faults, then warnings and errors; equal texts once, with their number."""
     rows = [
         ("fault", f"{fault.role} {fault.name} {fault.node}: {fault.text} {fault.action}") for fault in record.faults

@@ -90,8 +90,8 @@ def _staleness(record: RunRecord) -> str:
     mean, most = record.mean(f"{PREFIX}/staleness_steps/mean"), record.values(f"{PREFIX}/staleness_steps/max")
     if mean is None:
         return ""
-    share = record.mean(f"{PREFIX}/stale_token_share") or 0.0
-    return f"{mean:.1f} steps, at most {max(most):.0f}; {share:.0%} of the trained tokens are of older weights"
+    share, highest = record.mean(f"{PREFIX}/stale_token_share") or 0.0, max(most, default=0.0)
+    return f"{mean:.1f} steps, at most {highest:.0f}; {share:.0%} of the trained tokens are of older weights"
 
 
 def _interrupted(record: RunRecord) -> str:
@@ -112,8 +112,11 @@ def _waits(record: RunRecord) -> str:
 def dropped_by_reason(record: RunRecord) -> dict[str, int]:
     """Prompts that the run let go, as counted at its last step."""
     prefix = f"{PREFIX}/dropped/"
-    last = record.series[-1] if record.steps else {}
-    return {name.removeprefix(prefix): int(count) for name, count in last.items() if name.startswith(prefix) and count}
+    return {
+        name.removeprefix(prefix): int(count)
+        for name, count in record.last.items()
+        if name.startswith(prefix) and count
+    }
 
 
 def _dropped(record: RunRecord) -> str:
@@ -129,7 +132,7 @@ def _choices(record: RunRecord) -> str:
 
 
 def _faults(record: RunRecord) -> str:
-    return "; ".join(f"{fault.role} {fault.name}: {fault.action or fault.text}" for fault in record.faults[-3:])
+    return "; ".join(f"{fault.role} {fault.name}: {fault.action or fault.text}" for fault in list(record.faults)[-3:])
 
 
 def next_step(record: RunRecord) -> str:

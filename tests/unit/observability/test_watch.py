@@ -16,7 +16,6 @@ from partial_rollout import watch
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import (
     AnyEvent,
-    BatchTaken,
     Choice,
     CommandEnded,
     EventReader,
@@ -221,10 +220,11 @@ def test_a_run_of_verls_own_modes_is_read_from_its_metrics_files(tmp_path: Path)
         load(tmp_path / "nowhere")
 
 
-def test_a_record_has_the_data_sets_rows_and_the_stages_of_the_last_start() -> None:
-    taken = BatchTaken(step=1, uids=["a", "b"], source_index=["17", None], deferrals=[0, 0], interruptions=[0, 0])
-    record = recorded(stage(1, 1.0), stage(2, 2.0), CommandEnded(code=1), taken, stage(1, 5.0))
-    assert record.rows == {"a": "17"}
+def test_a_record_has_the_stages_of_the_last_start_and_only_the_metrics_that_are_asked_for() -> None:
+    record = recorded(stage(1, 1.0), stage(2, 2.0), CommandEnded(code=1), stage(1, 5.0))
+    small = RunRecord(keep=lambda name: name == "timing_s/step")
+    small.add(steps(1)[0])
+    assert small.series == [{"timing_s/step": 8.0}]
     assert (record.stages, record.ended) == ([stage(1, 5.0)], None)
 
 
