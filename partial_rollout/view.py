@@ -154,9 +154,8 @@ class RunState:
 
 def _row(wait: Wait, now_s: float) -> list[str]:
     row = f"row {wait.row}" if wait.row else ""
-    many = f"{len(wait.sessions)} trajectories" if len(wait.sessions) > 1 else f"trajectory {wait.sessions[0]}"
     since = duration(now_s - wait.since_s)
-    return [row, wait.uid, many, f"response {wait.response}", f"for {WHAT.get(wait.what, wait.what)}", since]
+    return [row, wait.uid, wait.who, f"response {wait.response}", f"for {WHAT.get(wait.what, wait.what)}", since]
 
 
 def make_app(state: RunState, token: str) -> web.Application:

@@ -151,7 +151,7 @@ def main(words: list[str] | None = None) -> int:
     """The command."""
     given = sys.argv[1:] if words is None else words
     command = given[given.index("--") + 1 :] if "--" in given else []
-    parser = argparse.ArgumentParser(prog="python -m partial_rollout.watch", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(prog="python -m partial_rollout.watch", description=__doc__)
     parser.usage = "%(prog)s RUN [-- COMMAND ...]"
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     options = parser.parse_args(given[: given.index("--")] if "--" in given else given)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from partial_rollout.observability.events import Event, Warned
 
 if TYPE_CHECKING:
-    from partial_rollout.observability.events import EventWriter
+    from partial_rollout.observability.events import AnyEvent, EventWriter
 
 NAME = "partial_rollout"
 FORMAT = "%(levelname)s:%(asctime)s:%(message)s"
@@ -38,7 +38,7 @@ class EventHandler(logging.Handler):
         """Write at most one event."""
         event = getattr(record, "event", None)
         if isinstance(event, Event):
-            self._writer.write(event)
+            self._writer.write(cast("AnyEvent", event))
         elif record.levelno >= logging.WARNING:
             level = "error" if record.levelno >= logging.ERROR else "warning"
             self._writer.write(Warned(text=_text(record), level=level, source=record.name))

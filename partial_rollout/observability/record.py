@@ -8,7 +8,7 @@ RUN/metrics*.jsonl ───────────────┘
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ class RunRecord:
     tokens_kept: int = 0
     """Tokens that an interruption did not cost."""
     num_trajectories: int = 0
-    waits_s: Counter[str] = field(default_factory=Counter)
+    waits_s: dict[str, float] = field(default_factory=dict)
     """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
     keep: Callable[[str], bool] | None = None
     """Which metrics of a step are kept; None: all of them."""
@@ -106,7 +106,7 @@ class RunRecord:
         self.num_trajectories += 1
         parts = {"engine": event.engine_seconds, "tool": event.tool_seconds, "reward": event.reward_seconds}
         for name, seconds in (parts | {"held": event.held_seconds}).items():
-            self.waits_s[name] += seconds
+            self.waits_s[name] = self.waits_s.get(name, 0.0) + seconds
 
     @property
     def series(self) -> list[dict[str, float]]:
@@ -160,7 +160,9 @@ def metrics_steps(path: Path) -> list[StepEnded]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            data = {name: value for name, value in row["data"].items() if isinstance(value, int | float)}
+            data: dict[str, float | None] = {
+                name: value for name, value in row["data"].items() if isinstance(value, int | float)
+            }
             steps.append(StepEnded(step=int(row["step"]), total=0, metrics=data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if not line.endswith("}"):

@@ -104,7 +104,8 @@ def _interrupted(record: RunRecord) -> str:
 
 def _waits(record: RunRecord) -> str:
     whole = sum(record.waits_s.values())
-    shares = {name: seconds / whole for name, seconds in record.waits_s.most_common() if whole}
+    ordered = sorted(record.waits_s.items(), key=lambda wait: -wait[1])
+    shares = {name: seconds / whole for name, seconds in ordered if whole}
     shown = ", ".join(f"{WAITS[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     return f"of a trajectory's time: {shown}" if shown else ""
 

@@ -46,6 +46,13 @@ class Wait:
     since_s: float
     """Seconds since 1970: when the first of them began to wait."""
     sessions: tuple[int, ...]
+    """At least one."""
+
+    @property
+    def who(self) -> str:
+        """`trajectory 3`, or how many."""
+        first, *others = self.sessions
+        return f"{len(others) + 1} trajectories" if others else f"trajectory {first}"
 
 
 class Waits:
@@ -116,9 +123,8 @@ def format_waits(waits: Sequence[Wait], now_s: float) -> str:
 def _line(wait: Wait, now_s: float) -> str:
     row = f"row {wait.row}, " if wait.row else ""
     attempt = f", attempt {wait.attempt}" if wait.attempt > 1 else ""
-    many = f"{len(wait.sessions)} trajectories" if len(wait.sessions) > 1 else f"trajectory {wait.sessions[0]}"
     turn = f"at response {wait.response}" if wait.response else "before their first response"
     return (
-        f"  {row}prompt {wait.uid}{attempt}: {many}, {turn}, for {WHAT.get(wait.what, wait.what)} "
+        f"  {row}prompt {wait.uid}{attempt}: {wait.who}, {turn}, for {WHAT.get(wait.what, wait.what)} "
         f"since {duration(now_s - wait.since_s)}"
     )

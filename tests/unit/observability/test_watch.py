@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-OURS = {
+OURS: dict[str, float] = {
     "critic/score/mean": 0.25,
     "timing_s/step": 8.0,
     "timing_s/gen": 4.0,
@@ -81,7 +81,7 @@ def stage(number: int, t: float) -> StageBegan:
 
 
 def steps(count: int, **changed: float) -> list[StepEnded]:
-    return [StepEnded(t=100.0 + n, step=n, total=count, metrics=OURS | changed) for n in range(1, count + 1)]
+    return [StepEnded(t=100.0 + n, step=n, total=count, metrics={**OURS, **changed}) for n in range(1, count + 1)]
 
 
 def recorded(*events: AnyEvent) -> RunRecord:
@@ -166,8 +166,8 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
     segment = SegmentEnded(uid="a", session=0, server="s", version=1, seconds=1, prompt_tokens=1, tokens=30)
     events = [
         *steps(2),
-        StepEnded(t=200.0, step=4, total=4, metrics=OURS | {"critic/score/mean": 0.75}),
-        StepEnded(t=199.0, step=3, total=4, metrics=OURS | {"critic/score/mean": 0.75}),
+        StepEnded(t=200.0, step=4, total=4, metrics={**OURS, "critic/score/mean": 0.75}),
+        StepEnded(t=199.0, step=3, total=4, metrics={**OURS, "critic/score/mean": 0.75}),
         SegmentEnded(
             uid="a", session=0, server="s", version=1, seconds=1, prompt_tokens=1, tokens=70, reason="aborted"
         ),
