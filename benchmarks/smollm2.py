@@ -13,7 +13,6 @@ starting model, whose digest is checked; engine memory is kept. Make the task fi
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 from functools import partial
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lanes import Lane, run_all
 from benchmarks.training_job import ROOT, run_job
 from partial_rollout.advise.result import about_run, read_result, store
-from partial_rollout.run.smollm2_reasoning_gym.make_task import MANIFEST
+from partial_rollout.run.task_files import TaskFiles
 from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
@@ -149,8 +148,7 @@ def main(words: list[str] | None = None) -> None:
     heed_termination()
     about, jobs = earlier(options.add)
     if not jobs:
-        manifest = options.out / "smollm2_task" / MANIFEST
-        starting_model = json.loads(manifest.read_text()) if manifest.exists() else None
+        starting_model = TaskFiles(options.out / "smollm2_task").read_manifest() or None
         about = about_run(options) | {"starting_model": starting_model}
 
     def run(mode: str, seed: int, lane: Lane) -> None:

@@ -234,11 +234,11 @@ def pictures() -> dict[str, Figure]:
             job_loads(
                 "jobs_8b_long_h200.json",
                 {
-                    "partial_rollout": "defaults: everything computed again, 2 batches",
+                    "partial_rollout": "abort: everything computed again, 2 batches",
                     "partial_adaptive_reuse_kv_prefetch_5": "KV retained, 5 batches, adaptive number of slots",
                 },
             ),
-            "Five batches in flight keep more slots busy than a batch has; the defaults run empty in every step",
+            "Five batches in flight keep more slots busy than a batch has; with two, slots run empty in every step",
         ),
         "jobs_4b_load": draw_loads(
             job_loads("jobs_4b_h200.json", retained), "With training between the steps: KV retained keeps slots full"
@@ -258,7 +258,7 @@ def pictures() -> dict[str, Figure]:
                 "engine_8b_deep_h200.json",
                 {
                     "partial_reuse_kv_deep": "KV retained, 6 batches, adaptive slots",
-                    "partial_abort": "defaults: everything computed again, 2 batches",
+                    "partial_abort": "abort: everything computed again, 2 batches",
                 },
             ),
             "Six batches fill all slots, after 133 seconds in which few responses end",

@@ -181,7 +181,7 @@ def main() -> None:
         "modes",
         [
             ("wait: the step waits for every response of its batch", wait),
-            ("partial with abort (default): an interrupted response computes its context again", abort),
+            ("partial with abort: an interrupted response computes its context again", abort),
             ("partial with reuse_kv: an interrupted response finds its KV again and goes on at once", kept),
             ("reorder: 10 responses start, 8 are trained; what is left behind fills step 5", short_and_long),
         ],
