@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from partial_rollout.errors import ActorLost, PartialRolloutError
 from partial_rollout.observability.events import Fault
-from partial_rollout.runtime.death_watch import describe, how_it_died, last_lines
+from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
 from partial_rollout.types import Death, Process
 
@@ -46,9 +46,6 @@ EXPLAIN_S = 3.0
 SIGNAL = signal.SIGUSR1
 ENDED_BY_FORCE = 70
 """Exit code of a process that did not end in time."""
-
-WATCH_S = 90.0
-"""An actor that is busy is watched after `death_watch.DESCRIBE_S`."""
 
 
 class Interruption:
@@ -129,7 +126,7 @@ class RunWatch:
 
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Watch further actors; returns when they are watched."""
-        ray.get(self._manager.watch.remote(list(actors)), timeout=WATCH_S)
+        ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._answer_s)
 
     def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
         """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.

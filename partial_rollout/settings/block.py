@@ -125,7 +125,9 @@ class TimeoutConfig(_Block):
     )
     call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
     stop_s: float = _bound_s(
-        60.0, "The end of a run, from a dead process or an error on.", who="runs whose end takes longer"
+        60.0,
+        "The end of a run from Ctrl-C, SIGTERM, an error or a dead process on, a last checkpoint included.",
+        who="runs whose end takes longer",
     )
 
 
