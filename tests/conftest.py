@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from partial_rollout.run.cpu_environment import apply_cpu_environment
+from tests import preloaded
 
 apply_cpu_environment()  # before any test imports what reads these variables
 
@@ -108,12 +110,32 @@ def repository() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the process whose forks stand for `python`, one for all processes of pytest-xdist."""
+    # As verl sets it for its workers.
+    return start_nursery(tmp_path_factory, preloaded.MODULES, VLLM_LOGGING_LEVEL="WARN")
+
+
+def start_nursery(
+    tmp_path_factory: pytest.TempPathFactory, modules: dict[str, tuple[str, ...]], **environment: str
+) -> Path:
+    """Start it, unless it runs."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return preloaded.nursery(folder.parent, os.getppid(), modules, **environment)
+    return preloaded.nursery(folder, os.getpid(), modules, **environment)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(nursery: Path):
     """A Ray cluster of this process with logical CPUs and one logical GPU, gone with the session."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="pr-ray-", dir="/tmp")  # short: Ray's socket paths are limited to 107 bytes
-    ray.init(num_cpus=RAY_LOGICAL_CPUS, num_gpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+    ray.init(
+        num_cpus=RAY_LOGICAL_CPUS, num_gpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False,
+        runtime_env={"py_executable": preloaded.client(nursery)},
+    )  # fmt: skip
     yield ray
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import uuid
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ import pytest
 
 from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader
 from partial_rollout.run.quickstart import make_task
+from tests import preloaded
+from tests.preloaded import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,8 @@ JOB_TIMEOUT_S = 600
 FLAG = "+async_training.partial_rollout=True"
 SHORT, LONG = 6, 300
 """Response lengths of `traced`."""
-RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
+NURSERY = "nursery"
+"""Name in the task's folder."""
 GONE_S = 60.0
 """Within which all processes of a job that has ended are gone. What is left behind stays, and a busy machine takes tens
 of seconds to end an interpreter."""
@@ -55,9 +56,10 @@ class Job:
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's data and a barely warmed-up checkpoint."""
+def task(tmp_path_factory: pytest.TempPathFactory, nursery: Path) -> Path:
+    """The quickstart's data and a barely warmed-up checkpoint; jobs on them are started by the nursery."""
     out = tmp_path_factory.mktemp("task")
+    (out / NURSERY).symlink_to(nursery)
     make_task.main(["--out", str(out), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"])
     return out
 
@@ -117,10 +119,10 @@ def run_job_and_signal(
 def _start(
     task: Path, folder: Path, overrides: tuple[str, ...], mark: str, output: int | TextIO = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    environment = {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
+    environment = {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
     environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
-        [*_command(task, folder, overrides), _preloaded(mark)],
+        _command(task, folder, overrides),
         env=os.environ | environment,
         cwd=folder,
         stdout=output,
@@ -155,7 +157,6 @@ def _signal(title: str, mark: str, number: signal.Signals) -> bool:
 
 def _ended(job: subprocess.Popen[str], output: str, folder: Path, mark: str) -> Job:
     (folder / f"log-{mark}.txt").write_text(output)
-    shutil.rmtree(f"/tmp/pr-{mark[:8]}")
     steps = [line["data"] for line in _json_lines(_metrics(folder, mark)) if "training/global_step" in line["data"]]
     events = EventReader(folder / "events").read()
     return Job(job.returncode, output, steps, events, _survivors(mark))
@@ -165,21 +166,15 @@ def _metrics(folder: Path, mark: str) -> Path:
     return folder / f"metrics-{mark}.jsonl"
 
 
-def _preloaded(mark: str) -> str:
-    """An option that makes Ray's workers forks of one process, which has imported what all of them need."""
-    nursery = Path("/tmp", f"pr-{mark[:8]}")  # short: paths of sockets are limited to 107 bytes
-    nursery.mkdir()
-    client = f"{sys.executable} -I -S {ROOT / 'tests/preloaded/client.py'} {nursery}"
-    return f"+ray_kwargs.ray_init.runtime_env.py_executable='{client}'"
-
-
 def _command(task: Path, folder: Path, overrides: tuple[str, ...]) -> list[str]:
+    client = preloaded.client((task / NURSERY).readlink())
     return [
-        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        client, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
         f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
         f"actor_rollout_ref.model.path={task / 'model'}", "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={client}",
         "+ray_kwargs.ray_init.include_dashboard=False",  # twelve processes, which no test here looks at
         f"partial_rollout.events={folder / 'events'}", *overrides,
     ]  # fmt: skip
@@ -197,7 +192,8 @@ def _survivors(mark: str) -> list[str]:
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
+    """Whether it is a process of the job; a client of the nursery only stands for one."""
     try:
-        return process.environ().get(RUN_MARK) == mark
+        return process.environ().get(MARK) == mark and str(preloaded.CLIENT) not in process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False

@@ -13,8 +13,8 @@ import psutil
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 
 from partial_rollout.observability.events import BatchTaken, EventReader
+from tests.preloaded import MARK
 
-RUN_MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 KILLED_IN, LAST_KILLED_IN = 1, 4
 """Steps; in the last one the model is taken away too, so that the engine cannot start again."""
 
@@ -38,7 +38,7 @@ def _kill_engine(done: Path) -> None:
     done.touch()
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_MARK) == os.environ[RUN_MARK] and "EngineCore" in " ".join(process.cmdline()):
+            if process.environ().get(MARK) == os.environ[MARK] and "EngineCore" in " ".join(process.cmdline()):
                 process.kill()
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
+import ctypes
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
 import sys
+import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from setproctitle import setproctitle
 
-MODULES = (
-    "ray._private.workers.default_worker",
-    "vllm.v1.engine.async_llm",
-    "verl.trainer.main_ppo",
-    "verl.experimental.reward_loop",
-    "partial_rollout.train.task_runner",
-    "partial_rollout.train.trainer",
-    "partial_rollout.train.workers",
-    "partial_rollout.rollout.server",
-    "partial_rollout.agent_loop.worker",
-)
-CHOICE = "PARTIAL_ROLLOUT_TEST_PRELOAD"
-"""Variable with other modules than these."""
+from tests.preloaded import FIRST, MARK, ROOM, write_command
+
 MAX_FILES = 250
 """Of one message; the kernel allows 253."""
+ENV_START = 50
+"""Number of the field of /proc/PID/stat that says where the environment lies (`man 5 proc`)."""
 HIGH = 900
 """Files of a new process lie from here on until their own numbers are free."""
 
@@ -47,13 +46,37 @@ class Request:
     environment: dict[str, str]
     folder: str
     files: list[int]
+    is_own: bool
+    """Whether the process ends with its client."""
+
+    @property
+    def is_ray_worker(self) -> bool:
+        """Whether the process may start an engine: a script of Ray's, which starts nothing by itself."""
+        return self.argv[0].endswith("default_worker.py")
+
+
+class Mark:
+    """The variable `MARK` where others read it: in /proc/PID/environ, which a fork has from the nursery."""
+
+    def __init__(self) -> None:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        self._env_start = int(fields[ENV_START - 3])
+        # Once for all forks: the first title wipes everything there, the later ones what the title before had.
+        setproctitle(f"{__spec__.name} {' '.join(sys.argv[3:5])}")
+
+    def write(self, environment: dict[str, str]) -> None:
+        """Into this process's memory, if the variable is in its environment."""
+        if MARK in environment:
+            text = f"{MARK}={environment[MARK]}".encode() + bytes(1)
+            ctypes.memmove(self._env_start, text, len(text))
 
 
 class Nursery:
-    """Forks on request until the raylet that its processes belong to has ended."""
+    """Forks on request until the process that it belongs to has ended."""
 
-    def __init__(self, listener: socket.socket, raylet: int) -> None:
-        self._listener, self._raylet = listener, raylet
+    def __init__(self, listener: socket.socket, owner: int, mark: Mark) -> None:
+        """`owner` is a file that becomes readable when that process has ended (`os.pidfd_open`)."""
+        self._listener, self._owner, self._mark = listener, owner, mark
         self._clients: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -63,12 +86,12 @@ class Nursery:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> Request | None:
-        """In the nursery: None when the raylet has ended. In each fork of it: the request that the fork is for."""
-        for source in (self._listener, self._wake, self._raylet):
+        """In the nursery: None when its owner has ended. In each fork of it: the request that the fork is for."""
+        for source in (self._listener, self._wake, self._owner):
             self._selector.register(source, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj == self._raylet:
+                if key.fileobj == self._owner:
                     return None
                 if key.fileobj is self._listener:
                     request = self._fork(self._listener.accept()[0])
@@ -87,6 +110,9 @@ class Nursery:
             return request
         for fd in files:
             os.close(fd)
+        if not request.is_own:
+            client.close()
+            return None
         client.sendall(struct.pack("!I", pid))
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, data=pid)
@@ -100,12 +126,11 @@ class Nursery:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                code = os.waitstatus_to_exitcode(status)
                 client = self._clients.pop(pid, None)
                 if client is not None:
                     self._selector.unregister(client)
                     with contextlib.suppress(OSError):
-                        client.sendall(struct.pack("!i", code if code >= 0 else 128 - code))
+                        client.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
                     client.close()
 
     def _lost(self, pid: int) -> None:
@@ -117,14 +142,13 @@ class Nursery:
 
     def _leave(self, client: socket.socket, request: Request, files: list[int]) -> None:
         """Become a process as if started by itself: signals, files, environment and folder of the client."""
-        os.setpgid(0, 0)  # when a worker has ended, Ray kills what is left of its process group
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         high = [os.dup2(fd, HIGH + place, inheritable=False) for place, fd in enumerate(files)]
         self._selector.close()
         for each in (self._listener, self._wake, self._woken, client, *self._clients.values()):
             each.close()
-        os.close(self._raylet)
+        os.close(self._owner)
         for fd in files:
             os.close(fd)
         for fd, number in zip(high, request.files, strict=True):
@@ -133,6 +157,7 @@ class Nursery:
         os.environ.clear()
         os.environ.update(request.environment)
         os.chdir(request.folder)
+        self._mark.write(request.environment)
 
 
 def _receive(client: socket.socket) -> tuple[Request, list[int]]:
@@ -146,23 +171,88 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def run(request: Request) -> None:
-    """Run the requested script as `python SCRIPT ARGS` would."""
+    """Run a script, `-m MODULE` or `-c CODE` as `python` would; its flags are left out."""
     random.seed()
     np.random.seed()
-    sys.argv = request.argv
-    sys.path[0] = str(Path(request.argv[0]).resolve().parent)
-    runpy.run_path(request.argv[0], run_name="__main__")
+    words = list(request.argv)
+    while words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        del words[0]
+    if words[0] == "-c":
+        sys.path[0], sys.argv = "", ["-c", *words[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        _end_as_a_fork(compile(words[1], "<string>", "exec"), main)
+    elif words[0] == "-m":
+        sys.path[0], sys.argv = os.getcwd(), words[1:]
+        sys.modules.pop(words[1], None)
+        setproctitle(f"python {' '.join(request.argv)}"[: len(ROOM)])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(words[0]).resolve().parent), words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _end_as_a_fork(code: types.CodeType, main: types.ModuleType) -> None:
+    """Run code, then end the process without taking the interpreter apart, as `multiprocessing` does after a fork.
+
+    That would write to all memory that the process shares with the nursery: 10 s for an engine core on a busy machine.
+    """
+    status = 0
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - joins threads, as the interpreter does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _own_nursery(folder: Path, mark: Mark) -> Request | None:
+    """Give a process a nursery of its own for what it starts by `multiprocessing`, which is then its descendant.
+
+    Returns None in the process, and the request in each fork of its nursery.
+    """
+    owner = os.pidfd_open(os.getpid())
+    command, address = folder / f"python-{os.getpid()}", folder / f"socket-{os.getpid()}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(address))
+    listener.listen(64)
+    write_command(command, address)
+    multiprocessing.set_executable(str(command))
+    if os.fork() != 0:
+        listener.close()
+        os.close(owner)
+        return None
+    request = Nursery(listener, owner, mark).serve()
+    if request is None:
+        command.unlink(missing_ok=True)
+        address.unlink(missing_ok=True)
+        os._exit(0)
+    return request
 
 
 def main() -> None:
-    """Import, then fork; the listening socket is inherited."""
-    chosen = os.environ.get(CHOICE)
-    for module in chosen.split(",") if chosen else MODULES:
+    """Import, then fork; the listening socket and the owner's file are inherited."""
+    mark = Mark()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
+    listener, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    folder, kind = Path(sys.argv[3]), sys.argv[4]
+    for module in (folder / kind).read_text().split():
         importlib.import_module(module)
-    nursery = Nursery(socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(os.environ["RAY_RAYLET_PID"])))
-    request = nursery.serve()
+    if kind == FIRST and "ray" in sys.modules:
+        raise ImportError(f"one of {(folder / kind).read_text()} imports Ray, which no job's process may share")
+    gc.freeze()  # no collection of a fork looks at what was imported, which would copy its memory
+    request = Nursery(listener, owner, mark).serve()
     if request is None:
+        if kind == FIRST:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
+    os.setpgid(0, 0)  # when a worker has ended, Ray kills what is left of its process group
+    if request.is_ray_worker:
+        request = _own_nursery(folder, mark) or request
     run(request)
 
 

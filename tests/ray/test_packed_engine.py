@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from partial_rollout.run.quickstart import warm_start
 from partial_rollout.run.quickstart.tokenizer import build_tokenizer
+from tests.preloaded import client
 from tests.ray.packed_ranks import LENGTHS, LOSS_MODES, NUM_RANKS, PLANNERS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, repository: Path, nursery: Path) -> dict[str, Any]:
     """What the ranks of `packed_ranks` computed."""
     folder = tmp_path_factory.mktemp("ranks")
     tokenizer = build_tokenizer(warm_start.MAX_POSITIONS)
@@ -34,20 +34,20 @@ def found(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [_start(rank, port, folder, repository) for rank in range(NUM_RANKS)]
+    ranks = [_start(rank, port, folder, repository, nursery) for rank in range(NUM_RANKS)]
     outputs = [rank.communicate(timeout=RANKS_TIMEOUT_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-4000:]
     return torch.load(folder / "found.pt", weights_only=False)
 
 
-def _start(rank: int, port: str, folder: Path, repository: Path) -> subprocess.Popen[str]:
+def _start(rank: int, port: str, folder: Path, repository: Path, nursery: Path) -> subprocess.Popen[str]:
     environment = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS),
         "RAY_LOCAL_RANK": str(rank), "RAY_LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.ray.packed_ranks", str(folder)],
+        [client(nursery), "-m", "tests.ray.packed_ranks", str(folder)],
         env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=repository,
     )  # fmt: skip
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +12,14 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests import preloaded
+from tests.preloaded import MARK, nursery
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT = Path(__file__).resolve().parents[3]
-CLIENT = ROOT / "tests/preloaded/client.py"
 TIMEOUT_S = 60.0
+RUN = "0123456789abcdef" * 2
 SCRIPT = """
 import os, sys
 has_own_group = os.getpgrp() == os.getpid()
@@ -28,35 +28,55 @@ data = sys.stdin.read()
 print(data, end="")
 sys.exit(7)
 """
+SPAWNING = """
+import multiprocessing, os, sys
+from setproctitle import setproctitle
+
+def child(ended, sent):
+    setproctitle("VLLM::EngineCore")
+    sent.send((os.getpid(), os.getppid(), "wave" in sys.modules, os.environ["GREETING"]))
+    ended.wait()
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    ended, (received, sent) = spawn.Event(), spawn.Pipe(duplex=False)
+    process = spawn.Process(target=child, args=(ended, sent))
+    process.start()
+    print(os.getpid(), *received.recv(), flush=True)
+    if sys.stdin.readline() == "end\\n":
+        ended.set()
+    else:
+        process.kill()
+    process.join()
+    print(process.exitcode)
+"""
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start the script by a client; what stands for the raylet ends with the test, and the nursery with it."""
+    """Start something by a client; the nursery's owner ends with the test, and the nursery and its folder with it."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    sockets = tempfile.mkdtemp(prefix="pr-", dir="/tmp")  # short: paths of sockets are limited to 107 bytes
-    raylet = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    environment = {"RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": str(ROOT), "PARTIAL_ROLLOUT_TEST_PRELOAD": "wave"}
+    folder = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))  # short: paths of sockets are limited to 107 bytes
+    owner = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    nursery = preloaded.start(folder, owner.pid, {"first": ("wave",), "job": ("colorsys",)})
 
-    def start(*arguments: str, greeting: str = "hello", folder: Path = tmp_path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-I", "-S", str(CLIENT), sockets, str(tmp_path / "script.py"), *arguments]
-        variables = os.environ | environment | {"GREETING": greeting}
+    def start(*arguments: str, greeting: str = "hello", cwd: Path = tmp_path, **more: str) -> subprocess.Popen[str]:
+        variables = os.environ | {"GREETING": greeting, MARK: RUN} | more
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=variables, cwd=folder, stdin=pipe, stdout=pipe, text=True)
+        return subprocess.Popen(
+            [preloaded.client(folder), *arguments], env=variables, cwd=cwd, stdin=pipe, stdout=pipe, text=True
+        )
 
     yield start
-    nurseries = [
-        each for each in psutil.process_iter(["cmdline"]) if "tests.preloaded.nursery" in (each.info["cmdline"] or ())
-    ]
-    ours = [each for each in nurseries if each.environ().get("RAY_RAYLET_PID") == str(raylet.pid)]
-    assert ours
-    raylet.communicate(timeout=TIMEOUT_S)
-    assert psutil.wait_procs(ours, timeout=TIMEOUT_S)[1] == []
-    shutil.rmtree(sockets)
+    assert nursery.poll() is None
+    owner.communicate(timeout=TIMEOUT_S)
+    assert nursery.wait(TIMEOUT_S) == 0
+    assert not folder.exists()
 
 
 def test_a_process_has_the_clients_arguments_environment_folder_and_files(started, tmp_path: Path) -> None:
-    first = started("a", "b")
+    script = str(tmp_path / "script.py")
+    first = started(script, "a", "b")
     out, _ = first.communicate("typed", timeout=TIMEOUT_S)
     pid, *rest = out.split()
     # A process group of its own, because Ray kills the group of a worker that has ended.
@@ -64,17 +84,68 @@ def test_a_process_has_the_clients_arguments_environment_folder_and_files(starte
     assert int(pid) != first.pid
     assert first.returncode == 7
     (tmp_path / "other").mkdir()
-    second = started(greeting="bye", folder=tmp_path / "other")
+    second = started(script, greeting="bye", cwd=tmp_path / "other")
     assert second.communicate("", timeout=TIMEOUT_S)[0].split()[2:] == [str(tmp_path / "other"), "bye", "True"]
 
 
+@pytest.mark.parametrize("words", [["-m", "script"], ["-Wignore", "-c", SCRIPT]])
+def test_a_module_and_code_are_run_as_python_does(started, tmp_path: Path, words: list[str]) -> None:
+    out, _ = started(*words, "a").communicate("typed", timeout=TIMEOUT_S)
+    assert out.split()[1:] == ["True", str(tmp_path), "hello", "a", "True", "typed"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_client_and_process_end_together(started, number: signal.Signals) -> None:
+def test_client_and_process_end_together_by_the_same_signal(started, tmp_path: Path, number: signal.Signals) -> None:
     for whom in ("client", "process"):
-        client = started()
+        client = started(str(tmp_path / "script.py"))
         process = psutil.Process(int(client.stdout.readline().split()[0]))
+        assert process.environ()[MARK] == RUN
         (client if whom == "client" else process).send_signal(number)
-        assert client.wait(TIMEOUT_S) != 0
+        assert client.wait(TIMEOUT_S) == -number
         assert psutil.wait_procs([process], timeout=TIMEOUT_S)[1] == []
         client.stdin.close()
         client.stdout.close()
+
+
+@pytest.mark.parametrize(("said", "exitcode"), [("end\n", "0"), ("kill\n", str(-signal.SIGKILL))])
+def test_what_a_worker_of_ray_spawns_is_a_fork_too_and_its_descendant(
+    started, tmp_path: Path, said: str, exitcode: str
+) -> None:
+    (tmp_path / "default_worker.py").write_text(SPAWNING)
+    client = started(str(tmp_path / "default_worker.py"))
+    worker, child, parent, *rest = client.stdout.readline().split()
+    assert rest == ["True", "hello"]
+    descendants = psutil.Process(int(worker)).children(recursive=True)
+    assert {int(child), int(parent)} <= {process.pid for process in descendants}
+    assert psutil.Process(int(child)).environ()[MARK] == RUN
+    assert " ".join(psutil.Process(int(child)).cmdline()).strip() == "VLLM::EngineCore"
+    assert client.communicate(said, timeout=TIMEOUT_S)[0] == f"{exitcode}\n"
+    assert psutil.wait_procs(descendants, timeout=TIMEOUT_S)[1] == []
+
+
+def test_workers_of_one_job_have_a_nursery_that_ends_with_their_raylet(started) -> None:
+    code = "import os, sys; print(os.getppid(), 'wave' in sys.modules, 'colorsys' in sys.modules)"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as raylet:
+        variables = {"RAY_RAYLET_PID": str(raylet.pid), "RAY_JOB_ID": "01000000"}
+        said = [started("-c", code, **variables).communicate("", timeout=TIMEOUT_S)[0].split() for _ in range(2)]
+        other = started("-c", code, **variables | {"RAY_JOB_ID": "02000000"}).communicate("", timeout=TIMEOUT_S)[0]
+        first, *rest = started("-c", code).communicate("", timeout=TIMEOUT_S)[0].split()
+        assert rest == ["True", "False"]
+        assert [words[1:] for words in (*said, other.split())] == [["True", "True"]] * 3
+        assert said[0][0] == said[1][0]
+        assert len({said[0][0], other.split()[0], first}) == 3
+        nurseries = [psutil.Process(int(words[0])) for words in (said[0], other.split())]
+        assert [process.environ()[MARK] for process in nurseries] == [RUN, RUN]
+    assert psutil.wait_procs(nurseries, timeout=TIMEOUT_S)[1] == []
+
+
+def test_all_tests_share_one_nursery_which_ends_with_its_owner_whenever_that_ends(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as owner:
+        (folder,) = {nursery(tmp_path, owner.pid, {"first": ()}) for _ in range(2)}
+        started = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or ())]
+        assert len(started) == 1
+    # It may still import.
+    assert psutil.wait_procs(started, timeout=TIMEOUT_S)[1] == []
+    assert not folder.exists()
