@@ -7,7 +7,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 |------------------|------------------------------------------------------------------------------------------------|
 | interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort  |
 | depth            | two batches; deeper while slots idle, where KV is retained (`core.depth`)                      |
-| slots            | adaptive, from today's number upwards                                                          |
+| slots            | adaptive, from today's number upwards, where KV is retained                                    |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
 
@@ -95,7 +95,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     return [
         *choices,
         *_depth(block, mode),
-        *_slots(config, block, given),
+        *_slots(config, block, given, mode),
         *_planner(config, block),
         *_correction(config, given),
     ]
@@ -113,7 +113,10 @@ def take(changes: Changes) -> list[Choice]:
 
 def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
     """Decide what `take` left open, and write it into the configuration, in place, for the trainer and for servers."""
-    choices = list(_interrupt_mode(config, read_block(config), machine))
+    block = read_block(config)
+    choices = list(_interrupt_mode(config, block, machine))
+    mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
+    choices += _slots(config, block, ByHand(), mode)  # where engines do not tell their load, `take` has chosen
     for choice in choices:
         for key in (choice.key, f"{ROLLOUT}.custom.{choice.key}"):
             OmegaConf.update(config, key, choice.value, force_add=True)
@@ -235,7 +238,7 @@ def depth_bounds(block: PartialRolloutConfig, mode: str) -> tuple[float, float]:
     return (least, most) if mode == AUTO or MODES[mode].retains_kv else (least, least)
 
 
-def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> Iterator[Choice]:
+def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str) -> Iterator[Choice]:
     if block.slots.adaptive != AUTO:
         return
     start, bounded = read_settings(config).num_slots, block.slots.least or block.slots.most
@@ -247,6 +250,10 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> It
         yield _adaptive(False, f"{BLOCK}.num_slots={block.num_slots}", "the number was set by hand")
     elif given.has(STATISTICS_OFF) and OmegaConf.select(config, STATISTICS_OFF):
         yield _adaptive(False, f"{STATISTICS_OFF}=True", "it was set by hand, so engines do not tell their load")
+    elif mode == "abort" and not bounded:
+        yield _adaptive(False, f"{MODE_KEY}=abort", "of more requests at once more would be computed again")
+    elif mode == AUTO and not bounded:
+        yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
         if block.slots.least is None:
@@ -258,7 +265,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> It
 _SLOTS_PAGE = "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost"
 
 
-def _adaptive(value: bool, seen: str, why: str) -> Choice:
+def _adaptive(value: bool | str, seen: str, why: str) -> Choice:
     return Choice(SLOTS_KEY, AUTO, value, seen, why, _SLOTS_PAGE)
 
 

@@ -299,8 +299,8 @@ class SlotsConfig(_Block):
         AUTO,
         "true: the number of slots is raised while all are in use and the engines have room, and lowered when requests "
         "are preempted or the KV cache is full; with tail.policy=partial only. Turns vLLM's statistics on "
-        "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true, from num_slots upwards only, unless "
-        "num_slots or disable_log_stats=True was set.",
+        "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true where KV is retained, from num_slots "
+        "upwards only, unless num_slots or disable_log_stats=True was set.",
         who="`false`: runs with a fixed number of slots",
         evidence="the fastest mode that was measured on GPUs is adaptive",
     )

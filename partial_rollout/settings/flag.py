@@ -96,7 +96,7 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     why = "batches are taken from the prompt queue"
     for name, value in sampler.items():
         changes.replace(f"trainer.v1.sampler.custom_sampler.{name}", value, why, instead=leave_out)
-    if settings.block.slots.are_adaptive:
+    if settings.block.slots.adaptive is not False:  # `auto` is still open: the cluster decides
         why = f"{BLOCK}.slots.adaptive reads the engines' statistics"
         off = f"leave it out, or set {BLOCK}.slots.adaptive=false"
         changes.replace(f"{ROLLOUT}.disable_log_stats", False, why, instead=off)

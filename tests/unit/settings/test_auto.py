@@ -101,7 +101,7 @@ def test_kv_goes_to_host_memory_where_there_is_room(composed: Composed, model: P
     config = composed(GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096})
     assert value(config, MODE) == "auto"  # before the start nobody knows the nodes
     assert started(config).tail.interrupt_mode == "auto"
-    mode, size = take_on_cluster(config, LARGE)
+    mode, size, *_ = take_on_cluster(config, LARGE)
     # 64 slots x (32 + 4,096) tokens x 2 x 28 layers x 8 heads x 128 x 4 bytes of float32 are 56.4 GiB.
     assert (mode.value, size.value) == ("offload_kv", 57)
     assert "56.4 GiB" in mode.seen
@@ -215,6 +215,7 @@ def test_slots_are_adaptive_from_today_s_number_upwards(composed: Composed):
         ({"partial_rollout.num_slots": 32}, []),
         ({f"{TAIL}.policy": "wait"}, []),
         ({f"{TAIL}.policy": "reorder"}, []),
+        ({MODE: "abort"}, []),
         ({f"{ROLLOUT}.disable_log_stats": True}, [f"{ROLLOUT}.disable_log_stats=True"]),
     ],
 )
@@ -223,6 +224,19 @@ def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(composed: Composed
     assert value(config, ADAPTIVE, given) is False
     assert not started(config, given).slots.are_adaptive
     assert config.actor_rollout_ref.rollout.disable_log_stats
+
+
+def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
+    here = GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
+    for machine, adaptive, least in ((LARGE, True, 64), (SMALL, False, None)):
+        config = composed(here)
+        assert started(config).slots.adaptive == "auto"
+        assert not config.actor_rollout_ref.rollout.disable_log_stats
+        take_on_cluster(config, machine)
+        told = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
+        block = read_settings(config).block
+        assert (told.tail, told.slots) == (block.tail, block.slots)
+        assert (told.slots.adaptive, told.slots.least) == (adaptive, least)
 
 
 @pytest.mark.parametrize("by_hand", [True, False])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from omegaconf import OmegaConf
 
-from partial_rollout.settings.auto import MODE_KEY
+from partial_rollout.settings.auto import MODE_KEY, SLOTS_KEY
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.memory import GIB, Machine
 from partial_rollout.train import start_choices
@@ -41,8 +41,9 @@ def test_what_the_driver_left_open_is_decided_and_told_to_servers(monkeypatch: p
     monkeypatch.setattr(start_choices, "look_at_nodes", lambda: Machine(host_bytes=512 * GIB))
     config = configuration()
     assert told(config).tail.interrupt_mode == "auto"
-    (choice,) = choose_on_cluster(config)
-    assert (choice.key, choice.value) == (MODE_KEY, "abort")
+    mode, slots = choose_on_cluster(config)
+    assert (mode.key, mode.value) == (MODE_KEY, "abort")
+    assert (slots.key, slots.value) == (SLOTS_KEY, False)
     assert told(config).tail.interrupt_mode == "abort"
     assert config.partial_rollout.tail.interrupt_mode == "abort"
 
