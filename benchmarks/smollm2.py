@@ -35,8 +35,11 @@ MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "colocate_async": ({"PARTIAL_ROLLOUT": "0"}, ["trainer.v1.trainer_mode=colocate_async"]),
     "reuse_kv_3": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "3"}, []),
     "reuse_kv_5_adaptive": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"}, ["partial_rollout.slots.adaptive=True"]),
-    "flag_alone": ({}, []),
-    "reuse_kv_5_deep": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"}, ["partial_rollout.num_slots=1024"]),
+    "flag_alone": ({"PREFETCH_FACTOR": "auto"}, []),
+    "reuse_kv_5_deep": (
+        {"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"},
+        ["partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False"],
+    ),
 }
 """The recipe's variables and overrides of each mode. `deep` begins all prompts in flight at once, so most are old."""
 BASE, FASTEST_OF_VERL = "sync", "colocate_async"

@@ -158,40 +158,60 @@ def _finished(figure: Figure, title: str, place: str = "best") -> Figure:
     return figure
 
 
+MOST_BANDS = 4
+"""Bands of more jobs hide the curves."""
+
+
 def draw_real_model(name: str, title: str) -> Figure:
     """The reward of each job against its minutes of training."""
     figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
-    for job, colour in zip(_real_jobs(name), COLOURS, strict=False):
+    jobs = _real_jobs(name)
+    for job, style in zip(jobs, _real_styles(jobs), strict=True):
         minutes = [seconds(job, number) / 60 for number in range(1, len(job["steps"]) + 1)]
         means, raw = rewards(job), rewards(job, 1)
         spread = [statistics.pstdev(raw[max(0, end - WINDOW) : end]) for end in range(1, len(raw) + 1)]
-        axes.plot(minutes, means, color=colour, label=f"{MODE_NAMES[job['mode']]}: {len(raw)} steps")
+        axes.plot(minutes, means, label=f"{_real_name(job)}: {len(raw)} steps", **style)
         edges = ([mean + sign * each for mean, each in zip(means, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(minutes, *edges, alpha=0.08, color=colour, linewidth=0)
+        if len(jobs) <= MOST_BANDS:
+            axes.fill_between(minutes, *edges, alpha=0.08, color=style["color"], linewidth=0)
     axes.set_xlabel("minutes of training, without validation")
-    axes.set_ylabel(f"reward, mean of {WINDOW} steps\n(band: standard deviation of the {WINDOW})")
+    band = f"\n(band: standard deviation of the {WINDOW})" if len(jobs) <= MOST_BANDS else ""
+    axes.set_ylabel(f"reward, mean of {WINDOW} steps{band}")
     return _finished(figure, title, "lower right")
 
 
 def draw_real_steps(name: str, panels: dict[str, str], title: str) -> Figure:
     """Means over the last steps, against the step: a panel for each of `panels` (name in `PANELS`, title)."""
     figure, grid = plt.subplots(2, len(panels) // 2, figsize=(10, 5.6), layout="constrained")
-    lines = []
+    lines, jobs = [], _real_jobs(name)
     for (panel, heading), axes in zip(panels.items(), grid.flat, strict=True):
-        for job, colour in zip(_real_jobs(name), COLOURS, strict=False):
+        for job, style in zip(jobs, _real_styles(jobs), strict=True):
             steps = job["steps"]
             # verl's `sync` has no staleness to report in its first steps.
             points = [(number, step[PANELS[panel]]) for number, step in enumerate(steps, 1) if PANELS[panel] in step]
             numbers, values = zip(*points, strict=True)
-            lines += axes.plot(numbers, _trailing(values), color=colour, label=MODE_NAMES[job["mode"]], linewidth=1.2)
+            lines += axes.plot(numbers, _trailing(values), label=_real_name(job), linewidth=1.2, **style)
         axes.set_title(heading, fontsize=9, loc="left")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel(f"training step (means of {WINDOW} steps)", fontsize=8)
-    figure.legend(handles=lines[: len(MODE_NAMES)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
+    figure.legend(handles=lines[: len(jobs)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def _real_styles(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A colour for each mode; a mode's second job is dashed."""
+    modes = list(dict.fromkeys(job["mode"] for job in jobs))
+    places = [
+        (modes.index(job["mode"]), [each["mode"] for each in jobs[:n]].count(job["mode"])) for n, job in enumerate(jobs)
+    ]
+    return [{"color": COLOURS[mode], "linestyle": ("-", "--")[repeat]} for mode, repeat in places]
+
+
+def _real_name(job: dict[str, Any]) -> str:
+    return MODE_NAMES[job["mode"]] + (f" (seed {job['seed']})" if job["seed"] else "")
 
 
 def _real_jobs(name: str) -> list[dict[str, Any]]:
@@ -206,7 +226,20 @@ MODE_NAMES = {
     "colocate_async": COLOCATED,
     "reuse_kv_3": "ours: KV retained, 3 batches",
     "reuse_kv_5_adaptive": "ours: KV retained, 5 batches, adaptive number of slots",
+    "flag_alone": "ours: the flag alone",
+    "reuse_kv_5_deep": "ours: KV retained, 5 batches, all of which generate at once",
 }
+
+
+REAL_PANELS = {
+    "step, s": "seconds a step",
+    "generation, s a step": "of these, waiting for responses",
+    "staleness, steps": "age of the oldest token, updates",
+    "response length, tokens": "tokens of a response",
+    "entropy, nats": "entropy of the model, nats",
+    "TIS weight, standard deviation": "spread of the correction's weights",
+}
+"""Of the real model's jobs: names in `PANELS`, and the titles."""
 
 
 def pictures() -> dict[str, Figure]:
@@ -277,15 +310,17 @@ def pictures() -> dict[str, Figure]:
         "smollm2_h200": draw_real_model("smollm2_h200.json", "A real model of 135M learns alike in all four modes"),
         "smollm2_steps_h200": draw_real_steps(
             "smollm2_h200.json",
-            {
-                "step, s": "seconds a step",
-                "generation, s a step": "of these, waiting for responses",
-                "staleness, steps": "age of the oldest token, updates",
-                "response length, tokens": "tokens of a response",
-                "entropy, nats": "entropy of the model, nats",
-                "TIS weight, standard deviation": "spread of the correction's weights",
-            },
+            REAL_PANELS,
             "With KV retained steps are shorter; tokens are about one update old, and responses are shorter",
+        ),
+        "smollm2_long_h200": draw_real_model(
+            "smollm2_long_h200.json",
+            "Rewards rise alike; with the flag alone and with deep queues about as soon as in colocate_async",
+        ),
+        "smollm2_long_steps_h200": draw_real_steps(
+            "smollm2_long_h200.json",
+            REAL_PANELS,
+            "Modes with old tokens have shorter steps and shorter responses, verl's colocate_async too",
         ),
     }
 
