@@ -34,6 +34,8 @@ CLOCK_S = 2.0
 """A process may have started, as the system tells it, a little before it was asked for, as the clock tells it."""
 LOOK_S = 0.5
 """Between two looks at the files; nobody sees a difference below."""
+NUM_LAST_LINES = 5
+"""Of the log, shown when the command failed."""
 METRICS_VARIABLE = "VERL_FILE_LOGGER_PATH"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -89,7 +91,8 @@ class Watch:
             lines = ["", *lines, f"{'warnings':<12} {self.view.repeated}", f"{'files':<12} {self._files()}"]
             lines.append(f"{'next':<12} {next_step(self.record)}")
         if code:
-            lines.append(f"error: the command ended with code {code}; its last words are at the end of {self.log}")
+            lines.append(f"error: the command ended with code {code}; the end of {self.log}:")
+            lines += [f"  {line}" for line in list(LogTail(self.log).read())[-NUM_LAST_LINES:]]
         self.view.close(lines)
 
     def _files(self) -> str:

@@ -37,7 +37,7 @@ PROGRESS = re.compile(r"^[^|]*\d+%\|[^|]*\| \S+ \[[^\]]*\]")
 REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 """What Ray adds to a line that stands for others of the same text."""
 TRACEBACK = "Traceback (most recent call last):"
-RAISED = re.compile(r"^(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Timeout|Dead|Lost|Exit)\b.*)")
+RAISED = re.compile(r"^(?P<text>(?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt|Timeout|Dead|Lost|Exit)\b.*)")
 VARIABLE = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(?:\.\d+)?")
 
 

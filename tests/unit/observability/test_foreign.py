@@ -68,6 +68,13 @@ def test_a_traceback_is_one_error_also_between_lines_of_other_processes() -> Non
     assert messages(lines) == [Message("KeyError: 1", is_error=True, source="A")]
 
 
+@pytest.mark.parametrize("raised", ["Exception: the node timed out", "ray.exceptions.RayTaskError(ValueError): x"])
+def test_a_traceback_ends_with_any_kind_of_exception(raised: str) -> None:
+    assert messages(["Traceback (most recent call last):", "    raise Exception(", raised]) == [
+        Message(raised, is_error=True)
+    ]
+
+
 def test_messages_that_differ_in_numbers_have_one_key() -> None:
     assert Message("worker 3 waited 1.5 s at 0x7fab").key == Message("worker 12 waited 9 s at 0x1").key
     assert Message("worker 3 waited").key != Message("worker 3 is lost").key

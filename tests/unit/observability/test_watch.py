@@ -232,13 +232,13 @@ def test_what_a_stage_usually_takes_is_that_of_earlier_starts_here_and_beside(tm
     write(tmp_path / "a/events", "driver", stage(1, 10.0), stage(2, 15.0))
     write(tmp_path / "a/events", "task_runner", stage(3, 21.0))
     write(tmp_path / "b/events", "driver", stage(1, 30.0), stage(2, 37.0), stage(4, 99.0))
-    (tmp_path / "c").mkdir()
+    write(tmp_path / "c/events", "driver", stage(1, 60.0), stage(2, 70.0))  # of the start that is watched
     found = usual_seconds(tmp_path / "c/events", before_s=50.0)
     assert found == {"configuration": (5.0, 7.0), "Ray": (6.0, 6.0)}
 
 
 COMMAND = """
-import sys, time, signal
+import os, sys, signal
 from pathlib import Path
 from partial_rollout.observability.events import *
 writer = EventWriter(Path(sys.argv[1]) / "events", "driver")
@@ -247,6 +247,7 @@ writer.write(StageBegan(number=1, total=5, name="configuration"))
 writer.write(StepEnded(step=1, total=1, metrics={"timing_s/step": 2.0, "critic/score/mean": 0.5}))
 print("(X pid=1) WARNING 11-23 05:02:07 [a.py:1] no room", flush=True)
 print("a line that nobody sees", flush=True)
+print("session of its own:", os.getsid(0) == os.getpid(), flush=True)
 if sys.argv[2] == "wait":
     Path(sys.argv[1], "up").write_text("")
     signal.pause()
@@ -266,9 +267,10 @@ def test_a_command_is_shown_and_its_exit_code_is_the_watchs(tmp_path: Path) -> N
     assert process.returncode == 3
     assert "step 1/1 | reward 0.500 | 2.0 s: rest 2.0" in out.splitlines()
     assert out.count("warning (X): no room") == 1
-    assert "nobody sees" not in out
+    assert out.count("nobody sees") == 1  # at the end, since the command failed
     assert "step 9" not in out
-    assert out.splitlines()[-1].startswith("error: the command ended with code 3; its last words are at the end of")
+    assert f"error: the command ended with code 3; the end of {tmp_path / 'run.log'}:" in out.splitlines()
+    assert out.splitlines()[-1] == "  session of its own: True"
     assert "a line that nobody sees" in (tmp_path / "run.log").read_text()
 
 
@@ -280,7 +282,9 @@ def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out.count("SIGINT: the run is told to end") == 1
-    assert (tmp_path / "run.log").read_text().count("told to end") == 1
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("told to end") == 1
+    assert "session of its own: True" in log  # else the signal of a terminal would reach it a second time
     assert "warning: told to end" in out.splitlines()
 
 
