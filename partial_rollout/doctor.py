@@ -18,10 +18,16 @@ from partial_rollout.errors import UserError
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.matrix import SEEN, TESTED, UNTRIED, rows_of
+from partial_rollout.settings.mistyped import added_by_mistake
 from partial_rollout.settings.prepare import examine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.settings.matrix import Row
 
 WIDTH = 110
 HEAD = 13
@@ -42,7 +48,7 @@ class Report:
     def block(self, error: Exception) -> None:
         """Something that is in the way of a start."""
         self.is_blocked = True
-        self.add("blocked", str(error))
+        self.add("blocked", " ".join(str(error).split()))
 
     def __str__(self) -> str:
         """As text for a terminal."""
@@ -68,18 +74,42 @@ def diagnose(words: Sequence[str]) -> Report:
         line = CommandLine.parse(words)
         check_overrides(line.overrides)
         config = compose_line(resolve(line.with_flag(FLAG)))
-        examined = examine(config, ByHand.read(line.overrides))
+        describe(report, config, line.overrides)
     except (UserError, OmegaConfBaseException) as error:
         report.block(error)
-        return report
+    return report
+
+
+def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> None:
+    """Add what can be said of a composed configuration, which is changed as a start would change it.
+
+    Raises:
+        ConfigError, OmegaConfBaseException: something cannot be read at all.
+    """
+    rows = rows_of(config)
+    examined = examine(config, ByHand.read(overrides))
     for refusal in examined.refusals:
         report.block(refusal)
+    _add_rows(report, rows)
+    for key, meant in added_by_mistake(overrides).items():
+        report.add("look at", f"+{key} adds a key that verl does not list: did you mean {meant}?")
     for choice in examined.choices:
         report.add("chosen", str(choice))
     chosen = {choice.key for choice in examined.choices}
     for change in (change for change in examined.changes if change.key not in chosen):
         report.add("changed" if change.before is not None else "added", str(change))
-    return report
+
+
+def _add_rows(report: Report, rows: Sequence[Row]) -> None:
+    """What the job uses, by what is known of it; what is refused has an entry of its own."""
+    heading = "used" if report.is_blocked else "works"
+    for state, where in ((TESTED, ""), (SEEN, " on GPUs")):
+        found = [f"{row.what} ({row.also})" if row.also else row.what for row in rows if row.state == state]
+        if found:
+            report.add(heading, f"{state}{where}: {'; '.join(found)}")
+    for row in rows:
+        if row.state == UNTRIED:
+            report.add(UNTRIED, f"{row.what}: {row.where}{'; ' + row.also if row.also else ''}")
 
 
 def main(words: Sequence[str] | None = None) -> int:

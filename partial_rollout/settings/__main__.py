@@ -2,7 +2,8 @@
 
 python -m partial_rollout.settings table      the table of docs/configuration.md
 python -m partial_rollout.settings yaml       configs/partial_rollout/default.yaml
-python -m partial_rollout.settings write      write both files, below the present folder
+python -m partial_rollout.settings support    the table of docs/your-job.md: what is supported
+python -m partial_rollout.settings write      write all of them, below the present folder
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from partial_rollout.settings import matrix
 from partial_rollout.settings.block import BLOCK, PartialRolloutConfig, field_keys
 
 if TYPE_CHECKING:
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 WIDTH = 120
 YAML_PATH = Path("configs") / BLOCK / "default.yaml"
 TABLE_PATH = Path("docs/configuration.md")
-BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
-"""Around the table in the document."""
+SUPPORT_PATH = Path("docs/your-job.md")
+KEYS, SUPPORT = "keys", "support"
+"""Names of the tables: `<!-- NAME: begin -->` and `<!-- NAME: end -->` stand around each in its document."""
 
 
 def yaml() -> str:
@@ -60,28 +63,31 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
-def with_table(document: str) -> str:
-    """The document, with the table between its marks as it should be.
+def with_table(document: str, name: str = KEYS) -> str:
+    """The document, with the table of that name between its marks as it should be.
 
     Raises:
         ValueError: the document has no marks.
     """
-    if BEGIN not in document or END not in document:
-        raise ValueError(f"the document needs the lines {BEGIN} and {END}, between which the table stands")
-    before, _, rest = document.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{rest.partition(END)[2]}"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in document or end not in document:
+        raise ValueError(f"the document needs the lines {begin} and {end}, between which the table stands")
+    made = table() if name == KEYS else matrix.table()
+    before, _, rest = document.partition(begin)
+    return f"{before}{begin}\n\n{made}\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:
     """Print or write what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m partial_rollout.settings", description="Our keys as documents.")
-    parser.add_argument("what", choices=("table", "yaml", "write"), nargs="?", default="table")
+    parser.add_argument("what", choices=("table", "yaml", "support", "write"), nargs="?", default="table")
     what = parser.parse_args().what
     if what != "write":
-        print(yaml() if what == "yaml" else table(), end="")
+        print({"table": table, "yaml": yaml, "support": matrix.table}[what](), end="")
         return
     YAML_PATH.write_text(yaml(), encoding="utf-8")
-    TABLE_PATH.write_text(with_table(TABLE_PATH.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, name in ((TABLE_PATH, KEYS), (SUPPORT_PATH, SUPPORT)):
+        path.write_text(with_table(path.read_text(encoding="utf-8"), name), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import override_key, verl_configs
+from partial_rollout.settings.mistyped import unknown_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -145,7 +146,10 @@ def compose_line(line: CommandLine) -> DictConfig:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's error and its causes, one line each."""
+    """Hydra's error and its causes, one line each; of a key that does not exist, what was perhaps meant."""
+    unknown = unknown_key(str(error))
+    if unknown is not None:
+        return unknown
     lines, cause = [], error
     while cause is not None:
         text = str(cause).strip()

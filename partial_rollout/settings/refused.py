@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
+FILES = (
+    "data.custom_cls.path",
+    "data.tool_config_path",
+    "reward.custom_reward_function.path",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+)
 PACKED_STRATEGIES = ("fsdp", "fsdp2")
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
@@ -282,9 +290,23 @@ def _check_paths(config: DictConfig) -> None:
 
 def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
     _require(isinstance(path, str), f"{key}={path}", "a path" + (" or the name of a model on the hub" if hub else ""))
-    on_hub = hub and HUB_NAME.fullmatch(path) is not None
-    if "://" not in path and not on_hub and not os.path.exists(os.path.expanduser(path)):
-        raise DataError(f"{key}={path} does not exist; give the path of an existing one (set {key}=...)")
+    if "://" in path or os.path.exists(os.path.expanduser(path)):
+        return
+    given = f"{key}={path} does not exist"
+    if not hub or HUB_NAME.fullmatch(path) is None:
+        raise DataError(f"{given}; give the path of an existing one (set {key}=...)")
+    parent = path.partition("/")[0]
+    if "/" in path and os.path.isdir(parent):
+        raise DataError(f"{given}, and the folder {parent} is here: give the path of an existing model (set {key}=...)")
+    if not is_cached(path) and os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        raise DataError(f"{given}, is not among the downloaded models, and HF_HUB_OFFLINE forbids to fetch it")
+
+
+def is_cached(name: str) -> bool:
+    """Whether a model of the hub was downloaded to this machine before."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return os.path.isdir(os.path.join(cache, f"models--{name.replace('/', '--')}", "snapshots"))
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:
@@ -292,7 +314,17 @@ def _require(condition: bool, given: str, allowed: str) -> None:
         raise ConfigError(f"{given} is not allowed: must be {allowed}")
 
 
-INPUT_CHECKS = (_check_entry_point, _check_paths)
+def _check_files(config: DictConfig) -> None:
+    """Files that a run reads besides its data; verl opens some of them only when workers and engines have started."""
+    for key in FILES:
+        path = OmegaConf.select(config, key)
+        if path is not None:
+            _require_path(key, path)
+    if OmegaConf.select(config, "trainer.resume_mode") == "resume_path":
+        _require_path("trainer.resume_from_path", OmegaConf.select(config, "trainer.resume_from_path"))
+
+
+INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files)
 MODE_CHECKS = (
     _check_engine,
     _check_tail,

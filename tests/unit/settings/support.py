@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from partial_rollout.settings.by_hand import ByHand
+from omegaconf import OmegaConf
+
+from partial_rollout.settings.by_hand import ByHand, leaves
 from partial_rollout.settings.changes import Change, Changes
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import apply_mode
@@ -35,3 +37,20 @@ def apply(config: DictConfig, *overrides: str) -> tuple[Change, ...]:
     if changes.refused:
         raise changes.refused[0]
     return tuple(changes.made)
+
+
+def values(config: DictConfig) -> dict[str, Any]:
+    """Every value of a configuration by its dotted key, interpolations unresolved."""
+    container: Any = OmegaConf.to_container(config)
+    return dict(leaves(container))
+
+
+def unlisted(before: dict[str, Any], after: dict[str, Any], made: Iterable[Change]) -> list[str]:
+    """Keys that differ, and that no listed change names."""
+    listed = [change.key for change in made]
+    return [
+        key
+        for key in {*before, *after}
+        if before.get(key) != after.get(key)
+        and not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in listed)
+    ]

@@ -8,18 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import ConfigError
-from partial_rollout.settings.by_hand import ByHand, leaves, verl_defaults
-from tests.unit.settings.support import apply
+from partial_rollout.settings.by_hand import ByHand, verl_defaults
+from tests.unit.settings.support import apply, unlisted, values
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from tests.unit.settings.support import Composed
-
-
-def values(config: DictConfig) -> dict[str, Any]:
-    container: Any = OmegaConf.to_container(config)
-    return dict(leaves(container))
 
 
 @pytest.mark.parametrize(
@@ -37,14 +30,7 @@ def test_every_change_is_listed_with_its_old_and_new_value(composed: Composed, c
     before = values(config)
     made = apply(config)
     after = values(config)
-    listed = [change.key for change in made]
-    differing = [key for key in {*before, *after} if before.get(key) != after.get(key)]
-    unlisted = [
-        key
-        for key in differing
-        if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in listed)
-    ]
-    assert unlisted == []
+    assert unlisted(before, after, made) == []
     assert all(change.before != change.after and change.why for change in made)
     for change in made:
         assert OmegaConf.select(config, change.key) == change.after

@@ -1,0 +1,414 @@
+"""What is supported: one table, from which `doctor` speaks and the document's table is made.
+
+Each row says when it applies to a composed configuration, and has an example to which it applies.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from partial_rollout.settings.derived import ADAPTER_RANKS, has_own_reference, num_devices, sequence_parallel_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from omegaconf import DictConfig
+
+TESTED = "in the tests"
+SEEN = "seen once"
+UNTRIED = "not tried"
+REFUSED = "refused"
+ROLLOUT = "actor_rollout_ref.rollout"
+REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A part of a job, with what is known of it."""
+
+    part: str
+    what: str
+    state: str
+    """One of the four above."""
+    where: str
+    """Where it was run, or why it is refused or not tried."""
+    applies: Callable[[DictConfig], bool] | None = None
+    """None: it cannot be seen in a configuration."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that make the quickstart's configuration one to which the row applies."""
+    also: str = ""
+    """What the document says besides the state."""
+
+
+def _of(config: DictConfig, key: str, default: Any = None) -> Any:
+    value = OmegaConf.select(config, key)
+    return default if value is None else value
+
+
+def _is(key: str, *values: Any) -> Callable[[DictConfig], bool]:
+    return lambda config: _of(config, key) in values
+
+
+def _above(key: str, least: int) -> Callable[[DictConfig], bool]:
+    return lambda config: _of(config, key, 0) > least
+
+
+def _engine_devices(config: DictConfig) -> int:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    sizes = [_of(config, f"{ROLLOUT}.{name}", 1) for name in names]
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+def _vllm_on(device: str) -> Callable[[DictConfig], bool]:
+    return lambda config: _of(config, f"{ROLLOUT}.name") == "vllm" and _of(config, "trainer.device") == device
+
+
+def _has_adapter(config: DictConfig) -> bool:
+    return any(_of(config, f"actor_rollout_ref.{key}", 0) > 0 for key in ADAPTER_RANKS)
+
+
+def _has_critic(config: DictConfig) -> bool:
+    chosen = _of(config, "critic.enable")
+    return bool(_of(config, "algorithm.adv_estimator") == "gae" if chosen is None else chosen)
+
+
+def _is_one_call(config: DictConfig) -> bool:
+    return not _calls_tools(config)
+
+
+def _calls_tools(config: DictConfig) -> bool:
+    agent = _of(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
+    named = _of(config, f"{ROLLOUT}.agent.agent_loop_config_path") is not None
+    return bool(_of(config, f"{ROLLOUT}.multi_turn.enable")) or agent != "single_turn_agent" or named
+
+
+def _shares_reward_devices(config: DictConfig) -> bool:
+    return _has_reward_model(config) and not _of(config, "reward.reward_model.enable_resource_pool")
+
+
+def _has_reward_model(config: DictConfig) -> bool:
+    return bool(_of(config, "reward.reward_model.enable"))
+
+
+def _takes_media(config: DictConfig) -> bool:
+    """By the model's own configuration where it is on this machine, else by its name."""
+    path = str(_of(config, "actor_rollout_ref.model.path", ""))
+    file = Path(path).expanduser() / MODEL_FILE
+    if file.is_file():
+        return "vision_config" in file.read_text(encoding="utf-8")
+    return MEDIA.search(path) is not None
+
+
+def _own_pool(config: DictConfig) -> bool:
+    return _has_reward_model(config) and not _shares_reward_devices(config)
+
+
+OTHER_ESTIMATORS = ("rloo", "rloo_vectorized", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo")
+TRIED_ESTIMATORS = ("grpo", "gae", "remax", *OTHER_ESTIMATORS)
+MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z])")
+"""In the names of models that take more than text."""
+MODEL_FILE = "config.json"
+
+ROWS = (
+    Row("engine", "vLLM, CPU build 0.28.0", TESTED, "`tests/engine`, `tests/e2e`", _vllm_on("cpu")),
+    Row(
+        "engine",
+        "vLLM 0.24.0 on GPUs",
+        SEEN,
+        "[results on GPUs](results/gpu.md)",
+        _vllm_on("cuda"),
+        {"trainer.device": "cuda"},
+    ),
+    Row(
+        "engine",
+        "vLLM on other devices",
+        UNTRIED,
+        "weights travel by verl's way",
+        lambda config: _of(config, "trainer.device") not in ("cpu", "cuda"),
+        {"trainer.device": "npu"},
+    ),
+    Row(
+        "engine",
+        "tensor parallel",
+        TESTED,
+        "`tests/engine/test_weight_channel.py`",
+        _above(f"{ROLLOUT}.tensor_model_parallel_size", 1),
+        {f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
+        also="on a CPU the weight channel; seen once with 2 GPUs",
+    ),
+    Row(
+        "engine",
+        "several replicas",
+        TESTED,
+        "`tests/engine/test_weight_channel.py`",
+        lambda config: num_devices(config) > _engine_devices(config),
+        {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
+        also="on a CPU the weight channel; seen once with 2",
+    ),
+    Row(
+        "engine",
+        "data-parallel engines",
+        UNTRIED,
+        "each engine has its own KV",
+        _above(f"{ROLLOUT}.data_parallel_size", 1),
+        {f"{ROLLOUT}.data_parallel_size": 2},
+        also="refused with modes that retain KV",
+    ),
+    Row(
+        "engine",
+        "pipeline-parallel or expert-parallel engines",
+        UNTRIED,
+        "no job of this size was run",
+        lambda config: any(
+            _of(config, f"{ROLLOUT}.{name}", 1) > 1 for name in ("pipeline_model_parallel_size", "expert_parallel_size")
+        ),
+        {f"{ROLLOUT}.expert_parallel_size": 2},
+    ),
+    Row(
+        "engine",
+        "weights quantised on arrival",
+        UNTRIED,
+        "they travel by verl's way",
+        lambda config: _of(config, f"{ROLLOUT}.quantization") is not None,
+        {f"{ROLLOUT}.quantization": "fp8"},
+    ),
+    Row(
+        "engine",
+        "several nodes",
+        UNTRIED,
+        "an engine over several nodes is not relaunched",
+        _above("trainer.nnodes", 1),
+        {"trainer.nnodes": 2},
+    ),
+    Row(
+        "engine",
+        "SGLang, TensorRT-LLM",
+        REFUSED,
+        "gate, drain and weight channel are built on vLLM",
+        lambda config: _of(config, f"{ROLLOUT}.name") != "vllm",
+        {f"{ROLLOUT}.name": "sglang"},
+    ),
+    Row("trainer", "FSDP2", TESTED, "the quickstart's strategy", _is(f"{ACTOR}.strategy", "fsdp2")),
+    Row(
+        "trainer",
+        "FSDP",
+        SEEN,
+        "the recipes' strategy on GPUs",
+        _is(f"{ACTOR}.strategy", "fsdp"),
+        {f"{ACTOR}.strategy": "fsdp"},
+    ),
+    Row(
+        "trainer",
+        "Megatron, VeOmni, TorchTitan and others",
+        UNTRIED,
+        "with `partial_rollout.packing.planner=verl`; our planner needs verl's FSDP engine",
+        lambda config: _of(config, f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
+        {f"{ACTOR}.strategy": "megatron", "partial_rollout.packing.planner": "verl"},
+        also="refused with our planner",
+    ),
+    Row(
+        "trainer",
+        "sequence parallel (Ulysses)",
+        UNTRIED,
+        "its plans are tested, no job was run",
+        lambda config: _of(config, f"{ACTOR}.strategy") in ("fsdp", "fsdp2") and sequence_parallel_size(config) > 1,
+        {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2, "trainer.n_gpus_per_node": 2},
+    ),
+    Row(
+        "trainer",
+        "critic (GAE and other losses that need one)",
+        UNTRIED,
+        "it keeps verl's micro-batches",
+        _has_critic,
+        {"algorithm.adv_estimator": "gae"},
+    ),
+    Row(
+        "trainer",
+        "reference model (KL in loss or reward)",
+        UNTRIED,
+        "it gets the actor's micro-batches",
+        has_own_reference,
+        {f"{ACTOR}.use_kl_loss": True},
+    ),
+    Row(
+        "trainer",
+        "LoRA on a CPU",
+        TESTED,
+        "`tests/engine/test_lora_update.py`; weights below an adapter travel by verl's way",
+        lambda config: _has_adapter(config) and _of(config, "trainer.device") == "cpu",
+        {"actor_rollout_ref.model.lora_rank": 8},
+        also="adapters are sent to engines; refused with `keep_kv`",
+    ),
+    Row(
+        "trainer",
+        "LoRA on GPUs",
+        UNTRIED,
+        "what differs is how the weights below an adapter travel",
+        lambda config: _has_adapter(config) and _of(config, "trainer.device") != "cpu",
+        {"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cuda"},
+    ),
+    Row(
+        "trainer",
+        "distillation from a teacher",
+        UNTRIED,
+        "the teacher's log-probs of a continued response were not looked at",
+        _is("distillation.enabled", True),
+        {"distillation.enabled": True},
+    ),
+    Row("algorithm", "GRPO, DAPO's losses", TESTED, "`configs/recipe/*.yaml`", _is("algorithm.adv_estimator", "grpo")),
+    Row(
+        "algorithm",
+        "policy losses of verl other than PPO's (GSPO, CISPO, ...)",
+        UNTRIED,
+        "nothing of theirs depends on how a response came about",
+        lambda config: _of(config, f"{ACTOR}.policy_loss.loss_mode", "vanilla") != "vanilla",
+        {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+    ),
+    Row(
+        "algorithm",
+        "RLOO, REINFORCE++, OPO",
+        UNTRIED,
+        "nothing of theirs depends on how a response came about",
+        _is("algorithm.adv_estimator", *OTHER_ESTIMATORS),
+        {"algorithm.adv_estimator": "rloo"},
+    ),
+    Row(
+        "algorithm",
+        "other estimators",
+        UNTRIED,
+        "nobody has looked at them",
+        lambda config: _of(config, "algorithm.adv_estimator") not in TRIED_ESTIMATORS,
+        {"algorithm.adv_estimator": "gpg"},
+    ),
+    Row(
+        "algorithm",
+        "ReMax",
+        REFUSED,
+        "it needs a greedy baseline from the same weights as the sampled response",
+        _is("algorithm.adv_estimator", "remax"),
+        {"algorithm.adv_estimator": "remax"},
+    ),
+    Row(
+        "algorithm",
+        "`filter_groups` (DAPO's dynamic sampling)",
+        REFUSED,
+        "not implemented: dropped groups would have to be replaced while a batch is open",
+        _is("algorithm.filter_groups.enable", True),
+        {"algorithm.filter_groups.enable": True},
+    ),
+    Row(
+        "algorithm",
+        "`rollout.full_determinism`",
+        REFUSED,
+        "what is interrupted depends on the clock",
+        _is(f"{ROLLOUT}.full_determinism", True),
+        {f"{ROLLOUT}.full_determinism": True},
+    ),
+    Row(
+        "reward",
+        "functions, rule-based or your own",
+        TESTED,
+        "`tests/e2e`",
+        lambda config: not _has_reward_model(config),
+    ),
+    Row(
+        "reward",
+        "reward model on GPUs of its own",
+        UNTRIED,
+        "no job was run",
+        _own_pool,
+        {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True},
+    ),
+    Row(
+        "reward",
+        "reward model on the engines' GPUs",
+        REFUSED,
+        "it puts engines to sleep while they generate",
+        _shares_reward_devices,
+        {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": False},
+    ),
+    Row("agent loop", "single turn", TESTED, "`tests/e2e`", _is_one_call),
+    Row(
+        "agent loop",
+        "several calls of one trajectory; tools",
+        SEEN,
+        "the tool recipe; its random model called no tool",
+        _calls_tools,
+        {f"{ROLLOUT}.multi_turn.enable": True},
+        also="in the tests with a scripted agent",
+    ),
+    Row(
+        "agent loop",
+        "images, video, audio as input",
+        UNTRIED,
+        "with `keep_kv` such a request is aborted and sent again",
+        _takes_media,
+        {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-VL-7B-Instruct"},
+    ),
+    Row(
+        "sampling",
+        "`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop_token_ids`, `min_tokens`, "
+        "`ignore_eos`",
+        TESTED,
+        "limits count over the whole response",
+    ),
+    Row(
+        "sampling",
+        "`stop` strings, `bad_words`, `presence_penalty`, `frequency_penalty`, `structured_outputs`, "
+        "`repetition_detection`, `thinking_token_budget`",
+        REFUSED,
+        "their state in the engine covers one request; a continued response would start it anew",
+    ),
+    Row(
+        "other",
+        "routing replay",
+        UNTRIED,
+        "tokens come with a request's end only",
+        lambda config: (
+            bool(_of(config, f"{ROLLOUT}.enable_rollout_routing_replay"))
+            or any(_of(config, f"{ACTOR}.{key}.mode", "disabled") != "disabled" for key in REPLAYS)
+        ),
+        {f"{ROLLOUT}.enable_rollout_routing_replay": True},
+        also="refused with `keep_kv` and `offload_kv`",
+    ),
+    Row(
+        "other",
+        "draft models (MTP)",
+        UNTRIED,
+        "tokens come with a request's end only",
+        _is(f"{ROLLOUT}.mtp.enable_rollout", True),
+        {f"{ROLLOUT}.mtp.enable_rollout": True},
+        also="refused with `keep_kv`",
+    ),
+    Row(
+        "other",
+        "separate prefill and decode engines",
+        UNTRIED,
+        "weights travel by verl's way",
+        _is(f"{ROLLOUT}.disaggregation.enabled", True),
+        {f"{ROLLOUT}.disaggregation.enabled": True},
+        also="refused with modes that retain KV",
+    ),
+)
+
+
+def rows_of(config: DictConfig) -> list[Row]:
+    """The rows that apply to a composed configuration."""
+    return [row for row in ROWS if row.applies is not None and row.applies(config)]
+
+
+def table() -> str:
+    """As Markdown; a part is named in its first row only."""
+    lines, last = ["| part | value | state | why, or where |", "|---|---|---|---|"], ""
+    for row in ROWS:
+        state = f"{row.state}; {row.also}" if row.also else row.state
+        part = row.part if row.part != last else ""
+        lines.append(f"| {part} | {row.what} | {state} | {row.where} |".replace("|  |", "| |", 1))
+        last = row.part
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,74 @@
+"""Keys of verl's configuration that do not exist, and what was perhaps meant. Keys of ours: `command_line`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+from partial_rollout.settings.by_hand import GENERATED, override_key, verl_defaults
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+CLOSE = 0.82
+"""Two names that are at least this alike (difflib's ratio) are taken for a slip of the pen."""
+VERY_CLOSE = 0.9
+"""The same for keys that were added on purpose: engines have options with names like verl's."""
+NOT_THERE = re.compile(r"Could not override '([^']+)'")
+"""Hydra's words for a key that no configuration file has."""
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every key of verl's configuration with any backend, and the blocks that they are in."""
+    leaves = [key for strategy in ("fsdp", *GENERATED) for key in verl_defaults(strategy)]
+    blocks = {key[:position] for key in leaves for position, letter in enumerate(key) if letter == "."}
+    return frozenset({*leaves, *blocks})
+
+
+def guess(key: str, known: Collection[str]) -> str | None:
+    """The known key that was perhaps meant by an unknown one.
+
+    >>> guess("data.train_btach_size", ["data.train_batch_size", "data.val_batch_size"])
+    'data.train_batch_size'
+    >>> guess("rollout.tensor_model_parallel_size", ["actor_rollout_ref.rollout.tensor_model_parallel_size"])
+    'actor_rollout_ref.rollout.tensor_model_parallel_size'
+    >>> guess("mine.alone", ["trainer.nnodes"])
+    """
+    parent, _, last = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    near = difflib.get_close_matches(last, sorted(beside), 1, CLOSE)
+    if near:
+        return beside[near[0]]
+    same_end = sorted((name for name in known if name.endswith(f".{key}")), key=len)
+    same_name = [name for name in known if name.rpartition(".")[2] == last] if parent else []
+    nearest = difflib.get_close_matches(key, sorted(same_name), 1, 0)
+    close = [] if parent in known else difflib.get_close_matches(key, sorted(known), 1, CLOSE)
+    return next(iter([*same_end, *nearest, *close]), None)
+
+
+def unknown_key(text: str) -> str | None:
+    """One sentence for Hydra's error about a key that does not exist; None for another error."""
+    match = NOT_THERE.search(text)
+    if match is None:
+        return None
+    key = match[1]
+    meant = guess(key, known_keys())
+    said = f": did you mean {meant}?" if meant else ""
+    return f"unknown key {key}{said} (a key that verl reads but does not list is added with +{key}=...)"
+
+
+def added_by_mistake(overrides: Iterable[str]) -> dict[str, str]:
+    """Keys added with `+` that look like a mistyped key of verl's; and that key."""
+    added = [override_key(override) for override in overrides if override.startswith("+")]
+    known = known_keys()
+    found: dict[str, str] = {}
+    for key in added:
+        parent, _, last = key.rpartition(".")
+        beside = {name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}
+        near = difflib.get_close_matches(last, sorted(beside), 1, VERY_CLOSE)
+        if near and key not in known:
+            found[key] = f"{parent}.{near[0]}"
+    return found

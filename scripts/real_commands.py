@@ -1,0 +1,88 @@
+"""Writes docs/real-commands.md: what `doctor` says of command lines of verl's example scripts.
+
+    python -m scripts.real_commands [--write]
+
+The command lines are in tests/fixtures/verl_commands.txt: overrides as the scripts give them to verl, without names of
+projects and loggers. DATA stands for a data file that is there, FILE for another file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partial_rollout.doctor import UNTRIED, diagnose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from partial_rollout.doctor import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURE = ROOT / "tests" / "fixtures" / "verl_commands.txt"
+PAGE = ROOT / "docs" / "real-commands.md"
+BEGIN, END = "<!-- commands: begin -->", "<!-- commands: end -->"
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    """The words of each command by the name of its script; DATA and FILE are made in `folder`."""
+    data, other = folder / "DATA", folder / "FILE"
+    data.touch()
+    other.touch()
+    found: dict[str, list[str]] = {}
+    source = ""
+    for line in FIXTURE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            source = line.removeprefix("# ")
+            found[source] = []
+        else:
+            found[source] += shlex.split(line.replace("=DATA", f"={data}").replace("=FILE", f"={other}"))
+    return found
+
+
+def verdict(report: Report) -> str:
+    """In one cell of a table."""
+    blocked = [text for heading, text in report.lines if heading == "blocked"]
+    if blocked:
+        return "blocked: " + "<br>".join(blocked)
+    untried = [text.partition(":")[0] for heading, text in report.lines if heading == UNTRIED]
+    return f"can start; not tried: {'; '.join(untried)}" if untried else "works"
+
+
+def table(verdicts: Iterable[tuple[str, str]]) -> str:
+    """As Markdown."""
+    lines = ["| script | what doctor says |", "|---|---|"]
+    for source, said in verdicts:
+        place, _, script = source.partition(" ")
+        name = place.partition("@")[0].partition("/")[2]
+        lines.append(f"| {name}: {script} | {said.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, made: str) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{made}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write it into the page")
+    write = parser.parse_args().write
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # relative paths of the scripts are nowhere
+        os.environ.pop("HF_HUB_OFFLINE", None)
+        made = table((source, verdict(diagnose(words))) for source, words in commands(Path(folder)).items())
+    if write:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+    else:
+        print(made, end="")
+
+
+if __name__ == "__main__":
+    main()

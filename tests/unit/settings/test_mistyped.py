@@ -1,0 +1,41 @@
+"""Mistyped keys of verl are told with the key that was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from partial_rollout.doctor import diagnose
+from partial_rollout.settings.mistyped import added_by_mistake, guess, known_keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("data.train_btach_size", "data.train_batch_size"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilisation", "actor_rollout_ref.rollout.gpu_memory_utilization"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("actor_rollout_ref.actor.fsdp.param_offload", "actor_rollout_ref.actor.fsdp_config.param_offload"),
+        ("actor_rollout_ref.actor.megatron.grad_offload", None),
+        ("mine.own", None),
+    ],
+)
+def test_a_guess_is_made_where_one_key_is_near(key: str, meant: str | None):
+    assert guess(key, known_keys()) == meant
+
+
+def test_doctor_tells_it_instead_of_hydras_advice_to_add_the_key():
+    report = diagnose(["data.train_btach_size=8"])
+    meant = "unknown key data.train_btach_size: did you mean data.train_batch_size? (a key that verl reads"
+    assert report.lines[0][1].startswith(meant)
+
+
+def test_only_a_key_very_near_to_one_of_verls_is_looked_at():
+    added = [
+        "+actor_rollout_ref.rollout.max_num_seq=8",
+        "+actor_rollout_ref.rollout.moe_tensor_parallel_size=2",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "+trainer.nnodes=1",
+    ]
+    assert added_by_mistake(added) == {
+        "actor_rollout_ref.rollout.max_num_seq": "actor_rollout_ref.rollout.max_num_seqs"
+    }

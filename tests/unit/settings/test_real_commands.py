@@ -1,0 +1,49 @@
+"""Command lines of verl's example scripts: what doctor says is what the start does, and nothing changes in silence."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.doctor import Report, describe
+from partial_rollout.errors import UserError
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.command_line import FLAG
+from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.prepare import prepare
+from scripts.real_commands import PAGE, commands, table, verdict, with_table
+from tests.unit.settings.support import unlisted, values
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath:UserWarning")
+def test_doctor_and_start_agree_on_commands_of_verls_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    verdicts: list[tuple[str, str]] = []
+    for source, words in commands(tmp_path).items():
+        report, line = Report(), CommandLine.parse(words)
+        try:
+            config = compose_line(resolve(line.with_flag(FLAG)))
+        except UserError as error:
+            report.block(error)
+            verdicts.append((source, verdict(report)))
+            continue
+        before, given = values(config), ByHand.read(line.overrides)
+        started = copy.deepcopy(config)
+        describe(report, config, line.overrides)
+        verdicts.append((source, verdict(report)))
+        if report.is_blocked:
+            with pytest.raises(UserError):
+                prepare(started, given)
+        else:
+            made = prepare(started, given).changes
+            assert unlisted(before, values(started), made) == [], source
+            assert not [change for change in made if given.has(change.key)], source
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(verdicts) >= 40
+    assert page == with_table(page, table(verdicts)), "run `python -m scripts.real_commands --write`"
