@@ -297,8 +297,9 @@ ROWS = (
     Row(
         "algorithm",
         "`filter_groups` (DAPO's dynamic sampling)",
-        REFUSED,
-        "not implemented: dropped groups would have to be replaced while a batch is open",
+        TESTED,
+        "as in verl's asynchronous modes: k groups without spread are dropped, k fresh prompts are sampled at once; "
+        "`max_num_gen_batches` is ignored with a warning",
         _is("algorithm.filter_groups.enable", True),
         {"algorithm.filter_groups.enable": True},
     ),
