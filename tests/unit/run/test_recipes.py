@@ -62,7 +62,7 @@ def _composed(words: tuple[str, ...]) -> Any:
 
 def test_every_recipe_has_its_baseline():
     assert {f"{Path(name).stem}_baseline.sh" for name in RECIPES} == set(ALL) - set(RECIPES)
-    assert len(RECIPES) == 6
+    assert len(RECIPES) == 9
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -163,6 +163,28 @@ def test_the_tool_recipe_names_the_tools_for_rollout_and_data():
     assert config.actor_rollout_ref.rollout.multi_turn.enable
     assert Path(config.actor_rollout_ref.rollout.multi_turn.tool_config_path).is_file()
     assert config.data.tool_config_path == config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+
+
+def test_the_reorder_recipe_begins_more_than_it_trains():
+    config = composed(command("run_qwen3-8b_reorder.sh"))
+    tail = read_block(config).tail
+    assert (tail.policy, tail.groups_per_round(config.data.train_batch_size)) == ("reorder", 320)
+    tail = read_block(composed(command("run_qwen3-8b_reorder.sh", GEN_BATCH_SIZE="300"))).tail
+    assert tail.groups_per_round(256) == 300
+
+
+def test_the_recipe_for_two_small_gpus_offloads_and_has_small_batches():
+    config = composed(command("run_qwen3-0.6b_two_small_gpus.sh"))
+    sharded = config.actor_rollout_ref.actor.fsdp_config
+    assert (sharded.param_offload, sharded.optimizer_offload) == (True, True)
+    assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (8, 2)
+    check_config(config, read_settings(config))
+
+
+def test_the_dapo_recipe_of_the_small_model_samples_dynamically():
+    config = composed(command("run_qwen3-0.6b_dapo_math.sh"))
+    assert config.algorithm.filter_groups.enable
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-0.6B"
 
 
 def test_missing_data_is_told_with_the_way_out():
