@@ -207,10 +207,10 @@ ROWS = (
         "trainer",
         "Megatron, VeOmni, TorchTitan and others",
         UNTRIED,
-        "with `partial_rollout.packing.planner=verl`; our planner needs verl's FSDP engine",
+        "they keep verl's micro-batches: our planner needs verl's FSDP engine",
         lambda config: _of(config, f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
-        {f"{ACTOR}.strategy": "megatron", "partial_rollout.packing.planner": "verl"},
-        also="refused with our planner",
+        {f"{ACTOR}.strategy": "megatron"},
+        also="refused with `partial_rollout.packing.planner=global`",
     ),
     Row(
         "trainer",

@@ -324,6 +324,17 @@ def _check_files(config: DictConfig) -> None:
         _require_path("trainer.resume_from_path", OmegaConf.select(config, "trainer.resume_from_path"))
 
 
+def _check_devices(config: DictConfig, settings: Settings) -> None:
+    """With verl's planner too, the devices are shared out in whole rows; `check_packing` says it for ours."""
+    size = sequence_parallel_size(config) if config.actor_rollout_ref.actor.strategy in PACKED_STRATEGIES else 1
+    given = (
+        f"sequence parallelism of {size} for trainer.nnodes x trainer.n_gpus_per_node = {num_devices(config)} devices"
+    )
+    fits = settings.block.packing.planner != "verl" or num_devices(config) % size == 0
+    key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    _require(fits, given, f"a divisor of the devices (set {key})")
+
+
 INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files)
 MODE_CHECKS = (
     _check_engine,
@@ -335,4 +346,5 @@ MODE_CHECKS = (
     _check_algorithm,
     _check_trainer,
     _check_weights,
+    _check_devices,
 )

@@ -289,3 +289,9 @@ def test_an_old_name_is_handed_on_as_the_new_one(composed: Composed):
     apply(config)
     assert config.partial_rollout.tail.policy == "wait"
     assert config.actor_rollout_ref.rollout.custom.partial_rollout.tail.policy == "wait"
+
+
+def test_sequence_parallelism_that_does_not_fit_the_devices_is_refused_with_verls_planner_too(composed: Composed):
+    sizes = {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 4, "trainer.n_gpus_per_node": 2}
+    with pytest.raises(ConfigError, match="sequence parallelism of 4 .* = 2 devices is not allowed: must be a divisor"):
+        check(composed({**sizes, "partial_rollout.packing.planner": "verl"}))
