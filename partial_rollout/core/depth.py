@@ -13,7 +13,7 @@ IDLE_BELOW = 0.85
 """Mean share of the slots in use below which they count as idle: with retained KV and enough prompts 0.89 to 0.90 was
 measured (docs/results/gpu.md)."""
 PATIENCE = 5
-"""Steps with idle slots before the queue gets deeper: steps differ by a factor of 2, and the first ones fill slots."""
+"""Steps whose mean counts: single steps differ by a factor of 2, and the first ones fill slots."""
 CHANGE = 0.5
 """Batches that are added or taken away at a time."""
 
@@ -56,20 +56,20 @@ class DepthController:
         self.depth = least
         self._patience = PATIENCE
         self._shares: list[float] = []
-        """Utilisation of the latest steps, as long as slots were idle in each."""
+        """Utilisation of the latest steps, since a prompt was pending or the depth changed."""
 
     def observe(self, load: StepLoad) -> DepthDecision:
         """Decide on the depth from the next step on."""
         before = self.depth
         if load.is_kv_full:
             return DepthDecision(before, self._back(), "the KV cache is full")
-        if load.pending or load.utilisation >= IDLE_BELOW:
+        if load.pending:
             self._shares.clear()
-            return DepthDecision(before, before, f"{load.utilisation:.0%} of the slots in use, {load.pending} pending")
-        self._shares.append(load.utilisation)
+            return DepthDecision(before, before, f"prompts pending: {load.pending}")
+        self._shares = [*self._shares, load.utilisation][-self._patience :]
         num_steps, mean = len(self._shares), sum(self._shares) / len(self._shares)
         reason = f"{mean:.0%} of the slots in use over {num_steps} steps, no prompt pending"
-        if num_steps >= self._patience and before < self._most:
+        if num_steps == self._patience and mean < IDLE_BELOW and before < self._most:
             self._shares.clear()
             self.depth = min(self._most, before + CHANGE)
         return DepthDecision(before, self.depth, reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from partial_rollout.core.depth import PATIENCE, DepthController, StepLoad
 
 IDLE = StepLoad(utilisation=0.6, pending=0, is_kv_full=False)
@@ -21,10 +19,16 @@ def test_five_idle_steps_make_the_queue_half_a_batch_deeper_up_to_its_bound():
     assert depths([IDLE] * 20) == [2.0] * 4 + [2.5] * 5 + [3.0] * 11
 
 
-@pytest.mark.parametrize("between", [BUSY, PENDING])
-def test_a_step_with_full_slots_or_pending_prompts_begins_the_count_again(between: StepLoad):
-    assert depths([IDLE] * 4 + [between] + [IDLE] * 4) == [2.0] * 9
-    assert depths([IDLE] * 4 + [between] + [IDLE] * 5)[-1] == 2.5
+def test_a_step_with_pending_prompts_begins_the_count_again():
+    assert depths([IDLE] * 4 + [PENDING] + [IDLE] * 4) == [2.0] * 9
+    assert depths([IDLE] * 4 + [PENDING] + [IDLE] * 5)[-1] == 2.5
+
+
+def test_the_mean_of_five_steps_counts_and_not_a_single_one():
+    high = StepLoad(utilisation=1.3, pending=0, is_kv_full=False)
+    assert depths([IDLE, BUSY] * 3) == [2.0] * 4 + [2.5] * 2
+    assert set(depths([IDLE, high] * 10)) == {2.0}
+    assert depths([high] * 30 + [IDLE] * 4)[-2:] == [2.0, 2.5]
 
 
 def test_slots_that_are_in_use_leave_the_depth_as_it_is():
@@ -38,6 +42,7 @@ def test_a_bound_on_staleness_is_kept():
 
 def test_a_full_cache_takes_back_what_was_added_and_never_more():
     assert depths([IDLE] * 10 + [FULL] * 4)[9:] == [3.0, 2.5, 2.0, 2.0, 2.0]
+    assert depths([IDLE] * 5 + [FULL], most=2.25)[-1] == 2.0
 
 
 def test_the_way_up_takes_longer_after_each_way_back():
@@ -56,4 +61,4 @@ def test_a_decision_says_what_was_seen():
     last = [controller.observe(IDLE) for _ in range(5)][-1]
     assert last.reason == "60% of the slots in use over 5 steps, no prompt pending"
     assert controller.observe(FULL).reason == "the KV cache is full"
-    assert controller.observe(PENDING).reason == "60% of the slots in use, 1 pending"
+    assert controller.observe(PENDING).reason == "prompts pending: 1"
