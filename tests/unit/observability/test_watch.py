@@ -274,6 +274,27 @@ def test_a_command_is_shown_and_its_exit_code_is_the_watchs(tmp_path: Path) -> N
     assert "a line that nobody sees" in (tmp_path / "run.log").read_text()
 
 
+def test_steps_of_verls_own_modes_are_shown_from_their_metrics_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.dumps({"step": number, "data": OURS}) for number in (1, 2)]
+    path = tmp_path / "other/metrics.jsonl"
+    path.parent.mkdir()
+    monkeypatch.setenv(watch.METRICS_VARIABLE, str(path))
+    out = io.StringIO()
+    seen = watch.Watch(tmp_path, Screen(out), since_s=1.0)
+    seen.look()
+    path.write_text(rows[0] + "\n" + rows[1][:20])
+    seen.look()
+    path.write_text("\n".join(rows))
+    seen.look()
+    seen.close(0)
+    lines = out.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == ["step 1", "step 2"]
+    assert "steps        2 in 16 s, 500 tokens/s" in lines
+    assert any(line.startswith("files") and str(path) in line for line in lines)
+
+
 def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "up")
     process = started(tmp_path, "wait")
