@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import preloaded
+
 if os.environ.get("PARTIAL_ROLLOUT_OMNI") == "1":
     import vllm_omni  # noqa: F401 - `make test-omni`: it must be here
 else:
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.omni.support import Rig
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ray's workers have Ray only: vllm-omni changes vLLM when it is imported, and must come first."""
+    from tests.conftest import start_nursery
+
+    modules = {preloaded.FIRST: (), preloaded.JOB: ("ray._private.workers.default_worker",)}
+    return start_nursery(tmp_path_factory, modules)
 
 
 @pytest.fixture(scope="session")
