@@ -57,6 +57,8 @@ SOCKET, COMMAND = "socket", "python"
 """Files in a nursery's folder: its address, and what stands for `python`."""
 MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 """Variable by which tests find the processes of a job; see `nursery.Mark`."""
+LEFT_BY_IMPORTS: dict[str, str] = {}
+"""In a nursery and its forks: variables that its imports have set, as they would have in each process by itself."""
 
 
 def nursery(base: Path, owner: int, modules: dict[str, tuple[str, ...]], **environment: str) -> Path:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from setproctitle import setproctitle
 
-from tests.preloaded import FIRST, MARK, ROOM, write_command
+from tests.preloaded import FIRST, LEFT_BY_IMPORTS, MARK, ROOM, write_command
 
 MAX_FILES = 250
 """Of one message; the kernel allows 253."""
@@ -155,7 +155,7 @@ class Nursery:
             os.dup2(fd, number, inheritable=True)
             os.close(fd)
         os.environ.clear()
-        os.environ.update(request.environment)
+        os.environ.update(LEFT_BY_IMPORTS | request.environment)
         os.chdir(request.folder)
         self._mark.write(request.environment)
 
@@ -240,8 +240,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
     listener, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     folder, kind = Path(sys.argv[3]), sys.argv[4]
+    before = dict(os.environ)
     for module in (folder / kind).read_text().split():
         importlib.import_module(module)
+    LEFT_BY_IMPORTS.update({name: value for name, value in os.environ.items() if before.get(name) != value})
     if kind == FIRST and "ray" in sys.modules:
         raise ImportError(f"one of {(folder / kind).read_text()} imports Ray, which no job's process may share")
     gc.freeze()  # no collection of a fork looks at what was imported, which would copy its memory

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 RUN = "0123456789abcdef" * 2
+SETTING = "tests.unit.preloaded.sets_a_variable"
 SCRIPT = """
 import os, sys
 has_own_group = os.getpgrp() == os.getpid()
@@ -58,7 +59,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "script.py").write_text(SCRIPT)
     folder = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))  # short: paths of sockets are limited to 107 bytes
     owner = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    nursery = preloaded.start(folder, owner.pid, {"first": ("wave",), "job": ("colorsys",)})
+    nursery = preloaded.start(folder, owner.pid, {"first": ("wave", SETTING), "job": ("colorsys",)})
 
     def start(*arguments: str, greeting: str = "hello", cwd: Path = tmp_path, **more: str) -> subprocess.Popen[str]:
         variables = os.environ | {"GREETING": greeting, MARK: RUN} | more
@@ -124,14 +125,15 @@ def test_what_a_worker_of_ray_spawns_is_a_fork_too_and_its_descendant(
 
 
 def test_workers_of_one_job_have_a_nursery_that_ends_with_their_raylet(started) -> None:
-    code = "import os, sys; print(os.getppid(), 'wave' in sys.modules, 'colorsys' in sys.modules)"
+    code = "import os, sys; print(os.getppid(), 'wave' in sys.modules, 'colorsys' in sys.modules, *words)"
+    code = f"import os; words = os.environ['SET_BY_AN_IMPORT'].split(); {code}"
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as raylet:
         variables = {"RAY_RAYLET_PID": str(raylet.pid), "RAY_JOB_ID": "01000000"}
         said = [started("-c", code, **variables).communicate("", timeout=TIMEOUT_S)[0].split() for _ in range(2)]
         other = started("-c", code, **variables | {"RAY_JOB_ID": "02000000"}).communicate("", timeout=TIMEOUT_S)[0]
         first, *rest = started("-c", code).communicate("", timeout=TIMEOUT_S)[0].split()
-        assert rest == ["True", "False"]
-        assert [words[1:] for words in (*said, other.split())] == [["True", "True"]] * 3
+        assert rest == ["True", "False", "yes"]
+        assert [words[1:] for words in (*said, other.split())] == [["True", "True", "yes"]] * 3
         assert said[0][0] == said[1][0]
         assert len({said[0][0], other.split()[0], first}) == 3
         nurseries = [psutil.Process(int(words[0])) for words in (said[0], other.split())]
