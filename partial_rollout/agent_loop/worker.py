@@ -75,7 +75,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
         client.before_segment, client.on_generation = self._before_segment, self._on_generation
-        client.on_segment = self._on_segment
+        client.on_segment, client.stop_tokenizer = self._on_segment, self.tokenizer
         self.llm_client = CountingClient(client, self._enter)
 
     async def ping(self) -> str:

@@ -6,6 +6,9 @@
 
 The token budget is one number for the whole response: all segments together have as many tokens as one uninterrupted
 request could have produced, and never more.
+
+A stop string may begin in one segment and end in the next, where the engine cannot see all of it. So once a response was
+interrupted, its tokens are looked through here, and it is cut where the engine would have stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from partial_rollout.errors import EngineError, InternalError, ResumeStalled
 from partial_rollout.types import ContextSpan, VersionSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    FindStop = Callable[[Sequence[int]], int | None]
+    """Takes the tokens of a response as they come; how many of these belong to it, if a stop string ends in them."""
 
 Span = TypeVar("Span", VersionSpan, ContextSpan)
 
@@ -45,6 +51,8 @@ class Segment:
     openings: int
     """Number of the gate's openings when the request passed; where it differs, the gate was closed in between."""
     context: Context
+    stop_string: str | None = None
+    """At which the engine ended the request, of the text that the engine saw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,11 @@ class ResumableGeneration:
         self.num_reprefilled_tokens = 0
         self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
+        self.make_finder: Callable[[], FindStop] | None = None
+        """Makes what looks for stop strings, from the response's first token on; None: it has none."""
+        self._find_stop: FindStop | None = None
+        self.num_cut = 0
+        """Tokens that the engine sampled after the end of a stop string that it could not see."""
         self._num_segments = 0
         self._last_version = 0
         self._stalled_at: int | None = None
@@ -208,6 +221,7 @@ class ResumableGeneration:
             ResumeStalled: interrupted twice without a token and without the gate having closed in between.
         """
         self._check(segment)
+        segment = self._until_stop(segment)
         if self._num_segments and segment.token_ids:  # else it may not have got to compute anything
             self.num_reprefilled_tokens += self.context_len - segment.context.num_reused_tokens
         self._add_log_probs(segment)
@@ -234,6 +248,25 @@ class ResumableGeneration:
             raise InternalError(f"{len(segment.log_probs)} log-probs for {len(segment.token_ids)} tokens")
         if segment.token_ids and len(self.token_ids) and (segment.log_probs is None) != (self.log_probs is None):
             raise InternalError("some segments have log-probs and some have none")
+
+    def _until_stop(self, segment: Segment) -> Segment:
+        """The segment up to the end of the response's first stop string."""
+        if self.make_finder is None:
+            return segment
+        if self._find_stop is None:
+            if not self.token_ids and segment.stop_reason != ABORTED:
+                return segment  # the engine has seen the whole response
+            self._find_stop = self.make_finder()
+            self._find_stop(self.token_ids)
+        num = self._find_stop(segment.token_ids)
+        if num is not None:
+            self.num_cut = len(segment.token_ids) - num
+            log_probs = None if segment.log_probs is None else segment.log_probs[:num]
+            return replace(segment, token_ids=segment.token_ids[:num], log_probs=log_probs, stop_reason=STOPPED)
+        if segment.stop_string is not None:
+            # The engine took something else for the text of the response, and stopped too early.
+            return replace(segment, stop_reason=ABORTED)
+        return segment
 
     def _add_log_probs(self, segment: Segment) -> None:
         # An interruption before the first token carries no log-probs, whatever was asked for.

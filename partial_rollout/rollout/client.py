@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import ray.actor
 
     from partial_rollout.core.interrupt import Retained
+    from partial_rollout.rollout.stop_strings import StopFinder
 
 UNRESUMABLE = (
-    "stop",
     "bad_words",
     "presence_penalty",
     "frequency_penalty",
@@ -47,6 +47,9 @@ FINGERPRINT = (
     "min_tokens",
     "stop_token_ids",
     "ignore_eos",
+    "stop",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
 )
 """Sampling parameters that must be the same when a restarted run goes on from saved tokens."""
 SEEN = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
@@ -66,6 +69,8 @@ class ResumingLLMServerClient(LLMServerClient):
     """Called with every new generation; a worker sets it to give a generation the tokens to go on from."""
     on_segment: Callable[[ResumableGeneration, Segment, str, float], None] | None = None
     """Called with every segment before it is added, the server it comes from, and the seconds that it took."""
+    stop_tokenizer: Any = None
+    """The model's tokenizer, which finds stop strings; a worker sets it."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **inputs: Any
@@ -77,7 +82,7 @@ class ResumingLLMServerClient(LLMServerClient):
         version, origin, num_tokens], see ContextSpan), num_cached_tokens (first segment's).
 
         Raises:
-            ConfigError: a sampling parameter that cannot be resumed exactly.
+            ConfigError: a sampling parameter that cannot be resumed exactly, or stop strings without a tokenizer.
             RunEnded: the run is over.
             EngineDead: the server or its engine died; names it.
             ActorLost: the load balancer died.
@@ -90,6 +95,8 @@ class ResumingLLMServerClient(LLMServerClient):
         seen = {key: inputs[key] for key in SEEN if _is_given(inputs.get(key))}
         digests = await asyncio.to_thread(_digests, seen) if seen else {}
         generation = _generation(prompt_ids, budget, sampling_params, digests)
+        if sampling_params.get("stop"):
+            generation.make_finder = await self._finder_factory(prompt_ids, sampling_params)
         if self.on_generation is not None:
             self.on_generation(generation)
         merged, retained = MergedFields(), None
@@ -139,6 +146,15 @@ class ResumingLLMServerClient(LLMServerClient):
         _SERVER_ID.set(server_id)
         return server_id, handle
 
+    async def _finder_factory(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Callable[[], StopFinder]:
+        if self.stop_tokenizer is None:
+            raise ConfigError(
+                f"sampling parameter stop={sampling_params['stop']!r} needs the model's tokenizer: set "
+                "`stop_tokenizer` of the client, as agent-loop workers do"
+            )
+        finder_class, params = await asyncio.to_thread(_import_finder), dict(sampling_params)
+        return lambda: finder_class(self.stop_tokenizer, prompt_ids, params)
+
     def _budget(self, prompt_len: int, sampling_params: dict[str, Any]) -> int:
         """Tokens of the whole response: the caller's limit, else verl's server default, within the context."""
         rollout = self.config.actor_rollout_ref.rollout
@@ -182,7 +198,7 @@ class MergedFields:
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""
         fields = dict(self._last.extra_fields) if self._last else {}
-        for name in ("gate_openings", "context"):
+        for name in ("gate_openings", "context", "stop_string"):
             fields.pop(name, None)
         fields |= {
             "global_steps": generation.max_version,
@@ -194,10 +210,11 @@ class MergedFields:
             "context_spans": [[s.kv_version, s.origin, s.num_tokens] for s in generation.context_spans],
             "num_cached_tokens": self._num_cached_tokens,
         }
+        experts, num_cut = self._routed_experts, generation.num_cut
         return TokenOutput(
             token_ids=generation.token_ids,
             log_probs=generation.log_probs,
-            routed_experts=self._routed_experts,
+            routed_experts=experts[:-num_cut] if experts is not None and num_cut else experts,
             stop_reason=generation.stop_reason,
             num_preempted=self._num_preempted,
             extra_fields=fields,
@@ -243,6 +260,13 @@ def _generation(
     )
 
 
+def _import_finder() -> type[StopFinder]:
+    """Bring in vLLM, which takes seconds and which a worker needs for stop strings only."""
+    from partial_rollout.rollout.stop_strings import StopFinder
+
+    return StopFinder
+
+
 def _refuse_unresumable(sampling_params: dict[str, Any]) -> None:
     for key in UNRESUMABLE:
         if sampling_params.get(key):
@@ -273,4 +297,5 @@ def _segment(output: TokenOutput) -> Segment:
         version=output.extra_fields["global_steps"],
         openings=output.extra_fields["gate_openings"],
         context=output.extra_fields["context"],
+        stop_string=output.extra_fields.get("stop_string"),
     )

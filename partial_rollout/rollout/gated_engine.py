@@ -65,6 +65,8 @@ class Passage:
     """Whether the request was still in the engine when this segment began."""
     kept_id: str | None = None
     """The engine's id of the request, if the request stays in the engine after this segment."""
+    stop_string: str | None = None
+    """The stop string at which the engine ended the request."""
 
 
 CURRENT_PASSAGE: ContextVar[Passage] = ContextVar("partial_rollout_passage")
@@ -123,6 +125,8 @@ class GatedEngine:
         if request.is_cut:
             self.kept.keep(request)
             passage.kept_id = request.queue.request_id
+        reason = output.outputs[0].stop_reason if output.outputs else None
+        passage.stop_string = reason if isinstance(reason, str) else None  # a number is a stop token
         yield output
 
     async def _add(
@@ -363,7 +367,7 @@ class Interruption:
 
     def nothing(self, version: int) -> dict[str, Any]:
         """Fields of an output for which no engine was asked."""
-        return {"context": Context(version, FRESH), "retained": None}
+        return {"context": Context(version, FRESH), "retained": None, "stop_string": None}
 
     def fields(self, passage: Passage, output: TokenOutput, *, version: int, context_len: int) -> dict[str, Any]:
         """Fields of a segment: how its context was computed, and what the segment leaves behind if it was interrupted.
@@ -379,7 +383,7 @@ class Interruption:
             num_cached_tokens=output.extra_fields.get("num_cached_tokens") or 0,
         )
         retained = self._retained(passage, output, version) if output.stop_reason == ABORTED else None
-        return {"context": context, "retained": retained}
+        return {"context": context, "retained": retained, "stop_string": passage.stop_string}
 
     def _retained(self, passage: Passage, output: TokenOutput, version: int) -> Retained | None:
         before = passage.retained

@@ -129,7 +129,8 @@ class PartialRolloutServer(ChannelServer):
 
         `stop_reason` is "aborted" for an interrupted segment. `extra_fields` holds `global_steps` (the weight version
         that sampled the tokens), `gate_openings`, `num_cached_tokens`, `context` (a Context), `retained` (to be given
-        with the resumption; None if there is nothing), and `rejected` for a request turned away.
+        with the resumption; None if there is nothing), `stop_string` (at which the engine ended the request), and
+        `rejected` for a request turned away.
 
         Raises:
             DataError: the prompt leaves no room in the context.

@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from partial_rollout.core.gate import GateState
 from partial_rollout.errors import ConfigError, DataError, RunEnded
@@ -144,5 +145,27 @@ async def test_rejected_requests_end_with_run_ended(engine):
 
 
 async def test_what_cannot_be_resumed_exactly_is_refused(engine):
-    with pytest.raises(ConfigError, match="stop"):
-        await engine.client.generate("s", prompt_ids=PROMPT, sampling_params={"stop": ["A"]})
+    with pytest.raises(ConfigError, match="bad_words"):
+        await engine.client.generate("s", prompt_ids=PROMPT, sampling_params={"bad_words": ["A"]})
+
+
+@pytest.mark.parametrize("min_tokens", [0, 70])
+async def test_a_stop_string_ends_a_response_that_is_interrupted_at_every_token_where_it_ends_in_one_request(
+    engine, min_tokens
+):
+    """The string is of several tokens, so that some interruption falls between them."""
+    tokenizer = engine.client.stop_tokenizer = AutoTokenizer.from_pretrained(engine.model_path)
+    whole = await engine.client.generate("w", prompt_ids=PROMPT, sampling_params=greedy())
+    stop = tokenizer.decode(whole.token_ids[60:75], skip_special_tokens=True)
+    params = greedy() | {"stop": ["never there", stop], "min_tokens": min_tokens}
+    reference = await engine.client.generate("r", prompt_ids=PROMPT, sampling_params=params)
+    assert 0 < len(reference.token_ids) < NUM_TOKENS
+    assert reference.extra_fields["num_interruptions"] == 0
+    task = asyncio.create_task(engine.client.generate("i", prompt_ids=PROMPT, sampling_params=params))
+    while not task.done():
+        await engine.replica.abort_all_requests()
+        await engine.replica.resume_generation()
+    output = await task
+    assert output.extra_fields["num_interruptions"] > 10
+    assert_same(output, reference)
+    assert sum(count for _, count in output.extra_fields["version_spans"]) == len(output.token_ids)

@@ -175,6 +175,7 @@ async def connected(monkeypatch, tmp_path):
     def verls_constructor(self):
         self.llm_client, self.config = client, OmegaConf.create({"algorithm": {}})
         self.reward_loop_worker_handles = None
+        self.tokenizer = WordTokenizer()
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
     monkeypatch.setattr(worker_module, "find_manager", lambda name: None)

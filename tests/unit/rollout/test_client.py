@@ -114,6 +114,58 @@ async def test_segments_are_stitched_and_accounted():
     assert client.released == ["server-7"] * 3
 
 
+class Letters:
+    """A tokenizer without a fast backend: token 5 is `f`, and so on."""
+
+    is_fast = False
+    all_special_ids = all_special_tokens = ()
+
+    def convert_ids_to_tokens(self, ids, skip_special_tokens=False):
+        return [chr(97 + each) for each in ids]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+    def get_added_vocab(self):
+        return {}
+
+    def __len__(self):
+        return 26
+
+
+async def test_a_stop_string_over_two_segments_cuts_the_response_with_all_that_belongs_to_its_tokens():
+    def experts(num_tokens):
+        return np.arange(num_tokens)
+
+    script = Script(
+        answer([5, 6], "aborted").model_copy(update={"routed_experts": experts(5)}),
+        answer([7, 8, 9], "completed", openings=1).model_copy(update={"routed_experts": experts(8)}),
+    )
+    client = make_client(script)
+    client.stop_tokenizer = Letters()
+    output = await generate(client, {"stop": "gh", "logprobs": True})
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6, 7], [-1.0] * 3, "completed")
+    assert output.routed_experts.tolist() == list(range(6))
+    assert output.extra_fields["version_spans"] == [[1, 3]]
+    assert {request["sampling_params"]["stop"] for request in script.requests} == {"gh"}
+
+
+async def test_a_stop_string_that_only_the_engine_saw_is_passed_over():
+    script = Script(
+        answer([5, 6], "aborted"),
+        answer([7], "completed", openings=1, stop_string="ab"),
+        answer([0, 1], "completed", openings=1, stop_string="ab"),
+    )
+    client = make_client(script)
+    client.stop_tokenizer = Letters()
+    assert (await generate(client, {"stop": ["ab"]})).token_ids == [5, 6, 7, 0, 1]
+
+
+async def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(ConfigError, match=r"stop='x' needs the model's tokenizer"):
+        await generate(make_client(Script()), {"stop": "x"})
+
+
 async def test_the_callers_parameters_are_not_touched():
     params = {"max_new_tokens": 5, "min_tokens": 3, "seed": 11}
     script = Script(answer([5, 6], "aborted"), answer([7], "completed", openings=1))
