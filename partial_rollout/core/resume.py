@@ -7,8 +7,8 @@
 The token budget is one number for the whole response: all segments together have as many tokens as one uninterrupted
 request could have produced, and never more.
 
-A stop string may begin in one segment and end in the next, where the engine cannot see all of it. So once a response was
-interrupted, its tokens are looked through here, and it is cut where the engine would have stopped.
+A stop string may begin in one segment and end in the next, where the engine cannot see all of it. So once a response
+was interrupted, its tokens are looked through here, and it is cut where the engine would have stopped.
 """
 
 from __future__ import annotations

@@ -361,7 +361,15 @@ ROWS = (
     ),
     Row(
         "sampling",
-        "`stop` strings, `bad_words`, `presence_penalty`, `frequency_penalty`, `structured_outputs`, "
+        "`stop` strings, with `include_stop_str_in_output`",
+        TESTED,
+        "looked for in the whole response. As in vLLM, the tokens of the string are in the response; the parameter is "
+        "about text, which training does not see. If a string falls on an interruption, the engine sees only a part of "
+        "it: then it goes on to the response's end, and what comes after the string is cut",
+    ),
+    Row(
+        "sampling",
+        "`bad_words`, `presence_penalty`, `frequency_penalty`, `structured_outputs`, "
         "`repetition_detection`, `thinking_token_budget`",
         REFUSED,
         "their state in the engine covers one request; a continued response would start it anew",
