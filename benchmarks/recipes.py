@@ -34,6 +34,9 @@ RECIPES = {
     "qwen3-0.6b_gsm8k_tool": "qwen3-0.6b",
     "qwen3-4b_gsm8k_grpo": "4b",
     "qwen3-4b_dapo_math": "4b",
+    "qwen3-0.6b_dapo_math": "qwen3-0.6b",
+    "qwen3-0.6b_two_small_gpus": "qwen3-0.6b",
+    "qwen3-8b_reorder": "8b",
 }
 """And the shape of the model of each."""
 MAX_POSITIONS = 4096

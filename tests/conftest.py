@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -139,3 +140,11 @@ def ray_cluster(nursery: Path):
     yield ray
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_logger_as_imported() -> None:
+    """What a test sets up in this package's logger ends with the test: `caplog` sees the messages of the next one."""
+    own = logging.getLogger("partial_rollout")
+    own.handlers, own.propagate = [], True
+    own.setLevel(logging.NOTSET)

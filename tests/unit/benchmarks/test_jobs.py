@@ -31,9 +31,8 @@ from benchmarks.jobs import (
 from benchmarks.training_job import LOG, SKIP, run_job
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.workload import workload
-from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.flag import apply_mode, is_enabled
-from partial_rollout.settings.refused import check_config
+from partial_rollout.settings.flag import is_enabled
+from tests.unit.settings.support import apply, check_ours
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -72,9 +71,8 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)
     assert config.actor_rollout_ref.model.use_fused_kernels
     if is_enabled(config):
-        ours = read_settings(config)
-        check_config(config, ours)
-        apply_mode(config, ours)
+        check_ours(config)
+        apply(config)
 
 
 def test_a_rollout_only_job_neither_updates_nor_computes_log_probs(tmp_path):

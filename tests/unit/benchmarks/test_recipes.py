@@ -16,12 +16,11 @@ from benchmarks import recipes
 from benchmarks.lanes import Lane
 from benchmarks.recipes import RECIPES, command, parser, variables, write_problems
 from partial_rollout.advise.result import read_result
-from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.flag import apply_mode, is_enabled
-from partial_rollout.settings.refused import check_config
+from partial_rollout.settings.flag import is_enabled
 from tests.unit.benchmarks.test_jobs import CONFIGS, WRITE
 from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell
+from tests.unit.settings.support import apply, check_ours
 
 
 def test_every_text_recipe_is_known():
@@ -56,9 +55,8 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
         config = compose("partial_rollout", overrides=given)
     assert is_enabled(config) == (not baseline)
     if not baseline:
-        settings = read_settings(config)
-        check_config(config, settings)
-        apply_mode(config, settings)
+        check_ours(config)
+        apply(config)
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
@@ -66,7 +64,7 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
     assert (data.train_batch_size, data.max_response_length) == (options.batch, options.response_tokens)
     assert config.trainer.total_training_steps == options.steps
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
-    assert config.actor_rollout_ref.model.use_fused_kernels
+    assert config.actor_rollout_ref.model.use_fused_kernels == (RECIPES[recipe] != "8b")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

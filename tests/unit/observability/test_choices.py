@@ -16,12 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_each_choice_is_a_line_and_but_for_open_ones_an_event(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    own = logging.getLogger(NAME)
-    monkeypatch.setattr(own, "handlers", list(own.handlers))
-    monkeypatch.setattr(own, "propagate", True)
+def test_each_choice_is_a_line_and_but_for_open_ones_an_event(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger=NAME)
     report_to(events.EventWriter(tmp_path, "driver"))
     tell([Choice(MODE_KEY, "auto", "auto", "a", "b"), Choice(MODE_KEY, "auto", "reuse_kv", "memory stays", "why")])

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Loggers as they were."""
-    own, root = logging.getLogger(NAME), logging.getLogger()
-    before = own.handlers, own.propagate, own.level, root.level
+    """The root logger as it was."""
+    root = logging.getLogger()
+    before = root.level
     yield
-    own.handlers, own.propagate = before[0], before[1]
-    own.setLevel(before[2])
-    root.setLevel(before[3])
+    root.setLevel(before)
 
 
 def test_a_message_is_written_once_whatever_the_root_logger_drops(capsys: pytest.CaptureFixture[str]):

@@ -217,7 +217,7 @@ def test_a_budget_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch, caplog
         ({}, {"planner": "global"}, "packing: planner=global (GlobalPlanner), rows are packed"),
         (
             {"model.use_remove_padding": False},
-            {},
+            {"planner": "global"},
             "packing: planner=global (PaddedPlanner), rows are padded to their longest sample, because"
             " model.use_remove_padding=False",
         ),

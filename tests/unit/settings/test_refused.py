@@ -200,7 +200,7 @@ def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group
     assert read_settings(config).slot_bounds == SlotBounds(least=8, most=3 * 16 * 4, group=4, num_workers=2)
     apply(config)
     assert config.actor_rollout_ref.rollout.disable_log_stats is False
-    apply(fixed := composed({}))
+    apply(fixed := composed({"partial_rollout.slots.adaptive": False}))
     assert fixed.actor_rollout_ref.rollout.disable_log_stats is True
 
 
@@ -217,7 +217,8 @@ def test_a_fetch_size_that_cannot_be_meant_for_us_is_left_to_verl(composed: Comp
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "hdfs://cluster/model"])
-def test_a_model_of_a_hub_is_not_looked_for_on_the_disk(composed: Composed, name: str):
+def test_a_model_of_a_hub_is_not_looked_for_on_the_disk(composed: Composed, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     check(composed({"actor_rollout_ref.model.path": name}))
 
 
@@ -280,6 +281,7 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
             "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
         ),
+        "actor_rollout_ref.rollout.disable_log_stats": False,
     }
     assert before.keys() - after.keys() <= {custom, "trainer.v1.sampler.custom_sampler"}
 

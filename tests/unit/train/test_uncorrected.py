@@ -12,9 +12,8 @@ from partial_rollout.train.uncorrected import UncorrectedTokens
 
 
 @pytest.fixture(autouse=True)
-def _heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def _heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(logging.getLogger("partial_rollout"), "propagate", True)  # another test may have ended it
 
 
 def look(shares: list[float], *, calculate_log_probs: bool = True, **correction: Any) -> None:
