@@ -1,7 +1,7 @@
 """Stands in for one process of a nursery: `python -I -S client.py SOCKET SCRIPT ARGS`, without any import of ours.
 
-It sends its arguments, environment, folder and open files, and waits for the exit status. If it is killed, the
-nursery kills the process; SIGTERM and SIGINT are passed on. It ends as its process did, by the same signal if by one.
+It sends its arguments, environment, folder, niceness and open files, and waits for the exit status. If it is killed,
+the nursery kills the process; SIGTERM and SIGINT are passed on. It ends as its process did, by the same signal if by one.
 
 A worker of Ray comes from the nursery of its raylet and job, which the first such client asks the first nursery for.
 """
@@ -57,6 +57,7 @@ def _asked(address: str, argv: list[str], files: dict[int, int], *, is_own: bool
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.connect(address)
     request = {"argv": argv, "environment": dict(os.environ), "folder": os.getcwd(), "files": list(files)}
+    request["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
     text = json.dumps(request | {"is_own": is_own}).encode()
     # With the first byte the files arrive.
     server.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.values()))])

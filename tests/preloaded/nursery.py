@@ -46,6 +46,8 @@ class Request:
     environment: dict[str, str]
     folder: str
     files: list[int]
+    niceness: int
+    """Ray's workers are nicer than others, and so is what they start: an engine must not outrun its agent loops."""
     is_own: bool
     """Whether the process ends with its client."""
 
@@ -157,6 +159,7 @@ class Nursery:
         os.environ.clear()
         os.environ.update(LEFT_BY_IMPORTS | request.environment)
         os.chdir(request.folder)
+        os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
         self._mark.write(request.environment)
 
 

@@ -61,18 +61,28 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     owner = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     nursery = preloaded.start(folder, owner.pid, {"first": ("wave", SETTING), "job": ("colorsys",)})
 
-    def start(*arguments: str, greeting: str = "hello", cwd: Path = tmp_path, **more: str) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, greeting: str = "hello", cwd: Path = tmp_path, niceness: int = 0, **more: str
+    ) -> subprocess.Popen[str]:
         variables = os.environ | {"GREETING": greeting, MARK: RUN} | more
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [preloaded.client(folder), *arguments], env=variables, cwd=cwd, stdin=pipe, stdout=pipe, text=True
-        )
+            ["nice", "-n", str(niceness), preloaded.client(folder), *arguments],
+            env=variables, cwd=cwd, stdin=pipe, stdout=pipe, text=True,
+        )  # fmt: skip
 
     yield start
     assert nursery.poll() is None
     owner.communicate(timeout=TIMEOUT_S)
     assert nursery.wait(TIMEOUT_S) == 0
     assert not folder.exists()
+
+
+def test_a_process_is_as_nice_as_its_client(started, tmp_path: Path) -> None:
+    """Ray's workers are; an engine that is not outruns the agent loops and rewards of its job."""
+    (tmp_path / "niceness.py").write_text("import os; print(os.getpriority(os.PRIO_PROCESS, 0))")
+    output, _ = started(str(tmp_path / "niceness.py"), niceness=5).communicate(timeout=TIMEOUT_S)
+    assert int(output) == os.getpriority(os.PRIO_PROCESS, 0) + 5
 
 
 def test_a_process_has_the_clients_arguments_environment_folder_and_files(started, tmp_path: Path) -> None:
