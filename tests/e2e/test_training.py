@@ -227,9 +227,11 @@ def test_fewer_rows_than_a_batch_are_told_before_an_engine_starts(task: Path, tm
 
 
 def test_a_failure_between_the_first_engine_and_the_first_step_leaves_nothing(task: Path, tmp_path: Path) -> None:
-    tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=/nowhere/tools.yaml"
-    job = run_job(task, tmp_path, FLAG, tools)
+    """verl loads the tools in the agent-loop workers; the file is there, its class is not."""
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools: [{class_name: nowhere.Tool, config: {type: native}}]")
+    job = run_job(task, tmp_path, FLAG, f"actor_rollout_ref.rollout.multi_turn.tool_config_path={file}")
     assert job.code == 1
-    assert "/nowhere/tools.yaml" in job.output
     assert "error: training failed" in job.output
+    assert "PartialRolloutAgentLoopWorker.__init__" in job.output
     assert job.survivors == []

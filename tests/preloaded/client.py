@@ -1,7 +1,8 @@
 """Stands in for one process of a nursery: `python -I -S client.py SOCKET SCRIPT ARGS`, without any import of ours.
 
 It sends its arguments, environment, folder, niceness and open files, and waits for the exit status. If it is killed,
-the nursery kills the process; SIGTERM and SIGINT are passed on. It ends as its process did, by the same signal if by one.
+the nursery kills the process; SIGTERM and SIGINT are passed on. It ends as its process did, by the same signal if by
+one.
 
 A worker of Ray comes from the nursery of its raylet and job, which the first such client asks the first nursery for.
 """

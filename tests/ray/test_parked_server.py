@@ -38,7 +38,7 @@ def start(server, count):
 def wait_until(get, server, name, at_least):
     """Ask the control group until a count is reached; it has no event to offer from outside."""
     deadline = time.monotonic() + WAIT_S
-    while getattr(get(server.rollout_statistics.remote()), name) < at_least:
+    while getattr(get(server.rollout_statistics.remote()).gate, name) < at_least:
         assert time.monotonic() < deadline, f"{name} never reached {at_least}"
 
 
@@ -54,7 +54,7 @@ def test_control_calls_answer_while_two_thousand_generates_are_parked(ray_cluste
     statistics = get(server.rollout_statistics.remote())
     assert (statistics.version, statistics.gate.in_flight, statistics.num_generated_tokens) == (7, 0, 0)
     get(server.resume_generation.remote())
-    wait_until(get, server, "running", resident)
+    wait_until(get, server, "in_flight", resident)
     # Drains those in the actor; the rest, if any, is let in by Ray as they return, and parks at the closed gate.
     assert get(server.abort_all_requests.remote())["aborted_count"] == resident
     wait_until(get, server, "parked", NUM_PARKED - resident)
@@ -68,7 +68,7 @@ def test_control_calls_answer_while_two_thousand_generates_are_parked(ray_cluste
 def test_control_calls_reach_the_engine_on_the_loop_it_was_launched_on(ray_cluster, server):
     get = ray_cluster.get
     requests = start(server, 1)
-    wait_until(get, server, "running", 1)
+    wait_until(get, server, "in_flight", 1)
     get(server.collective_rpc.remote("update_weights_from_ipc"))
     get(server.abort_all_requests.remote())
     get(requests)

@@ -17,6 +17,7 @@ from partial_rollout.launch import StartedRunner, end_with_checkpoint
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.types import PromptMeta
 
 TIMEOUT_S = 60.0
 WAITING = """
@@ -87,6 +88,7 @@ class Trainer:
 
     def run(self, name: str) -> str:
         manager = find_manager(name)
+        ray.get(manager.admit.remote([PromptMeta("a", 1, 3)]))  # which nobody generates
         ray.get(manager.report_step.remote(3, 2, "open"))
         try:
             ray.get(manager.take_batch.remote(1, 600.0))
