@@ -119,8 +119,8 @@ class TimeoutConfig(_Block):
     )
     stall_s: float = _bound_s(
         30.0,
-        "An engine that holds requests may generate nothing for so much longer than its longest pause before (ten "
-        "times that until its first tokens); then it is ended as a dead one.",
+        "An engine that holds requests may be silent for so long beyond its longest pause so far, and for ten times as "
+        "long (300 s by default) until its first tokens; then it is ended as a dead one.",
         who="engines that pause for longer on purpose",
     )
     call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
@@ -403,7 +403,7 @@ class PartialRolloutConfig(_Block):
     prefetch_factor: Annotated[float, Field(ge=1)] | Literal["auto"] = _key(
         AUTO,
         "Prompts in flight (pending + ongoing + done) are capped at prefetch_factor x data.train_batch_size; with "
-        "tail.policy=partial only. auto: 2, and where KV is retained up to 3 while slots idle; at most "
+        "tail.policy=partial only, which defers none. auto: 2, and where KV is retained up to 3 while slots idle; at most "
         "tail.max_staleness + 1.",
         who="runs that bound how old tokens become, or go deeper than auto",
         evidence="the measured runs with 3 are faster than with 2 where KV is retained",
