@@ -12,15 +12,18 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from partial_rollout.errors import UserError
+from partial_rollout.errors import ConfigError, UserError
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
-from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
+from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, TESTED, UNTRIED, rows_of
 from partial_rollout.settings.mistyped import added_by_mistake
 from partial_rollout.settings.prepare import examine
+from partial_rollout.settings.refused import check_counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,10 +76,16 @@ def diagnose(words: Sequence[str]) -> Report:
     try:
         line = CommandLine.parse(words)
         check_overrides(line.overrides)
-        config = compose_line(resolve(line.with_flag(FLAG)))
+        config = compose_line(resolve(line))
+        if not enable(config) and ByHand.read(line.overrides).has(FLAG):
+            report.add("look at", f"the command line turns {FLAG} off; this is what it would do with True")
         describe(report, config, line.overrides)
     except (UserError, OmegaConfBaseException) as error:
         report.block(error)
+    except HydraException as error:
+        report.block(ConfigError(explain(error)))
+    except TypeError as error:
+        report.block(ConfigError(f"a value has another type than its key takes (a number in quotes?): {error}"))
     return report
 
 
@@ -86,6 +95,7 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     Raises:
         ConfigError, OmegaConfBaseException: something cannot be read at all.
     """
+    check_counts(config)
     rows = rows_of(config)
     examined = examine(config, ByHand.read(overrides))
     for refusal in examined.refusals:

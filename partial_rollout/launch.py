@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError, RayTaskError
 
@@ -15,6 +16,7 @@ from partial_rollout.observability import stages
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.termination import heed_termination
+from partial_rollout.settings.compose import explain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +65,8 @@ def run(prepared: Prepared) -> None:
 
     try:
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except HydraException as error:  # what a dataclass of verl's refuses
+        raise ConfigError(f"verl refuses the configuration: {explain(error)}") from error
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"verl refuses the configuration: {error}") from error
     _require_estimator(str(config.algorithm.adv_estimator))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS, seconds_by_part
 
 if TYPE_CHECKING:
+    from partial_rollout.observability.events import Choice
     from partial_rollout.observability.record import RunRecord
 
 WINDOW = 10
@@ -20,6 +21,7 @@ WAITS = {
     "reward": "reward and storing",
     "held": "held back",
 }
+MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
 FEW_SLOTS, MANY_AGAIN = 0.75, 0.1
 """Share of slots in use, and share of trained tokens computed again, from which on another setting is worth a try."""
 
@@ -141,6 +143,7 @@ def next_step(record: RunRecord) -> str:
     dropped, used = dropped_by_reason(record), record.mean(f"{PREFIX}/slot_utilisation")
     trained = record.sum(f"{PREFIX}/response_tokens")
     again = record.sum(f"{PREFIX}/reprefilled_tokens") / trained if trained else 0.0
+    chosen = {choice.key: choice for choice in record.choices}
     if used is None:
         return (
             "run it with +async_training.partial_rollout=True too, and compare: python -m partial_rollout.compare A B"
@@ -148,16 +151,34 @@ def next_step(record: RunRecord) -> str:
     if dropped:
         return f"prompts were dropped ({', '.join(dropped)}): docs/troubleshooting.md says what each reason means"
     if again > MANY_AGAIN:
-        return (
-            f"{again:.0%} as many tokens as were trained were computed again: keep the KV of interrupted requests with "
-            "partial_rollout.tail.interrupt_mode=reuse_kv, where engines keep their memory (docs/modes.md)"
-        )
+        return f"{again:.0%} as many tokens as were trained were computed again: {_keep_kv(chosen.get(MODE_KEY))}"
     if used < FEW_SLOTS:
-        return (
-            f"slots were in use for {used:.0%}: partial_rollout.prefetch_factor=3 fills them, for older tokens "
-            "(docs/modes.md)"
-        )
+        return f"slots were in use for {used:.0%}: {_more_prompts(chosen.get(DEPTH_KEY))}"
     return "compare with the same command without the flag: python -m partial_rollout.compare A B"
+
+
+def _keep_kv(choice: Choice | None) -> str:
+    if choice is None:
+        return (
+            "keep the KV of interrupted requests with partial_rollout.tail.interrupt_mode=auto, or reuse_kv where "
+            "engines keep their memory (docs/modes.md)"
+        )
+    if choice.after == "abort":
+        return f"auto took abort ({choice.seen}: {choice.reason}); docs/modes.md says what keeps KV"
+    return (
+        f"auto took {choice.after}, and KV was evicted before it was used again: more KV memory, or fewer "
+        "partial_rollout.num_slots (docs/modes.md)"
+    )
+
+
+def _more_prompts(choice: Choice | None) -> str:
+    """`choice`: the latest of the number of batches in flight, where the run chose it."""
+    if choice is None:
+        return "partial_rollout.prefetch_factor=3 fills them, for older tokens (docs/modes.md)"
+    return (
+        f"auto keeps {choice.after} batches in flight ({choice.reason}); a partial_rollout.prefetch_factor set by hand "
+        "may fill them, for older tokens (docs/modes.md)"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -25,10 +25,10 @@ from omegaconf import OmegaConf
 from partial_rollout.core.interrupt import MODES
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import AUTO, BLOCK
-from partial_rollout.settings.by_hand import ByHand
-from partial_rollout.settings.derived import ADAPTER_RANKS, read_block, read_settings
+from partial_rollout.settings.by_hand import IN_FILE, ByHand
+from partial_rollout.settings.derived import ADAPTER_RANKS, depth_bounds, read_block, read_settings
 from partial_rollout.settings.flag import ROLLOUT
-from partial_rollout.settings.memory import GIB, Machine, host_need, model_sizes
+from partial_rollout.settings.memory import GIB, Machine, devices_of_engine, host_need, model_sizes, uncounted_state
 from partial_rollout.settings.refused import AT_THE_END, check_packing, unmet_needs
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.settings.changes import Changes
+    from partial_rollout.settings.memory import HostNeed
 
 MODE_KEY = f"{BLOCK}.tail.interrupt_mode"
 SIZE_KEY = f"{BLOCK}.tail.offload_gib"
@@ -94,7 +95,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
     return [
         *choices,
-        *_depth(block, mode),
+        *_depth(config, block, given, mode),
         *_slots(config, block, given, mode),
         *_planner(config, block),
         *_correction(config, given),
@@ -104,6 +105,13 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
 def take(changes: Changes) -> list[Choice]:
     """Choose, and write what is not open into the configuration. Only called when the flag is set."""
     choices = choose(changes.config, changes.by_hand)
+    mode = next((choice for choice in choices if choice.key == MODE_KEY), None)
+    size = OmegaConf.select(changes.config, SIZE_KEY)
+    if mode is not None and size is not None and mode.value not in (AUTO, "offload_kv"):
+        where = changes.by_hand.where(changes.config, SIZE_KEY) or IN_FILE
+        why = f"it has no use with {MODE_KEY}={mode.value}, which was chosen (seen: {mode.seen}; {mode.why})"
+        changes.refuse(SIZE_KEY, where, why, instead="leave it out")
+        choices.remove(mode)
     for choice in choices:
         # The number of batches in flight stays `auto`: it moves while the run goes on.
         if not choice.is_open and choice.key != DEPTH_KEY:
@@ -128,7 +136,8 @@ def is_corrected(config: DictConfig) -> bool:
     correction = OmegaConf.select(config, "algorithm.rollout_correction")
     if correction is None or not config.actor_rollout_ref.rollout.calculate_log_probs:
         return False
-    return any(correction.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+    weighs = correction.get("rollout_is") and correction.get("rollout_is_threshold") is not None
+    return bool(weighs or correction.get("rollout_rs") or correction.get("bypass_mode"))
 
 
 # ---- what an interrupted request leaves in its engine ----
@@ -137,15 +146,6 @@ def is_corrected(config: DictConfig) -> bool:
 def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Iterator[Choice]:
     if block.tail.interrupt_mode != AUTO:
         return
-    given = block.tail.offload_gib
-    for choice in _mode_and_size(config, block, machine):
-        yield choice
-        if given is not None and choice.key == MODE_KEY and choice.value not in (AUTO, "offload_kv"):
-            why = f"{choice.value} needs no host memory, and the size has no use"
-            yield Choice(SIZE_KEY, given, None, choice.seen, why, _PAGE)
-
-
-def _mode_and_size(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Iterator[Choice]:
     keeps = config.actor_rollout_ref.rollout.free_cache_engine is False
     memory = f"{ROLLOUT}.free_cache_engine={config.actor_rollout_ref.rollout.free_cache_engine}"
     if block.tail.policy == "wait":
@@ -172,11 +172,10 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         why = "engines release their memory; KV goes to the host memory that was set for it"
         yield _mode("offload_kv", f"{memory}, {SIZE_KEY}={given}", why)
         return
-    sizes = model_sizes(config)
-    need = host_need(config, read_settings(config).num_slots, sizes) if sizes else None
-    if need is None:
-        seen = f"{memory}, and of {config.actor_rollout_ref.model.path} no sizes of plain attention"
-        yield _mode("abort", seen, f"how much host memory its KV needs is not known; {SIZE_KEY} would say it")
+    need = _need(config)
+    if isinstance(need, str):
+        why = f"how much host memory KV and training need on a node is not known; {SIZE_KEY} would say KV's"
+        yield _mode("abort", f"{memory}, {need}", why)
         return
     wanted = f"the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB, training {need.state_bytes / GIB:.1f}"
     if machine is None:
@@ -189,6 +188,18 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         yield Choice(SIZE_KEY, None, gib, _room(machine), share, _PAGE)
     else:
         yield _mode("abort", seen, "too little host memory is left for the KV, so it is computed again")
+
+
+def _need(config: DictConfig) -> HostNeed | str:
+    """What a node needs of host memory, or what stands in the way of knowing it."""
+    sizes = model_sizes(config)
+    if sizes is None:
+        return f"of {config.actor_rollout_ref.model.path} no sizes of plain attention"
+    need = host_need(config, read_settings(config).num_slots, sizes)
+    if need is None:
+        devices = config.trainer.n_gpus_per_node
+        return f"an engine of {devices_of_engine(config)} devices on nodes with trainer.n_gpus_per_node={devices}"
+    return uncounted_state(config) or need
 
 
 def _not_offloaded(config: DictConfig, block: PartialRolloutConfig) -> str:
@@ -217,10 +228,11 @@ def _mode(value: str, seen: str, why: str) -> Choice:
 # ---- how many prompts are in flight, and how many trajectories are generated ----
 
 
-def _depth(block: PartialRolloutConfig, mode: str) -> Iterator[Choice]:
+def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str) -> Iterator[Choice]:
     if block.prefetch_factor != AUTO or block.tail.policy != "partial":
         return
     least, most = depth_bounds(block, mode)
+    tells_nothing = most > least and _has_no_statistics(config, given)
     seen = f"{MODE_KEY}={mode}"
     if block.tail.max_staleness is not None:
         seen += f", {BLOCK}.tail.max_staleness={block.tail.max_staleness}"
@@ -229,13 +241,14 @@ def _depth(block: PartialRolloutConfig, mode: str) -> Iterator[Choice]:
         why = (
             "more batches would only make tokens older" if mode == "abort" else "the bound on staleness allows no more"
         )
+    if tells_nothing:
+        seen = f"{STATISTICS_OFF}=True"
+        why = "two batches fill most slots; engines do not tell their load, so nothing says when more would be too many"
     yield Choice(DEPTH_KEY, AUTO, least, seen, why, "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost")
 
 
-def depth_bounds(block: PartialRolloutConfig, mode: str) -> tuple[float, float]:
-    """Batches in flight at the start and at most, with this interrupt mode; `auto` is taken for one that retains KV."""
-    least, most = block.depths
-    return (least, most) if mode == AUTO or MODES[mode].retains_kv else (least, least)
+def _has_no_statistics(config: DictConfig, given: ByHand) -> bool:
+    return given.has(STATISTICS_OFF) and bool(OmegaConf.select(config, STATISTICS_OFF))
 
 
 def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str) -> Iterator[Choice]:
@@ -248,7 +261,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         )
     elif block.num_slots is not None and not bounded:
         yield _adaptive(False, f"{BLOCK}.num_slots={block.num_slots}", "the number was set by hand")
-    elif given.has(STATISTICS_OFF) and OmegaConf.select(config, STATISTICS_OFF):
+    elif _has_no_statistics(config, given):
         yield _adaptive(False, f"{STATISTICS_OFF}=True", "it was set by hand, so engines do not tell their load")
     elif mode == "abort" and not bounded:
         yield _adaptive(False, f"{MODE_KEY}=abort", "of more requests at once more would be computed again")
@@ -301,6 +314,10 @@ def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
         if correction.get(key):
             yield Choice(CORRECTION_KEY, None, None, f"algorithm.rollout_correction.{key}={correction[key]}", why, page)
             return
+    if correction.get("rollout_is_threshold") is None:
+        seen = "algorithm.rollout_correction.rollout_is_threshold=null"
+        yield Choice(CORRECTION_KEY, None, None, seen, "verl weighs nothing without a threshold", page)
+        return
     log_probs = f"{ROLLOUT}.calculate_log_probs"
     if not OmegaConf.select(config, log_probs):
         yield Choice(CORRECTION_KEY, None, None, f"{log_probs}=False", "a correction compares log-probs", page)

@@ -82,11 +82,6 @@ class CommandLine:
             tuple(word for word in rest if not word.startswith("-")),
         )
 
-    def with_flag(self, flag: str) -> CommandLine:
-        """With `+flag=True`, if the command line does not name the flag."""
-        named = any(override_key(override) == flag for override in self.overrides)
-        return self if named else replace(self, overrides=(*self.overrides, f"+{flag}=True"))
-
     def arguments(self) -> list[str]:
         """As Hydra takes them."""
         given = (("--config-path", self.config_path), ("--config-name", self.config_name))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from partial_rollout.core.interrupt import MODES
 from partial_rollout.core.slots import SlotBounds, share_slots
 from partial_rollout.errors import ConfigError
-from partial_rollout.settings.block import BLOCK, PartialRolloutConfig, groups_in_flight
+from partial_rollout.settings.block import AUTO, BLOCK, PartialRolloutConfig, groups_in_flight
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -59,13 +60,19 @@ class Settings:
             ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.
         """
         group, slots, start = self.group, self.block.slots, self.num_slots
-        least = slots.least or group * self.num_workers
+        fewest = group * self.num_workers
+        least = slots.least or fewest
         most = slots.most or max(groups_in_flight(self.block.depths[1], self.batch) * group, start)
-        if not group * self.num_workers <= least <= start <= most:
+        if most < start:
             raise ConfigError(
-                f"{BLOCK}.slots.least={least} and {BLOCK}.slots.most={most} with {start} slots to start with is not "
-                f"allowed: must be at least rollout.n={group} for each of {self.num_workers} agent-loop workers, and "
-                f"with {BLOCK}.num_slots between them"
+                f"{BLOCK}.slots.most={most} is not allowed: must be at least the {start} slots to start with "
+                f"(raise it, or set {BLOCK}.num_slots={most})"
+            )
+        if not fewest <= least <= start:
+            raise ConfigError(
+                f"{BLOCK}.slots.least={least} is not allowed: must be at least {fewest}, rollout.n={group} for each of "
+                f"{self.num_workers} agent-loop workers, and at most the {start} slots to start with "
+                f"({BLOCK}.num_slots)"
             )
         return SlotBounds(least - least % group, most - most % group, group, self.num_workers)
 
@@ -138,6 +145,24 @@ def has_own_reference(config: DictConfig) -> bool:
     with_adapter = max(ranks) > 0 or OmegaConf.select(models, "model.lora_adapter_path") is not None
     needed = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     return needed and not with_adapter
+
+
+def needs_critic(config: DictConfig) -> bool:
+    """Whether a critic is trained beside the actor, as verl decides it."""
+    given = OmegaConf.select(config, "critic.enable")
+    return config.algorithm.adv_estimator == "gae" if given is None else bool(given)
+
+
+def depth_bounds(block: PartialRolloutConfig, mode: str) -> tuple[float, float]:
+    """Batches in flight at the start and at most, with this interrupt mode; `auto` is taken for one that retains KV."""
+    least, most = block.depths
+    return (least, most) if mode == AUTO or MODES[mode].retains_kv else (least, least)
+
+
+def depth_may_move(block: PartialRolloutConfig) -> bool:
+    """Whether the number of batches in flight follows the engines' load, which their statistics tell."""
+    least, most = depth_bounds(block, block.tail.interrupt_mode)
+    return block.tail.policy == "partial" and least < most
 
 
 def _uses_channel(config: DictConfig, block: PartialRolloutConfig) -> bool:

@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
+from partial_rollout.settings.command_line import FLAG
+from partial_rollout.settings.derived import depth_may_move
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -63,6 +65,17 @@ def is_enabled(config: DictConfig) -> bool:
     return value
 
 
+def enable(config: DictConfig) -> bool:
+    """Set the flag in a composed configuration; returns whether it was set before.
+
+    Raises:
+        ConfigError: as `is_enabled`.
+    """
+    was_enabled = is_enabled(config)
+    OmegaConf.update(config, FLAG, True, force_add=True)
+    return was_enabled
+
+
 def provide_attention(changes: Changes) -> None:
     """Let verl load `PACKED_ATTENTION` in every process that builds a model with it, in every mode."""
     for name in ("actor_rollout_ref.model", "critic.model"):
@@ -100,6 +113,9 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
         why = f"{BLOCK}.slots.adaptive reads the engines' statistics"
         off = f"leave it out, or set {BLOCK}.slots.adaptive=false"
         changes.replace(f"{ROLLOUT}.disable_log_stats", False, why, instead=off)
+    elif depth_may_move(settings.block) and not changes.by_hand.has(f"{ROLLOUT}.disable_log_stats"):
+        why = f"{BLOCK}.prefetch_factor=auto reads the engines' statistics"
+        changes.complete(f"{ROLLOUT}.disable_log_stats", False, why)
     if not verl_fetches_single_prompts(changes.config):
         why = "verl fetches prompts one by one in all modes but sync"
         changes.replace("data.gen_batch_size", 1, why, instead="leave it out")

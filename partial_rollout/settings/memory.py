@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partial_rollout.settings.derived import num_devices
+from omegaconf import OmegaConf
+
+from partial_rollout.settings.by_hand import leaves
+from partial_rollout.settings.derived import has_own_reference, needs_critic, num_devices
+from partial_rollout.settings.refused import PACKED_STRATEGIES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
 GIB = 1 << 30
@@ -21,6 +27,12 @@ LEAST_OF_NEED = 0.25
 STATE_BYTES = 12
 """Of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the float32
 weight and the optimizer's two moments."""
+COUNTED = (
+    "actor_rollout_ref.actor.fsdp_config.param_offload",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
+)
+"""Offloading that the arithmetic below knows; verl always offloads a reference with FSDP."""
 PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """`model_type` of models with the same KV in each layer; others have windows, states or latents."""
 KV_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -82,9 +94,8 @@ class HostNeed:
 
 def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed | None:
     """What the slots' KV and the training state need on a node; None if an engine is larger than a node."""
-    rollout, data, trainer = config.actor_rollout_ref.rollout, config.data, config.trainer
-    devices = rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
-    engines = trainer.n_gpus_per_node // devices
+    data, devices = config.data, devices_of_engine(config)
+    engines = config.trainer.n_gpus_per_node // devices
     if engines < 1:
         return None
     tokens = data.max_prompt_length + data.max_response_length
@@ -92,12 +103,49 @@ def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed
     return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
 
 
+def devices_of_engine(config: DictConfig) -> int:
+    """Devices of one engine without data parallelism."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
+
+
+def uncounted_state(config: DictConfig) -> str:
+    """What training keeps in host memory and `host_need` does not count, in words; empty if there is nothing."""
+    if needs_critic(config):
+        return "a critic, whose size is not known"
+    is_sharded = config.actor_rollout_ref.actor.strategy in PACKED_STRATEGIES
+    roles = ("model", "actor", "ref") if has_own_reference(config) else ("model", "actor")
+    offloads = (key for role in roles for key in _offloads(config, f"actor_rollout_ref.{role}"))
+    return next((f"{key}=True" for key in offloads if not (is_sharded and key in COUNTED)), "")
+
+
+def _offloads(config: DictConfig, block: str) -> Iterator[str]:
+    """The switches below a block that say that something is offloaded."""
+    container: Any = OmegaConf.to_container(OmegaConf.select(config, block))
+    for key, _ in leaves(container, f"{block}."):
+        if "offload" in key.rpartition(".")[2] and OmegaConf.select(config, key) is True:
+            yield key
+
+
 def _state_bytes(config: DictConfig, sizes: ModelSizes) -> int:
-    """Of a node; without checkpoints and offloading, the weights are read through host memory once."""
-    sharded = config.actor_rollout_ref.actor.get("fsdp_config") or {}
+    """Of a node, without `uncounted_state`: the actor, and the reference, which FSDP always offloads.
+
+    Without checkpoints and offloading, the actor's weights are read through host memory once.
+    """
+    models = config.actor_rollout_ref
+    sharded = models.actor.get("fsdp_config") or {}
     stays = sharded.get("param_offload") or sharded.get("optimizer_offload")
     bytes_each = STATE_BYTES if config.trainer.save_freq > 0 or stays else FLOAT_BYTES["float32"]
-    return bytes_each * sizes.num_parameters // config.trainer.nnodes
+    state = bytes_each * _copies(config, sharded.get("fsdp_size"))
+    if has_own_reference(config):
+        state += FLOAT_BYTES["float32"] * _copies(config, (models.ref.get("fsdp_config") or {}).get("fsdp_size"))
+    return math.ceil(state * sizes.num_parameters)
+
+
+def _copies(config: DictConfig, shards: int | None) -> float:
+    """How many copies of a sharded model a node holds; `shards` is verl's `fsdp_size`, -1 for all devices."""
+    whole = num_devices(config)
+    return config.trainer.n_gpus_per_node / (shards if shards and 0 < shards < whole else whole)
 
 
 def model_sizes(config: DictConfig) -> ModelSizes | None:
@@ -112,7 +160,9 @@ def model_sizes(config: DictConfig) -> ModelSizes | None:
         return None
     weights = str(model.get("dtype") or model.get("torch_dtype") or "")
     num_parameters = num_bytes // FLOAT_BYTES.get(weights, 2)
-    return ModelSizes(_kv_bytes(model, str(config.actor_rollout_ref.rollout.dtype)), num_parameters)
+    rollout = config.actor_rollout_ref.rollout
+    kv_bytes = _kv_bytes(model, str(rollout.dtype), rollout.tensor_model_parallel_size)
+    return ModelSizes(kv_bytes, num_parameters)
 
 
 def _model_folder(path: str) -> Path | None:
@@ -139,7 +189,9 @@ def _is_plain(model: dict[str, Any]) -> bool:
     return model.get("model_type") in PLAIN_ATTENTION and known and not windows and not others
 
 
-def _kv_bytes(model: dict[str, Any], dtype: str) -> int:
+def _kv_bytes(model: dict[str, Any], dtype: str, ranks: int) -> int:
+    """Of a token, over all tensor-parallel ranks of an engine: each rank has at least one head, a copy if need be."""
     layers, heads, hidden = (model[name] for name in KV_SIZES)
     head_dim = model.get("head_dim") or hidden // heads
-    return 2 * layers * (model.get("num_key_value_heads") or heads) * head_dim * FLOAT_BYTES.get(dtype, 2)
+    kv_heads = max(model.get("num_key_value_heads") or heads, ranks)
+    return 2 * layers * kv_heads * head_dim * FLOAT_BYTES.get(dtype, 2)

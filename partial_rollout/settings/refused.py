@@ -19,6 +19,7 @@ from partial_rollout.settings.derived import (
     channel_lacks,
     filter_metric,
     has_own_reference,
+    needs_critic,
     num_devices,
     num_ranks,
     sequence_parallel_size,
@@ -47,6 +48,13 @@ PACKED_STRATEGIES = ("fsdp", "fsdp2")
 UNSUPPORTED_ESTIMATORS = {
     "remax": "it needs a greedy baseline from the same weights as the sampled response",
 }
+COUNTS = (
+    "data.train_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.agent.num_workers",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+)
 Needs = dict[str, tuple[Any, ...]]
 """Keys below actor_rollout_ref, and the values that are allowed; the last is what to set."""
 
@@ -98,7 +106,7 @@ def check_config(config: DictConfig, settings: Settings) -> None:
 
 def check_counts(config: DictConfig) -> None:
     """Refuse what the other checks cannot compute with."""
-    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.agent.num_workers"):
+    for key in COUNTS:
         _require_count(config, key)
 
 
@@ -130,7 +138,7 @@ def _check_slots(config: DictConfig, settings: Settings) -> None:
 
 def _require_count(config: DictConfig, key: str) -> int:
     value = OmegaConf.select(config, key)
-    _require(isinstance(value, int) and value >= 1, f"{key}={value}", "a whole number of at least 1")
+    _require(isinstance(value, int) and value >= 1, f"{key}={value!r}", "a whole number of at least 1")
     return value
 
 
@@ -324,6 +332,29 @@ def _check_files(config: DictConfig) -> None:
         _require_path("trainer.resume_from_path", OmegaConf.select(config, "trainer.resume_from_path"))
 
 
+def _check_micro_batches(config: DictConfig) -> None:
+    """verl's dataclasses refuse the same, but with the whole of Hydra's way to them around the reason."""
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        _require_one(config, "actor_rollout_ref.actor", "ppo_micro_batch_size")
+        _require_one(config, "actor_rollout_ref.rollout", "log_prob_micro_batch_size")
+        if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+            _require_one(config, "actor_rollout_ref.ref", "log_prob_micro_batch_size")
+    if needs_critic(config) and not OmegaConf.select(config, "critic.use_dynamic_bsz"):
+        _require_one(config, "critic", "ppo_micro_batch_size")
+
+
+def _require_one(config: DictConfig, block: str, name: str) -> None:
+    """Either the size for each device or the one for all, which is its old form."""
+    names = (f"{block}.{name}_per_gpu", f"{block}.{name}")
+    given = [OmegaConf.select(config, key) for key in names]
+    _require(
+        sum(value is not None for value in given) == 1,
+        " with ".join(f"{key}={'null' if value is None else value}" for key, value in zip(names, given, strict=True)),
+        f"a number for the first and null for the second (set {names[0]}, or "
+        f"{'critic' if block == 'critic' else 'actor_rollout_ref.actor'}.use_dynamic_bsz=True)",
+    )
+
+
 def _check_devices(config: DictConfig, settings: Settings) -> None:
     """With verl's planner too, the devices are shared out in whole rows; `check_packing` says it for ours."""
     size = sequence_parallel_size(config) if config.actor_rollout_ref.actor.strategy in PACKED_STRATEGIES else 1
@@ -335,7 +366,7 @@ def _check_devices(config: DictConfig, settings: Settings) -> None:
     _require(fits, given, f"a divisor of the devices (set {key})")
 
 
-INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files)
+INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files, _check_micro_batches)
 MODE_CHECKS = (
     _check_engine,
     _check_tail,

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class DepthTuner:
-    """The trainer calls `look` once a step, when the batch is complete and before the gates close."""
+    """The trainer calls `begin` when a step's rollout begins, and `look` when its batch is complete and gates are open."""
 
     def __init__(
         self,
@@ -46,6 +46,10 @@ class DepthTuner:
         """Batches in flight, at present."""
         return self._controller.depth
 
+    def begin(self, statistics: Sequence[RolloutStatistics]) -> None:
+        """Count preemptions from here on: those of a validation say nothing of the prompts in flight."""
+        self._num_preemptions = _sum(statistics).num_preemptions
+
     def look(
         self, statistics: Sequence[RolloutStatistics], *, pending: int, num_slots: int, kv_usage: float = 0.0
     ) -> None:
@@ -57,7 +61,7 @@ class DepthTuner:
         Raises:
             WaitTimeout: the prompt manager did not answer.
         """
-        load = reduce(add, (each.load for each in statistics), EngineLoad())
+        load = _sum(statistics)
         # The count of an engine that was started again begins at 0.
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
@@ -70,3 +74,7 @@ class DepthTuner:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)
             self._set_capacity(groups_in_flight(decision.after, self._batch))
             self._note(decision)
+
+
+def _sum(statistics: Sequence[RolloutStatistics]) -> EngineLoad:
+    return reduce(add, (each.load for each in statistics), EngineLoad())

@@ -31,11 +31,13 @@ logger = logging.getLogger(__name__)
 LOOK_S = 120.0
 """A task of Ray's on a node that runs nothing else yet; its first process there has to start."""
 CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Folder, and its files with a container's limit and usage, of the second and the first version of Linux' control
-groups; and the name in `memory.stat` of what counts as used and can be taken: files read long ago."""
+"""Controller in /proc/self/cgroup, folder, and its files with a group's limit and usage, of the second and the first
+version of Linux' control groups; and the name in `memory.stat` of what counts as used and can be taken: files read long
+ago."""
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def choose_on_cluster(config: DictConfig) -> list[Choice]:
@@ -73,8 +75,27 @@ def _pins_memory() -> bool:
 def free_memory() -> tuple[int, int]:
     """Bytes of memory and of /dev/shm that this node, or this container, has free."""
     free = psutil.virtual_memory().available
-    limits = [container_free(Path(folder), *names) for folder, *names in CGROUPS]
+    own = OWN_GROUPS.read_text(encoding="utf-8") if OWN_GROUPS.exists() else ""
+    limits = [
+        container_free(place, *names)
+        for controller, folder, *names in CGROUPS
+        for place in group_folders(own, controller, Path(folder))
+    ]
     return min([free, *(limit for limit in limits if limit is not None)]), shutil.disk_usage(SHARED_MEMORY).free
+
+
+def group_folders(own: str, controller: str, folder: Path) -> list[Path]:
+    """The folders of a process's control group and of all groups around it, each of which may have a limit.
+
+    `own` is the text of /proc/self/cgroup: lines of `number:controllers:path`.
+
+    >>> [str(each) for each in group_folders("0::/slurm/job_7", "", Path("/sys/fs/cgroup"))]
+    ['/sys/fs/cgroup', '/sys/fs/cgroup/slurm', '/sys/fs/cgroup/slurm/job_7']
+    """
+    lines = (line.split(":", 2) for line in own.splitlines() if line.count(":") >= 2)
+    path = next((path for _, names, path in lines if controller in names.split(",")), "/")
+    parts = [part for part in path.split("/") if part]
+    return [folder.joinpath(*parts[:number]) for number in range(len(parts) + 1)]
 
 
 def container_free(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:

@@ -86,9 +86,9 @@ from partial_rollout.runtime.processes import (
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
-from partial_rollout.settings.auto import DEPTH_KEY, depth_bounds
+from partial_rollout.settings.auto import DEPTH_KEY
 from partial_rollout.settings.block import BLOCK
-from partial_rollout.settings.derived import filter_metric, read_settings
+from partial_rollout.settings.derived import depth_bounds, depth_may_move, filter_metric, read_settings
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.depth_tuning import DepthTuner
@@ -219,6 +219,8 @@ class PartialRolloutTrainer(PPOTrainer):
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
         self._doing = f"generated the batch of step {self.global_steps}"
+        if self.depth_tuner is not None:
+            self.depth_tuner.begin(self.fleet.statistics())
         plan = cast("RoundPlan", self._ask(self.manager.begin_round.remote()))
         self._round_kind = plan.kind
         if plan.num_fresh > 0:
@@ -386,11 +388,11 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _make_depth_tuner(self) -> DepthTuner | None:
         block = self.settings.block
-        least, most = depth_bounds(block, block.tail.interrupt_mode)
-        if block.tail.policy != "partial" or least == most:
+        # Where the statistics were turned off by hand, nothing would say when the KV cache is full.
+        if not depth_may_move(block) or self.config.actor_rollout_ref.rollout.disable_log_stats:
             return None
         return DepthTuner(
-            (least, most),
+            depth_bounds(block, block.tail.interrupt_mode),
             batch=self.settings.batch,
             num_slots=self.settings.num_slots,
             set_capacity=lambda capacity: self._ask(self.manager.set_capacity.remote(capacity)),

@@ -207,6 +207,32 @@ def test_the_next_step_follows_from_what_was_seen(changed: dict[str, float], tol
     assert told in next_step(recorded(*steps(1, **changed)))
 
 
+AGAIN = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefilled_tokens": 900}
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "after", "told"),
+    [
+        (AGAIN, "partial_rollout.tail.interrupt_mode", "abort", "auto took abort (seen: because)"),
+        (AGAIN, "partial_rollout.tail.interrupt_mode", "reuse_kv", "auto took reuse_kv, and KV was evicted"),
+        (
+            {"partial_rollout/dropped/prompt_too_long": 0},
+            "partial_rollout.prefetch_factor",
+            2.5,
+            "auto keeps 2.5 batches in flight (because)",
+        ),
+    ],
+)
+def test_the_next_step_is_not_what_the_run_chose_already(
+    changed: dict[str, float], key: str, after: str | float, told: str
+) -> None:
+    chosen = Choice(step=0, key=key, before="auto", after=after, reason="because", seen="seen")
+    advice = next_step(recorded(*steps(1, **changed), chosen))
+    assert told in advice
+    assert "prefetch_factor=3" not in advice
+    assert "interrupt_mode=" not in advice
+
+
 def test_a_run_of_verls_own_modes_is_read_from_its_metrics_files(tmp_path: Path) -> None:
     rows = [{"step": 0, "data": {"val": 1.0}}, *({"step": n, "data": {**OURS, "note": "x"}} for n in (1, 2))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"step": 3, "da')

@@ -12,7 +12,7 @@ from partial_rollout.settings.auto import choose, is_corrected, take_on_cluster
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.memory import GIB, Machine
+from partial_rollout.settings.memory import GIB, HostNeed, Machine, ModelSizes, host_need, model_sizes, uncounted_state
 from partial_rollout.settings.prepare import examine
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 TAIL = "partial_rollout.tail"
 MODE = f"{TAIL}.interrupt_mode"
 GPU = {"trainer.device": "cuda", f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True}
@@ -116,6 +117,44 @@ def test_where_host_memory_is_short_the_size_is_half_of_what_training_leaves(com
     assert sizes == {120: 56, 60: 26, 36: 14, 34: None}
 
 
+NODES = {
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 2,
+    f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    "trainer.save_freq": -1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_each"),
+    [
+        ({}, 4 / 2),
+        ({"trainer.save_freq": 1}, 12 / 2),
+        ({f"{ACTOR}.fsdp_config.optimizer_offload": True}, 12 / 2),
+        ({f"{ACTOR}.fsdp_config.optimizer_offload": True, f"{ACTOR}.fsdp_config.fsdp_size": 4}, 12 * 2),
+        ({f"{ACTOR}.use_kl_loss": True}, 4 / 2 + 4 / 2),
+        ({f"{ACTOR}.use_kl_loss": True, f"{REF}.fsdp_config.fsdp_size": 8}, 4 / 2 + 4),
+        ({f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.model.lora_rank": 8}, 4 / 2),
+    ],
+)
+def test_a_node_needs_memory_for_its_engines_slots_and_its_part_of_the_training_state(
+    composed: Composed, changes: dict[str, Any], bytes_each: float
+):
+    config = composed(GPU | NODES | {"data.max_response_length": 4096} | changes)
+    sizes = ModelSizes(kv_bytes_per_token=1000, num_parameters=1_000_000)
+    need = host_need(config, 64, sizes)
+    assert need == HostNeed(kv_bytes=32 * (32 + 4096) * 1000, state_bytes=int(bytes_each * 1_000_000), engines=4)
+    assert uncounted_state(config) == ""
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (8, 8), (16, 16)])
+def test_each_tensor_parallel_rank_has_a_head_of_kv(composed: Composed, model: Path, ranks: int, heads: int):
+    here = {"actor_rollout_ref.model.path": str(model), f"{ROLLOUT}.tensor_model_parallel_size": ranks}
+    sizes = model_sizes(composed(here))
+    assert sizes is not None
+    assert sizes.kv_bytes_per_token == 2 * 28 * heads * 128 * 4
+
+
 def value_of_size(config: DictConfig, machine: Machine) -> int | None:
     return next((choice.value for choice in chosen(config, f"{TAIL}.offload_gib", machine=machine)), None)
 
@@ -134,7 +173,14 @@ def value_of_size(config: DictConfig, machine: Machine) -> int | None:
         ({"actor_rollout_ref.model.lora_rank": 8}, LARGE, "lora_rank=8"),
         ({f"{ROLLOUT}.enable_sleep_mode": False}, LARGE, "enable_sleep_mode=False"),
         ({f"{TAIL}.policy": "reorder"}, LARGE, "policy=reorder"),
-        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, LARGE, "no sizes"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, LARGE, "an engine of 2 devices on nodes with"),
+        ({"algorithm.adv_estimator": "gae"}, LARGE, "a critic"),
+        ({"critic.enable": True}, LARGE, "a critic"),
+        ({f"{ACTOR}.fsdp_config.offload_policy": True}, LARGE, "fsdp_config.offload_policy=True"),
+        ({f"{ACTOR}.use_kl_loss": True, f"{REF}.fsdp_config.offload_policy": True}, LARGE, "ref.fsdp_config.offload_"),
+        ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.param_offload": True}, LARGE, "megatron.param_offload"),
+        ({f"{ACTOR}.strategy": "veomni", f"{ACTOR}.veomni.enable_fsdp_offload": True}, LARGE, "enable_fsdp_offload"),
+        ({"actor_rollout_ref.model.enable_activation_offload": True}, LARGE, "enable_activation_offload=True"),
         ({"actor_rollout_ref.model.path": "unknown/model"}, LARGE, "no sizes"),
     ],
 )
@@ -155,15 +201,18 @@ def test_a_model_whose_layers_differ_has_unknown_kv(composed: Composed, model: P
     assert value(config, MODE, machine=LARGE) == "abort"
 
 
-def test_a_size_set_by_hand_is_taken_without_arithmetic_and_said_to_be_unused_elsewhere(composed: Composed):
+def test_a_size_set_by_hand_is_taken_without_arithmetic_and_refused_where_it_has_no_use(composed: Composed):
     size = {f"{TAIL}.offload_gib": 48}
     offloading = composed(GPU | size)
     tail = started(offloading).tail
     assert (tail.interrupt_mode, tail.offload_gib) == ("offload_kv", 48)
     keeping = composed(size)
-    (unused,) = chosen(keeping, f"{TAIL}.offload_gib")
-    assert (unused.before, unused.value) == (48, None)
-    assert started(keeping).tail.offload_gib is None
+    OmegaConf.update(keeping, "async_training.partial_rollout", True, force_add=True)
+    examined = examine(keeping, ByHand.read([f"{TAIL}.offload_gib=48"]))
+    (refusal,) = examined.refusals
+    assert "offload_gib=48 (set on the command line)" in str(refusal)
+    assert "interrupt_mode=reuse_kv, which was chosen" in str(refusal)
+    assert keeping.partial_rollout.tail.offload_gib == 48
 
 
 # ---- depth ----
@@ -194,6 +243,16 @@ def test_a_depth_set_by_hand_stays(composed: Composed):
     assert started(config).depths == (4.0, 4.0)
 
 
+def test_two_batches_stay_where_engines_do_not_tell_their_load(composed: Composed):
+    config = composed({"partial_rollout.slots.adaptive": False})
+    off = f"{ROLLOUT}.disable_log_stats=True"
+    (choice,) = chosen(config, "partial_rollout.prefetch_factor", [off])
+    assert (choice.value, choice.seen) == (2.0, off)
+    assert "do not tell their load" in choice.why
+    started(config, [off])
+    assert config.actor_rollout_ref.rollout.disable_log_stats is True
+
+
 # ---- slots ----
 
 ADAPTIVE = "partial_rollout.slots.adaptive"
@@ -210,20 +269,24 @@ def test_slots_are_adaptive_from_today_s_number_upwards(composed: Composed):
 
 
 @pytest.mark.parametrize(
-    ("changes", "given"),
+    ("changes", "given", "depth_moves"),
     [
-        ({"partial_rollout.num_slots": 32}, []),
-        ({f"{TAIL}.policy": "wait"}, []),
-        ({f"{TAIL}.policy": "reorder"}, []),
-        ({MODE: "abort"}, []),
-        ({f"{ROLLOUT}.disable_log_stats": True}, [f"{ROLLOUT}.disable_log_stats=True"]),
+        ({"partial_rollout.num_slots": 32}, [], True),
+        ({"partial_rollout.num_slots": 32, "partial_rollout.prefetch_factor": 2.0}, [], False),
+        ({f"{TAIL}.policy": "wait"}, [], False),
+        ({f"{TAIL}.policy": "reorder"}, [], False),
+        ({MODE: "abort"}, [], False),
+        ({f"{ROLLOUT}.disable_log_stats": True}, [f"{ROLLOUT}.disable_log_stats=True"], False),
     ],
 )
-def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(composed: Composed, changes: dict, given: list[str]):
+def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(
+    composed: Composed, changes: dict, given: list[str], *, depth_moves: bool
+):
     config = composed(changes)
     assert value(config, ADAPTIVE, given) is False
     assert not started(config, given).slots.are_adaptive
-    assert config.actor_rollout_ref.rollout.disable_log_stats
+    # A depth that may move needs the engines' statistics too: they say when the KV cache is full.
+    assert config.actor_rollout_ref.rollout.disable_log_stats is not depth_moves
 
 
 def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
@@ -324,6 +387,7 @@ def test_a_correction_of_the_user_s_own_stays(composed: Composed, by_hand: str):
         ({"algorithm.rollout_correction.bypass_mode": True}, "bypass_mode=True", True),
         ({"algorithm.rollout_correction.rollout_rs": "token_k1"}, "rollout_rs=token_k1", True),
         ({f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs=False", False),
+        ({f"{IS}_threshold": None}, "rollout_is_threshold=null", False),
     ],
 )
 def test_another_correction_is_not_doubled(composed: Composed, changes: dict[str, Any], seen: str, corrected: bool):
@@ -333,6 +397,11 @@ def test_another_correction_is_not_doubled(composed: Composed, changes: dict[str
     assert seen in choice.seen
     started(config)
     assert is_corrected(config) == corrected
+
+
+def test_a_correction_without_a_threshold_is_off(composed: Composed):
+    assert is_corrected(composed({IS: "token"}))
+    assert not is_corrected(composed({IS: "token", f"{IS}_threshold": None}))
 
 
 # ---- all ----

@@ -10,8 +10,8 @@ import pytest
 from partial_rollout.doctor import Report, describe
 from partial_rollout.errors import UserError
 from partial_rollout.settings.by_hand import ByHand
-from partial_rollout.settings.command_line import FLAG
 from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.flag import enable
 from partial_rollout.settings.prepare import prepare
 from scripts.real_commands import PAGE, commands, table, verdict, with_table
 from tests.unit.settings.support import unlisted, values
@@ -28,7 +28,8 @@ def test_doctor_and_start_agree_on_commands_of_verls_examples(tmp_path: Path, mo
     for source, words in commands(tmp_path).items():
         report, line = Report(), CommandLine.parse(words)
         try:
-            config = compose_line(resolve(line.with_flag(FLAG)))
+            config = compose_line(resolve(line))
+            enable(config)
         except UserError as error:
             report.block(error)
             verdicts.append((source, verdict(report)))

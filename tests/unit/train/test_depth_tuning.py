@@ -76,6 +76,16 @@ def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any], 
     assert run.tuner.depth == 2.0
 
 
+def test_preemptions_of_a_validation_do_not_count():
+    run = Run()
+    run.step(running=16, num_preemptions=0)
+    for step in range(1, 6):  # each validation preempts twice in each of the two engines
+        engines: Any = [SimpleNamespace(mean_running=0, load=EngineLoad(num_preemptions=2 * step)) for _ in range(2)]
+        run.tuner.begin(engines)
+        run.step(running=16, num_preemptions=2 * step)
+    assert run.tuner.depth == 2.5
+
+
 def test_slots_beyond_those_of_the_start_give_way_first():
     run = Run()
     for _ in range(5):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from omegaconf import OmegaConf
 
+from partial_rollout.errors import WaitTimeout
 from partial_rollout.settings.auto import MODE_KEY, SLOTS_KEY
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.memory import GIB, Machine
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from omegaconf import DictConfig
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def configuration(tail: dict | None = None) -> DictConfig:
@@ -51,6 +53,71 @@ def test_what_the_driver_left_open_is_decided_and_told_to_servers(monkeypatch: p
 def test_nodes_are_not_looked_at_for_what_is_decided(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start_choices, "look_at_nodes", lambda: pytest.fail("nobody asked"))
     assert choose_on_cluster(configuration({"interrupt_mode": "abort"})) == []
+
+
+NODES = [
+    {"Alive": True, "NodeID": "a", "Resources": {"GPU": 8.0, "object_store_memory": 30.0 * GIB}},
+    {"Alive": True, "NodeID": "b", "Resources": {"GPU": 8.0, "object_store_memory": 90.0 * GIB}},
+    {"Alive": False, "NodeID": "dead", "Resources": {"GPU": 8.0}},
+    {"Alive": True, "NodeID": "head", "Resources": {"CPU": 4.0}},
+]
+
+
+class Look:
+    """A task of Ray's that was not started: its call says on which node it would run."""
+
+    node = ""
+
+    def options(self, scheduling_strategy: NodeAffinitySchedulingStrategy) -> Look:
+        look = Look()
+        look.node = scheduling_strategy.node_id
+        return look
+
+    def remote(self) -> str:
+        return self.node
+
+
+def test_the_least_of_all_nodes_with_devices_counts(monkeypatch: pytest.MonkeyPatch):
+    free = {"a": (200 * GIB, 100 * GIB), "b": (220 * GIB, 180 * GIB)}
+    monkeypatch.setattr(start_choices.ray, "nodes", lambda: NODES)
+    monkeypatch.setattr(start_choices.ray, "remote", lambda **_options: lambda _task: Look())
+    monkeypatch.setattr(start_choices, "wait_for_all", lambda calls, **_bounds: [free[call] for call in calls])
+    machine = start_choices.look_at_nodes()
+    assert (machine.host_bytes, machine.shm_bytes) == (130 * GIB, 70 * GIB)
+
+
+def test_a_node_that_does_not_answer_is_not_known(monkeypatch: pytest.MonkeyPatch):
+    def late(*_calls: object, **_bounds: object) -> None:
+        raise WaitTimeout("no answer")
+
+    monkeypatch.setattr(start_choices.ray, "nodes", lambda: NODES)
+    monkeypatch.setattr(start_choices.ray, "remote", lambda **_options: lambda _task: Look())
+    monkeypatch.setattr(start_choices, "wait_for_all", late)
+    assert start_choices.look_at_nodes() == Machine()
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "file", "used"),
+    [
+        ("0::/slurm/job_7", "", "memory.max", "memory.current"),
+        ("3:cpu,cpuacct:/x\n4:memory:/slurm/job_7\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_least_limit_of_a_group_and_those_around_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, folder: str, file: str, used: str
+):
+    (tmp_path / "own").write_text(own)
+    job = tmp_path / "slurm/job_7"
+    job.mkdir(parents=True)
+    for place, limit in ((job, 1000), (job.parent, 600)):
+        (place / file).write_text(f"{limit}\n")
+        (place / used).write_text("300\n")
+        (place / "memory.stat").write_text("anon 1\n")
+    monkeypatch.setattr(start_choices, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(start_choices, "CGROUPS", [(folder, str(tmp_path), file, used, "inactive_file")])
+    assert start_choices.free_memory()[0] == 300
+    (job / file).write_text("400\n")
+    assert start_choices.free_memory()[0] == 100
 
 
 @pytest.mark.parametrize(
