@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class DepthTuner:
-    """The trainer calls `begin` when a step's rollout begins, and `look` when its batch is complete and gates are open."""
+    """The trainer calls `begin` when a step's rollout begins, and `look` when its batch is complete and gates open."""
 
     def __init__(
         self,
