@@ -55,9 +55,10 @@ def test_nodes_are_not_looked_at_for_what_is_decided(monkeypatch: pytest.MonkeyP
     assert choose_on_cluster(configuration({"interrupt_mode": "abort"})) == []
 
 
+A, B = "0a" * 28, "0b" * 28
 NODES = [
-    {"Alive": True, "NodeID": "a", "Resources": {"GPU": 8.0, "object_store_memory": 30.0 * GIB}},
-    {"Alive": True, "NodeID": "b", "Resources": {"GPU": 8.0, "object_store_memory": 90.0 * GIB}},
+    {"Alive": True, "NodeID": A, "Resources": {"GPU": 8.0, "object_store_memory": 30.0 * GIB}},
+    {"Alive": True, "NodeID": B, "Resources": {"GPU": 8.0, "object_store_memory": 90.0 * GIB}},
     {"Alive": False, "NodeID": "dead", "Resources": {"GPU": 8.0}},
     {"Alive": True, "NodeID": "head", "Resources": {"CPU": 4.0}},
 ]
@@ -78,7 +79,7 @@ class Look:
 
 
 def test_the_least_of_all_nodes_with_devices_counts(monkeypatch: pytest.MonkeyPatch):
-    free = {"a": (200 * GIB, 100 * GIB), "b": (220 * GIB, 180 * GIB)}
+    free = {A: (200 * GIB, 100 * GIB), B: (220 * GIB, 180 * GIB)}
     monkeypatch.setattr(start_choices.ray, "nodes", lambda: NODES)
     monkeypatch.setattr(start_choices.ray, "remote", lambda **_options: lambda _task: Look())
     monkeypatch.setattr(start_choices, "wait_for_all", lambda calls, **_bounds: [free[call] for call in calls])
