@@ -144,7 +144,11 @@ def ray_cluster(nursery: Path):
 
 @pytest.fixture(autouse=True)
 def own_logger_as_imported() -> None:
-    """What a test sets up in this package's logger ends with the test: `caplog` sees the messages of the next one."""
+    """What a test sets up in this package's logger ends with the test: `caplog` sees the messages of the next one.
+
+    verl's trainer leaves a root logger that drops what is below ERROR in the process that imports it.
+    """
+    logging.getLogger().setLevel(logging.WARNING)
     own = logging.getLogger("partial_rollout")
     own.handlers, own.propagate = [], True
     own.setLevel(logging.NOTSET)

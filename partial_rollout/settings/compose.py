@@ -39,6 +39,8 @@ VERL_PACKAGE = "pkg://verl.trainer.config"
 """Hydra would import verl, and with it torch and Ray, to find this."""
 VERL_CHECKOUT = "file://verl/trainer/config"
 """The same, as verl's own configurations name it from the root of its repository."""
+SEARCHED = "Config search path:"
+"""What Hydra's message says last; the folders are those of an installation."""
 ADD_BLOCK = f"+{BLOCK}@{BLOCK}=default"
 
 
@@ -141,13 +143,13 @@ def compose_line(line: CommandLine) -> DictConfig:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's error and its causes, one line each; of a key that does not exist, what was perhaps meant."""
+    """Hydra's error and its causes without the folders that it searched; of an unknown key, what was perhaps meant."""
     unknown = unknown_key(str(error))
     if unknown is not None:
         return unknown
     lines, cause = [], error
     while cause is not None:
-        text = str(cause).strip()
+        text = str(cause).partition(SEARCHED)[0].strip()
         if text and text not in lines:
             lines.append(text)
         cause = cause.__cause__

@@ -26,8 +26,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
     paths["actor_rollout_ref.model.path"] = "model"
     for name in paths.values():
         (folder / name).touch()
+    sizes = ["critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"]
     with initialize_config_dir(CONFIGS, version_base=None):
-        return compose("quickstart_cpu", overrides=[f"{key}={folder / name}" for key, name in paths.items()])
+        return compose("quickstart_cpu", overrides=[*sizes, *(f"{key}={folder / name}" for key, name in paths.items())])
 
 
 @pytest.fixture

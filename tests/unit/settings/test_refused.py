@@ -68,7 +68,7 @@ def test_the_quickstart_passes(composed: Composed):
         ("partial_rollout.timeouts.drain_s", -1, ConfigError, r"partial_rollout.timeouts.drain_s=-1 is not allowed"),
         ("data.train_batch_size", None, ConfigError, "data.train_batch_size=None is not allowed"),
         ("data.train_batch_size", 2.5, ConfigError, "data.train_batch_size=2.5 is not allowed"),
-        ("actor_rollout_ref.rollout.n", "many", ConfigError, "rollout.n=many is not allowed: must be a whole number"),
+        ("actor_rollout_ref.rollout.n", "many", ConfigError, "rollout.n='many' is not allowed: must be a whole"),
         ("data.train_files", None, ConfigError, "data.train_files=None is not allowed: must be a path"),
         ("actor_rollout_ref.model.path", None, ConfigError, "model.path=None is not allowed"),
         ("actor_rollout_ref.model.path", "models/none/here", DataError, "model.path=models/none/here does not exist"),

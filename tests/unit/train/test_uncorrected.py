@@ -34,10 +34,11 @@ def test_the_first_step_that_trains_stale_tokens_warns_with_their_share(caplog: 
 @pytest.mark.parametrize(
     ("correction", "warns"),
     [
-        ({"rollout_is": "token"}, False),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, False),
+        ({"rollout_is": "token"}, True),
         ({"bypass_mode": True}, False),
         ({"rollout_rs": "token_k1"}, False),
-        ({"rollout_is": "token", "calculate_log_probs": False}, True),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0, "calculate_log_probs": False}, True),
         ({}, True),
     ],
 )
