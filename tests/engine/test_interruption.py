@@ -67,7 +67,7 @@ async def test_an_interrupted_generation_equals_the_uninterrupted_one(engine):
     assert_same(output, reference)
 
 
-async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(engine):
+async def test_a_group_interrupted_at_random_moments_equals_itself(engine):
     prompts = [[10 + i, 20, 30 + i, 40] for i in range(8)]
 
     def start(name: str) -> list[asyncio.Task]:
@@ -80,8 +80,9 @@ async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(eng
     moments = random.Random(0)
     tasks = start("i")
     for _ in range(10):
-        before = (await statistics(engine)).num_generated_tokens
-        await until_tokens(engine, before + moments.randint(1, 8))
+        wanted = (await statistics(engine)).num_generated_tokens + moments.randint(1, 8)
+        # The engine may be so much faster than this process that the responses end before the tenth moment.
+        await until(engine.replica, lambda now: now.num_generated_tokens >= wanted or all(t.done() for t in tasks))  # noqa: B023
         await engine.replica.abort_all_requests()
         await engine.replica.resume_generation()
     outputs = await asyncio.gather(*tasks)

@@ -162,6 +162,7 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    await engine.replica.reject_parked()
     assert agent.output is None
     calls = saved["a_0"]
     assert [call.stop_reason for call in calls][:-1] == ["completed"] * (len(calls) - 1)
