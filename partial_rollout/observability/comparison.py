@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import DataError
-from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS, seconds_by_part
+from partial_rollout.observability.gpu_seconds import CAUSES, LOST, gpu_seconds, lost
+from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +78,7 @@ class Compared:
     reward_difference: Estimate | None
     """To the base's."""
     lost_s: dict[str, float]
-    """Seconds for 10,000 tokens, by where they went."""
+    """GPU seconds for 10,000 tokens, by cause."""
     staleness: float | None
 
 
@@ -137,32 +138,9 @@ def _step_s(steps: Sequence[Mapping[str, float]]) -> float:
 
 
 def lost_seconds(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds for 10,000 trained tokens, by part of the step.
-
-    Where the run says how many slots were in use, generation is cut into the share in which they were and the share in
-    which they waited for the longest responses; the drain, which ends generation, is a part of its own.
-    """
+    """GPU seconds for 10,000 trained tokens, by cause."""
     tokens = sum(step[TOKENS] for step in steps)
-    parts: dict[str, float] = {}
-    for step in steps:
-        for name, seconds in _parts(step).items():
-            parts[name] = parts.get(name, 0.0) + seconds
-    return {name: 1e4 * seconds / tokens for name, seconds in parts.items()}
-
-
-def _parts(step: Mapping[str, float]) -> dict[str, float]:
-    parts = seconds_by_part(step)
-    used, drain_s = step.get(f"{PREFIX}/slot_utilisation"), step.get("timing_s/drain", 0.0)
-    if used is None:
-        return parts
-    generation_s = max(0.0, parts.pop("generation", 0.0) - drain_s)
-    busy = min(1.0, used)
-    return {
-        "generation, slots in use": generation_s * busy,
-        "generation, slots empty": generation_s * (1 - busy),
-        "drain": drain_s,
-        **parts,
-    }
+    return {cause: 1e4 * seconds / tokens for cause, seconds in gpu_seconds(steps).items()}
 
 
 def _late(record: RunRecord, common: int) -> list[Step]:
@@ -248,16 +226,20 @@ def table(runs: Sequence[Compared]) -> list[list[str]]:
         rows.append(row("reward, late steps", lambda run: "" if run.reward is None else f"{run.reward:.3f}"))
     if any(run.staleness is not None for run in runs):
         rows.append(row("staleness, steps", lambda run: "0" if run.staleness is None else f"{run.staleness:.1f}"))
-    rows.append(["seconds for 10,000 tokens:", *("" for _ in runs)])
-    parts = part_names(run.lost_s for run in runs)
-    rows += [row(f"  {part}", lambda run, part=part: _seconds(run.lost_s.get(part))) for part in parts]
+    rows.append(["GPU seconds for 10,000 tokens:", *("" for _ in runs)])
+    causes = part_names(run.lost_s for run in runs)
+    rows += [
+        row(f"  {cause}{' (lost)' if cause in LOST else ''}", lambda run, cause=cause: _seconds(run.lost_s.get(cause)))
+        for cause in causes
+    ]
+    rows.append(row("  lost in all", lambda run: _seconds(lost(run.lost_s))))
     return rows
 
 
 def part_names(runs: Iterable[Mapping[str, float]]) -> list[str]:
-    """All parts of what `lost_seconds` says of some runs, generation first."""
-    names = dict.fromkeys(name for parts in runs for name in parts)
-    return sorted(names, key=lambda name: not name.startswith("generation"))
+    """All causes of what `lost_seconds` says of some runs."""
+    names = {name for parts in runs for name in parts}
+    return [cause for cause in CAUSES if cause in names]
 
 
 def _cell(estimate: Estimate) -> str:

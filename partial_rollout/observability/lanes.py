@@ -1,4 +1,4 @@
-"""What the engines did in the last minutes, slot by slot, from the segments of a run's event stream; drawn as SVG."""
+"""What the engines did, slot by slot, from the segments of a run's event stream; the last minutes drawn as SVG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from partial_rollout.observability.charts import COLOURS, add, make_svg, text
-from partial_rollout.observability.events import AnyEvent, GateMoved, PhaseBegan, SegmentEnded
+from partial_rollout.observability.events import (
+    AnyEvent,
+    CommandEnded,
+    GateMoved,
+    PhaseBegan,
+    SegmentEnded,
+    StageBegan,
+)
 from partial_rollout.observability.record import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -28,23 +35,39 @@ GATE_COLOUR = "#999999"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A request to an engine."""
+    """A request in an engine, without its wait at the gate."""
 
     server: str
     start_s: float
     end_s: float
     version: int
     tokens: int
-    label: str
-    interrupted: bool
+    uid: str
+    session: int
+    row: str
+    reused_tokens: int
+    prompt_tokens: int
+    reason: str
+
+    @property
+    def label(self) -> str:
+        """Which trajectory it is of."""
+        return f"{f'row {self.row}' if self.row else f'prompt {self.uid}'}, trajectory {self.session}"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the trajectory goes on in another request."""
+        return self.reason == INTERRUPTED
 
 
 class Lanes:
     """Keeps the latest segments and the times in which the gate was closed."""
 
-    def __init__(self) -> None:
-        self._bars: deque[Bar] = deque(maxlen=MAX_SEGMENTS)
-        self._closed: deque[tuple[float, float | None]] = deque(maxlen=200)
+    def __init__(self, max_segments: int | None = MAX_SEGMENTS) -> None:
+        """`max_segments`: how many are kept; None: all of them."""
+        self.bars: deque[Bar] = deque(maxlen=max_segments)
+        self.closed: deque[tuple[float, float | None]] = deque(maxlen=max_segments)
+        """From when to when; None: it is closed now."""
         self._rows: dict[str, str] = {}
         """Row of the data set by uid, of the prompts that moved last."""
         self.now_s = 0.0
@@ -55,11 +78,12 @@ class Lanes:
         self.now_s = max(self.now_s, event.t)
         match event:
             case SegmentEnded():
-                self._bars.append(self._bar(event))
+                if (bar := self._bar(event)) is not None:
+                    self.bars.append(bar)
             case GateMoved(is_open=False):
-                self._closed.append((event.t - event.seconds, None))
-            case GateMoved() if self._closed and self._closed[-1][1] is None:
-                self._closed[-1] = (self._closed[-1][0], event.t)
+                self.closed.append((event.t - event.seconds, None))
+            case GateMoved() | CommandEnded() | StageBegan(number=1) if self.closed and self.closed[-1][1] is None:
+                self.closed[-1] = (self.closed[-1][0], event.t)
             case PhaseBegan(row=row) if row:
                 self._rows.pop(event.uid, None)
                 self._rows[event.uid] = row
@@ -68,35 +92,50 @@ class Lanes:
             case _:
                 pass
 
-    def _bar(self, event: SegmentEnded) -> Bar:
-        row = self._rows.get(event.uid)
-        name = f"row {row}" if row else f"prompt {event.uid}"
+    def _bar(self, event: SegmentEnded) -> Bar | None:
+        """None: it was refused at the gate."""
+        start_s = self._entered_s(event.t - event.seconds)
+        if start_s is None or start_s >= event.t:
+            return None
         return Bar(
             server=event.server,
-            start_s=event.t - event.seconds,
+            start_s=start_s,
             end_s=event.t,
             version=event.version,
             tokens=event.tokens,
-            label=f"{name}, trajectory {event.session}",
-            interrupted=event.reason == INTERRUPTED,
+            uid=event.uid,
+            session=event.session,
+            row=self._rows.get(event.uid, ""),
+            reused_tokens=event.reused_tokens,
+            prompt_tokens=event.prompt_tokens,
+            reason=event.reason,
         )
+
+    def _entered_s(self, asked_s: float) -> float | None:
+        """When a request that was made at `asked_s` passed the gate; None: the gate has not been opened since."""
+        for closed_s, opened_s in reversed(self.closed):
+            if opened_s is not None and opened_s <= asked_s:
+                break
+            if closed_s <= asked_s:
+                return opened_s
+        return asked_s
 
     def svg(self) -> str:
         """The last `WINDOW_S` before the latest event; empty if no request ended in them."""
         first_s = self.now_s - WINDOW_S
-        bars = [bar for bar in self._bars if bar.end_s > first_s]
+        bars = [bar for bar in self.bars if bar.end_s > first_s]
         if not bars:
             return ""
         servers = sorted({bar.server for bar in bars})
-        packed = {server: _packed([bar for bar in bars if bar.server == server]) for server in servers}
-        heights = {server: ROW * min(MAX_ROWS, max(packed[server].values()) + 1) for server in servers}
+        slots = {server: packed([bar for bar in bars if bar.server == server]) for server in servers}
+        heights = {server: ROW * min(MAX_ROWS, max(slots[server].values()) + 1) for server in servers}
         height = TOP + sum(heights.values()) + GAP * len(servers) + 14
         svg = make_svg(WIDTH, height, f"requests in the engines, the last {WINDOW_S:.0f} s, coloured by weight version")
         self._draw_bands(svg, first_s, height)
         top = TOP
         for server in servers:
             text(svg, _short(server), 8, top + 10, "start")
-            for bar, slot in packed[server].items():
+            for bar, slot in slots[server].items():
                 if slot < MAX_ROWS:
                     self._draw_bar(svg, bar, top + ROW * slot, first_s)
             top += heights[server] + GAP
@@ -106,7 +145,7 @@ class Lanes:
         return ElementTree.tostring(svg, encoding="unicode")
 
     def _draw_bands(self, svg: ElementTree.Element, first_s: float, height: float) -> None:
-        for start_s, end_s in self._closed:
+        for start_s, end_s in self.closed:
             left, right = self._x(start_s, first_s), self._x(end_s or self.now_s, first_s)
             if right > LABEL:
                 left = max(left, LABEL)
@@ -128,7 +167,7 @@ class Lanes:
         return LABEL + (WIDTH - LABEL - 20) * (at_s - first_s) / WINDOW_S
 
 
-def _packed(bars: Iterable[Bar]) -> dict[Bar, int]:
+def packed(bars: Iterable[Bar]) -> dict[Bar, int]:
     """A slot for each bar such that no two of a slot overlap: the first one that is free when the bar begins."""
     free_s: list[float] = []
     slots: dict[Bar, int] = {}

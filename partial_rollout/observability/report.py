@@ -20,12 +20,13 @@ from partial_rollout.observability.comparison import (
     table,
     verdict,
 )
+from partial_rollout.observability.gpu_seconds import LOST, THROUGHPUT, gpu_seconds, lost
 from partial_rollout.observability.record import load
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
 from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, next_step, summary_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from partial_rollout.observability.record import RunRecord
@@ -64,7 +65,7 @@ svg .grid { stroke: var(--line) } .verdict { font-size: 1.1em }
 
 def is_shown(metric: str) -> bool:
     """Whether a page shows a metric or something that is computed from it."""
-    return metric in CHARTS or metric == TOKENS or metric.startswith(("timing_s/", f"{PREFIX}/"))
+    return metric in CHARTS or metric in (TOKENS, THROUGHPUT) or metric.startswith(("timing_s/", f"{PREFIX}/"))
 
 
 PAGE = """<!doctype html>
@@ -74,6 +75,10 @@ PAGE = """<!doctype html>
 {% macro tables() %}{% for run in runs %}<h2>{{ run.name }}</h2>
 <table>{% for label, text in run.summary %}<tr><th>{{ label }}</th><td>{{ text }}</td></tr>{% endfor %}
 <tr><th>next</th><td>{{ run.next }}</td></tr></table>
+{% if run.lost %}<h3>GPU seconds by cause</h3>
+<table><tr><th>cause</th><th>GPU seconds</th><th>share</th><th></th></tr>
+{% for row in run.lost %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>{% endif %}
 {% if run.messages %}<h3>Warnings, errors and faults</h3>
 <table>{% for kind, text, count in run.messages %}<tr><td>{{ kind }}</td><td>{{ text }}</td><td>{{ count }}</td></tr>
 {% endfor %}</table>{% endif %}{% endfor %}{% endmacro %}
@@ -109,6 +114,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
                 "name": record.name,
                 "summary": [(line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()) for line in summary_lines(record)],
                 "next": next_step(record),
+                "lost": lost_rows(record.series),
                 "messages": message_rows(record),
             }
             for record in records
@@ -134,11 +140,20 @@ def report_at_end(events: Path) -> None:
         logger.warning("the report of this run could not be written: %s", error)
 
 
+def lost_rows(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
+    """All steps of a run: cause, GPU seconds, share of all of them, whether they are lost; the sum of the lost ones."""
+    causes = gpu_seconds(step for step in steps if STEP_SECONDS in step)
+    whole = sum(causes.values())
+    rows = [(cause, seconds, "lost" if cause in LOST else "") for cause, seconds in causes.items()]
+    rows += [("lost in all", lost(causes), "")] if causes else []
+    return [(cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", kind) for cause, seconds, kind in rows]
+
+
 def _charts(records: Sequence[RunRecord], skip: int) -> list[str]:
     lost = {record.name: lost_seconds(counted_steps(record, skip)) for record in records if _counts(record, skip)}
     parts = part_names(lost.values())
     bars = {name: {part: bar.get(part, 0.0) for part in parts} for name, bar in lost.items()}
-    found = [bar_chart("where the seconds went, for 10,000 trained tokens", bars), *step_charts(records)]
+    found = [bar_chart("GPU seconds by cause, for 10,000 trained tokens", bars), *step_charts(records)]
     return [chart for chart in found if chart]
 
 

@@ -13,7 +13,7 @@ from partial_rollout import report as report_command
 from partial_rollout.advise.result import read_result
 from partial_rollout.errors import DataError
 from partial_rollout.observability.charts import MAX_POINTS, Line, bar_chart, line_chart
-from partial_rollout.observability.comparison import Estimate, as_text, compare, lost_seconds, table, verdict
+from partial_rollout.observability.comparison import Estimate, as_text, compare, table, verdict
 from partial_rollout.observability.events import EventWriter, Fault, StepEnded, Warned
 from partial_rollout.observability.record import RunRecord
 from partial_rollout.observability.report import report_at_end, report_page
@@ -87,14 +87,6 @@ def test_too_few_steps_say_nothing_and_none_is_an_error() -> None:
 def test_a_higher_reward_is_told() -> None:
     runs = compare([run("sync", 24), run("better", 24, changed={REWARD: 0.7})])
     assert verdict(runs[1], runs[0]).endswith("its reward is higher by 0.20 (0.20 to 0.20) than that of sync")
-
-
-def test_seconds_are_given_to_slots_in_use_empty_slots_and_the_drain() -> None:
-    step = VERL | {"partial_rollout/slot_utilisation": 0.75, "timing_s/drain": 2.0, "timing_s/update_actor": 3.0}
-    assert lost_seconds([step]) == pytest.approx(
-        {"generation, slots in use": 30, "generation, slots empty": 10, "drain": 20, "update": 30, "rest": 10}
-    )
-    assert lost_seconds([VERL]) == pytest.approx({"generation": 60, "rest": 40})
 
 
 def test_stored_jobs_with_a_real_model_give_the_stored_ratios_for_equal_steps() -> None:

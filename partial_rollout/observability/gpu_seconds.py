@@ -1,0 +1,83 @@
+"""Where the GPU seconds of a step went, by cause. Report, comparison, page and trace all ask here.
+
+    one step, all GPUs:  generating | re-prefill | waiting for the longest | drain | training | updates | ... | idle
+
+The seconds are those of the step's timers, times the number of GPUs. Generation ends with the drain. The rest of it is
+divided by two numbers: the share of the slots that were in use, and the tokens that were computed again. What these
+tokens cost is an estimate: nothing times a prefill alone, so they are charged at the speed of the trainer's log-probs,
+which are a forward pass over such tokens on the same GPUs. Verl's own modes do not say how many slots were in use, so
+generating and waiting are one cause there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability.step_line import PREFIX, STEP_SECONDS, TOKENS, seconds_by_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+THROUGHPUT = "perf/throughput"
+"""verl's: trained tokens for each second of each GPU."""
+GENERATING, TRAINING, UNDIVIDED = "generating", "training", "generating, waiting included"
+LONGEST, REPREFILL, DRAIN, UPDATES = "waiting for the longest", "re-prefill", "drain", "updates"
+CHECKPOINT, IDLE = "checkpoint", "idle"
+CAUSES = (GENERATING, UNDIVIDED, REPREFILL, LONGEST, DRAIN, TRAINING, CHECKPOINT, UPDATES, IDLE)
+"""In the order in which they come in a step."""
+LOST = frozenset({LONGEST, REPREFILL, DRAIN, UPDATES, CHECKPOINT, IDLE})
+"""Seconds in which a GPU computed nothing, or nothing new."""
+
+
+def num_gpus(step: Mapping[str, float]) -> int:
+    """GPUs of the job, from verl's throughput; 1 where a step does not have it.
+
+    >>> num_gpus({"perf/total_num_tokens": 800.0, "timing_s/step": 4.0, "perf/throughput": 25.0})
+    8
+    """
+    one = step.get(STEP_SECONDS, 0.0) * step.get(THROUGHPUT, 0.0)
+    return max(1, round(step[TOKENS] / one)) if one and step.get(TOKENS) else 1
+
+
+def step_causes(step: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of one step by cause, in the order of `CAUSES`; of one GPU, as all of them go through the same step.
+
+    >>> causes = step_causes({"timing_s/step": 9.0, "timing_s/gen": 6.0, "partial_rollout/slot_utilisation": 0.75})
+    >>> causes
+    {'generating': 4.5, 'waiting for the longest': 1.5, 'idle': 3.0}
+    """
+    parts = seconds_by_part(step)
+    drain_s = min(step.get("timing_s/drain", 0.0), parts.get("generation", 0.0))
+    found = _generation(step, parts.get("generation", 0.0) - drain_s) | {
+        DRAIN: drain_s,
+        TRAINING: parts.get("log-probs", 0.0) + parts.get("update", 0.0),
+        CHECKPOINT: parts.get("checkpoint", 0.0),
+        UPDATES: parts.get("weights", 0.0),
+        IDLE: parts.get("rest", 0.0),
+    }
+    return {cause: found[cause] for cause in CAUSES if found.get(cause, 0.0) > 0}
+
+
+def _generation(step: Mapping[str, float], seconds: float) -> dict[str, float]:
+    used = step.get(f"{PREFIX}/slot_utilisation")
+    if used is None:
+        return {UNDIVIDED: seconds}
+    busy_s = seconds * min(1.0, used)
+    again, forward_s = step.get(f"{PREFIX}/reprefilled_tokens", 0.0), step.get("timing_s/old_log_prob", 0.0)
+    again_s = min(busy_s, again * forward_s / step[TOKENS]) if step.get(TOKENS) else 0.0
+    return {GENERATING: busy_s - again_s, REPREFILL: again_s, LONGEST: seconds - busy_s}
+
+
+def gpu_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums over steps and GPUs, in the order of `CAUSES`."""
+    sums: dict[str, float] = {}
+    for step in steps:
+        gpus = num_gpus(step)
+        for cause, seconds in step_causes(step).items():
+            sums[cause] = sums.get(cause, 0.0) + gpus * seconds
+    return {cause: sums[cause] for cause in CAUSES if cause in sums}
+
+
+def lost(causes: Mapping[str, float]) -> float:
+    """Sum of the causes that are a loss."""
+    return sum(seconds for cause, seconds in causes.items() if cause in LOST)
