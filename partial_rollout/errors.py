@@ -8,6 +8,7 @@ PartialRolloutError
 │   ├── ConfigError         a value in the composed configuration
 │   ├── DataError           a prompt, a data file or a model path
 │   ├── PackingError        no micro-batches can be made of these samples: none, too few, too long
+│   ├── CallOverdue         a tool or a reward has not answered in time: an attempt of its prompt has failed
 │   ├── ScoringFailed       a response was the end of several reward workers
 │   ├── AgentLoopBroken     one prompt after the other is dropped; the message has the last reason
 │   └── VersionError        an installed package this release was not built for
@@ -71,6 +72,10 @@ class DataError(UserError):
 
 class PackingError(UserError):
     """No plan exists, or none was found, for these samples, ranks and token budget; the message has the numbers."""
+
+
+class CallOverdue(UserError):
+    """A trajectory has waited too long for a tool or its reward: an attempt of its prompt has failed."""
 
 
 class ScoringFailed(UserError):

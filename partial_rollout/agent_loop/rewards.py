@@ -55,15 +55,12 @@ class RewardPool:
         """
         for _ in range(MAX_DEATHS_A_CALL):
             number, worker = await self._pick()
-            self._num_calls[number] += 1
             try:
-                return await worker.compute_score.remote(data)
+                return await self._call(number, worker, data)
             except RayActorError as error:
                 logger.warning("reward worker %d died with a response, which another one scores: %s", number, error)
                 if self._workers.get(number) is worker:
                     del self._workers[number]
-            finally:
-                self._num_calls[number] -= 1
         raise ScoringFailed(f"{MAX_DEATHS_A_CALL} reward workers, one after the other, died while they scored it")
 
     async def replace(self, number: int, worker: Any) -> None:
@@ -72,6 +69,22 @@ class RewardPool:
             self._workers[number] = worker
             self._num_calls.setdefault(number, 0)
             self._replaced.notify_all()
+
+    async def _call(self, number: int, worker: Any, data: Any) -> dict[str, Any]:
+        """A caller that gives up leaves its call at the worker, which is counted until the worker has answered."""
+
+        async def answer() -> dict[str, Any]:
+            return await worker.compute_score.remote(data)
+
+        def end(ended: asyncio.Task[dict[str, Any]]) -> None:
+            self._num_calls[number] -= 1
+            if not ended.cancelled():
+                ended.exception()  # nobody else may be there to look at it
+
+        call = asyncio.create_task(answer(), name=f"call of reward worker {number}")
+        self._num_calls[number] += 1
+        call.add_done_callback(end)
+        return await asyncio.shield(call)
 
     async def _pick(self) -> tuple[int, Any]:
         if not self._workers:

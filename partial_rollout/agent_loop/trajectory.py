@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENDED = "ended"
+"""The phase of a trajectory that has ended, in whichever way."""
 Saved = dict[str, list["GenerationState"]]
 """Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made, folded (core/journal.py)."""
 
@@ -56,12 +58,25 @@ class Trajectory:
         self._saved = deque(unfold(saved))
 
     def enter(self, phase: str, now_s: float) -> bool:
-        """From now on the trajectory waits for something else; returns whether it is something else."""
-        if phase == self._phase:
+        """From now on the trajectory waits for something else; returns whether it is something else.
+
+        One that has ended stays so, whatever its agent loop goes on to do.
+        """
+        if phase == self._phase or self.has_ended:
             return False
         self.phase_s[self._phase] += now_s - self._since_s
         self._phase, self._since_s = phase, now_s
         return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was stored, has failed or was given up: nothing that comes later counts."""
+        return self._phase == ENDED
+
+    @property
+    def num_responses(self) -> int:
+        """Responses that its agent loop has asked for."""
+        return len(self.generations)
 
     @property
     def finished(self) -> list[ResumableGeneration]:

@@ -15,10 +15,11 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC as REWARD_METRIC
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
+from partial_rollout.agent_loop.limits import KEYS, PhaseLimits
 from partial_rollout.agent_loop.rewards import RewardPool
 from partial_rollout.agent_loop.store import RowStore
-from partial_rollout.agent_loop.trajectory import CURRENT, Saved, Trajectories, Trajectory
-from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.agent_loop.trajectory import CURRENT, ENDED, Saved, Trajectories, Trajectory
+from partial_rollout.errors import ConfigError, DataError, StaleClaim
 from partial_rollout.integrations.verl_compat import AgentLoopWorkerTQBase
 from partial_rollout.observability.events import (
     EventWriter,
@@ -67,6 +68,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             num_slots=num_slots,
         )
         self._trajectories = Trajectories()
+        self._limits = PhaseLimits({phase: getattr(settings.timeouts, key) for phase, key in KEYS.items()})
         self._filter_metric = filter_metric(self.config)
         self._rewards = RewardPool(self.reward_loop_worker_handles or (), wait_s=settings.timeouts.resume_s)
         if self.reward_loop_worker_handles:
@@ -107,6 +109,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
         trajectory = CURRENT.get()
         if trajectory is not None:
+            _refuse_late(trajectory)
             holds, claim_id = self._claim_loop.holds, trajectory.claim.claim_id
             if holds.holds_back(claim_id):
                 self._enter("held")
@@ -144,6 +147,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = CURRENT.get()
         if trajectory is None or not trajectory.enter(phase, time.monotonic()):
             return
+        self._limits.enter(trajectory, phase)
         claim = trajectory.claim
         began = PhaseBegan(
             uid=claim.uid,
@@ -218,17 +222,22 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             )
 
     async def generate(self, claim: Claim, row: dict[str, Any], session: int) -> list[TrajectorySummary]:
-        """One trajectory by verl's agent loop, scored and stored."""
+        """One trajectory by verl's agent loop, scored and stored.
+
+        Raises:
+            CallOverdue: a tool or the reward has not answered in time.
+            Exception: what the agent loop raised.
+        """
         trajectory = self._trajectories.start(claim, session)
         trajectory.row = str(row["index"])
         CURRENT.set(trajectory)
-        self._enter("agent")
         try:
-            return await self._run(trajectory, row)
+            return await self._limits.run(trajectory, self._run(trajectory, row))
         finally:
-            self._enter("ended")  # no event after `TrajectoryEnded`
+            self._enter(ENDED)  # no event after `TrajectoryEnded`
 
     async def _run(self, trajectory: Trajectory, row: dict[str, Any]) -> list[TrajectorySummary]:
+        self._enter("agent")
         claim, session, started_s = trajectory.claim, trajectory.session, time.monotonic()
         outputs: Any = await self._run_agent_loop(
             rollout_sampling_params(self.rollout_config),
@@ -241,7 +250,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
         found = summaries(trajectory, outputs, self._filter_metric)
         now_s = time.monotonic()
-        trajectory.enter("ended", now_s)
+        trajectory.enter(ENDED, now_s)
         ended = TrajectoryEnded(
             uid=claim.uid,
             session=session,
@@ -267,6 +276,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> list[Any]:
         """Score and store as verl does, and hand the outputs back to `generate`."""
+        trajectory = CURRENT.get()
+        if trajectory is not None:
+            _refuse_late(trajectory)
         self._enter("reward")
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         return output if isinstance(output, list) else [output]
@@ -294,6 +306,13 @@ class CountingClient:
         finally:
             self.num_in_flight -= 1
             self._enter("tool")
+
+
+def _refuse_late(trajectory: Trajectory) -> None:
+    """Raise StaleClaim for what an agent loop does after its trajectory was given up: its claim is another's by now."""
+    if trajectory.has_ended:
+        claim = trajectory.claim
+        raise StaleClaim(f"claim {claim.claim_id} on {claim.prompt_name} has ended: a late result of it is refused")
 
 
 def rollout_sampling_params(rollout: Any) -> dict[str, Any]:

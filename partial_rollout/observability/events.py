@@ -163,6 +163,21 @@ class PhaseBegan(Event, frozen=True, tag="phase"):
     attempt: int = 1
 
 
+class DeadlinePassed(Event, frozen=True, tag="overdue"):
+    """A trajectory has waited too long for a tool, its agent loop or its reward: the attempt has failed."""
+
+    uid: str
+    session: int
+    phase: str
+    """What it waited for, as in `PhaseBegan`."""
+    response: int
+    """Number of the response that it was at; 0 before the first."""
+    row: str
+    attempt: int
+    seconds: float
+    limit_s: float
+
+
 class PromptDropped(Event, frozen=True, tag="dropped"):
     """A worker's prompt was dropped and will not be trained; another one takes its place."""
 
@@ -215,6 +230,17 @@ class Fault(Event, frozen=True, tag="fault"):
     """What was done: `started again`, `its prompts went back to the queue`, `the run ends`, ..."""
 
 
+class ProcessFound(Event, frozen=True, tag="process"):
+    """A process that the run needs is watched from now on; one that is started again is found again."""
+
+    role: str
+    name: str
+    """Which process of its role; an engine has the name of its replica."""
+    node: str = ""
+    pid: int = 0
+    """0: not known, the process was too busy to answer."""
+
+
 class StageBegan(Event, frozen=True, tag="stage"):
     """A part of the start began; the part before it has ended. The first step ends the last one."""
 
@@ -249,9 +275,11 @@ AnyEvent = (
     | Choice
     | Warned
     | Fault
+    | ProcessFound
     | StageBegan
     | CommandEnded
     | PhaseBegan
+    | DeadlinePassed
 )
 KINDS: frozenset[str] = frozenset(str(kind.__struct_config__.tag) for kind in AnyEvent.__args__)
 

@@ -25,11 +25,12 @@ from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
-from partial_rollout.observability.events import EventWriter, events_folder
+from partial_rollout.observability.events import EventWriter, ProcessFound, events_folder
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.rollout.engine_process import RolloutStatistics, end_processes, engine_load, engine_processes
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
+from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.rollout.progress_watch import ProgressWatch
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
@@ -90,6 +91,8 @@ class PartialRolloutServer(ChannelServer):
         if self.node_rank == 0:
             self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events)
             self._watch.start(self._load, self._engine_processes)
+        for process in self._engine_processes:
+            self._events.write(ProcessFound(role=ENGINE, name=self._name, node=self._server_address, pid=process.pid))
 
     def _load(self) -> tuple[int, int]:
         """Requests that keep the engine busy, and tokens that it has handed over; a paused engine has no requests."""

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from partial_rollout.errors import ActorLost, PartialRolloutError
-from partial_rollout.observability.events import Fault
+from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
 from partial_rollout.types import Death, Process
@@ -126,7 +126,9 @@ class RunWatch:
 
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Watch further actors; returns when they are watched."""
-        ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._answer_s)
+        found = ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._answer_s)
+        for process in found:
+            _note_found(process)
 
     def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
         """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.
@@ -168,6 +170,7 @@ class RunWatch:
             found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._answer_s)
             role = PROMPT_MANAGER.role
             self._manager_process = Process(role, role, found.node, found.pid, found.log)
+            _note_found(self._manager_process)
             self.watch(first)
 
         return self._unless_dead(begin)
@@ -224,3 +227,8 @@ class RunWatch:
             step=step,
         )
         logger.warning("%s. %s", death, action, extra={"event": fault})
+
+
+def _note_found(process: Process) -> None:
+    found = ProcessFound(role=process.role, name=process.name, node=process.node, pid=process.pid)
+    logger.info("%s is watched", process, extra={"event": found})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -10,11 +11,10 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, Fault, GateMoved
-from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, task, traced
+from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, Fault, GateMoved, ProcessFound
+from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _start, task, traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
+DRIVER = "driver"
+"""Stands for the command itself; a client of the nursery passes its signals on."""
 LOOK_S = 0.1
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 
 
 @dataclass(frozen=True)
 class Blow:
-    """A signal to the process with this title, in a phase of a step."""
+    """A signal to the latest process of this role, or to the driver, in a phase of a step."""
 
-    title: str
+    role: str
     step: int
     phase: str = GENERATING
     number: signal.Signals = signal.SIGKILL
@@ -76,7 +78,8 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow]) -> 
             events += reader.read()
             if due and due[0].is_due(events):
                 at_s.append(time.time())
-                _process(due[0].title, mark).send_signal(due.pop(0).number)
+                blow = due.pop(0)
+                os.kill(job.pid if blow.role == DRIVER else _pid(blow.role, events), blow.number)
             if time.monotonic() > deadline_s:
                 job.kill()
         ended_s = time.time()
@@ -94,11 +97,12 @@ def _has_ended(job: subprocess.Popen[str]) -> bool:
     return True
 
 
-def _process(title: str, mark: str) -> psutil.Process:
-    for process in psutil.process_iter():
-        if _has_mark(process, mark) and title in " ".join(process.cmdline()):
-            return process
-    raise LookupError(f"the job has no process titled {title}")
+def _pid(role: str, events: Sequence[AnyEvent]) -> int:
+    """Of the process of this role that was found last: a process's title is none in a fork of the nursery."""
+    found = [event.pid for event in events if isinstance(event, ProcessFound) and event.role == role]
+    if not found:
+        raise LookupError(f"the job has found no {role}")
+    return found[-1]
 
 
 def options(task: Path, folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
 
@@ -17,23 +18,16 @@ if TYPE_CHECKING:
 TO_NOTICE_S = 10.0
 FROZEN_TO_NOTICE_S = 60.0
 TO_END_S = 90.0
-TITLES = {
-    processes.TRANSFER_QUEUE_CONTROLLER.role: "ray::TransferQueueController",
-    processes.TRANSFER_QUEUE_STORAGE.role: "ray::SimpleStorageUnit",
-    processes.TRAINING_RANK.role: "WorkerDict",
-    processes.PROMPT_MANAGER.role: "ray::RolloutPromptManager",
-    processes.ENGINE_SERVER.role: "PartialRolloutServer",
-    processes.LOAD_BALANCER.role: "LoadBalancer",
-}
+ROLES = [kind.role for kind in processes.KINDS if kind.then is processes.Then.ENDS and kind != processes.TASK_RUNNER]
 
 
 @pytest.mark.parametrize("phase", [GENERATING, TRAINING])
-@pytest.mark.parametrize("role", TITLES)
+@pytest.mark.parametrize("role", ROLES)
 def test_a_dead_process_ends_the_run_and_is_named(
     task: Path, tmp_path: Path, report: dict[str, Any], role: str, phase: str
 ) -> None:
     steps = "trainer.total_training_steps=4"
-    struck = strike(task, tmp_path, *options(task, tmp_path), steps, blows=[Blow(TITLES[role], 2, phase)])
+    struck = strike(task, tmp_path, *options(task, tmp_path), steps, blows=[Blow(role, 2, phase)])
     report |= {"role": role, "while": phase, "code": struck.job.code, "steps": len(struck.job.steps)}
     report |= {"noticed_s": round(struck.seconds_to_notice(), 1), "ended_s": round(struck.seconds_to_end, 1)}
     fault = struck.faults[0]
@@ -50,7 +44,7 @@ def test_an_engine_that_is_frozen_while_it_generates_is_named_within_a_minute(
     task: Path, tmp_path: Path, report: dict[str, Any]
 ) -> None:
     steps = "trainer.total_training_steps=6"
-    blow = Blow("EngineCore", 3, GENERATING, signal.SIGSTOP)
+    blow = Blow(ENGINE, 3, GENERATING, signal.SIGSTOP)
     struck = strike(task, tmp_path, *options(task, tmp_path), steps, blows=[blow])
     report |= {"role": "engine", "signal": "SIGSTOP", "code": struck.job.code, "steps": len(struck.job.steps)}
     report |= {"noticed_s": round(struck.seconds_to_notice(), 1), "ended_s": round(struck.seconds_to_end, 1)}

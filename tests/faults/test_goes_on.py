@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 TO_NOTICE_S = 10.0
 BLOWS = [
-    Blow("ray::RewardLoopWorker", 2),
-    Blow("ray::PartialRolloutAgentLoopWorker", 3),
-    Blow("ray::RewardLoopWorker", 4, TRAINING),
-    Blow("ray::PartialRolloutAgentLoopWorker", 5, TRAINING),
+    Blow(processes.REWARD_WORKER.role, 2),
+    Blow(processes.AGENT_LOOP_WORKER.role, 3),
+    Blow(processes.REWARD_WORKER.role, 4, TRAINING),
+    Blow(processes.AGENT_LOOP_WORKER.role, 5, TRAINING),
 ]
 NUM_STEPS = 6
 

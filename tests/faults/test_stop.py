@@ -10,7 +10,7 @@ import pytest
 
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import run_job
-from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import DRIVER, GENERATING, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_run_that_is_told_to_terminate_loses_no_step(
 ) -> None:
     """`phase` is that of step 3. A step that trains ends first; one that generates does not."""
     steps = [*options(task, tmp_path), "trainer.save_freq=-1", "trainer.total_training_steps=5"]
-    blow = Blow("partial_rollout.main_ppo", 3, phase, signal.SIGTERM)
+    blow = Blow(DRIVER, 3, phase, signal.SIGTERM)
     struck = strike(task, tmp_path, *steps, blows=[blow])
     job = struck.job
     report |= {"signal": "SIGTERM", "while": phase, "code": job.code, "ended_s": round(struck.seconds_to_end, 1)}

@@ -100,6 +100,27 @@ def test_a_response_that_is_the_end_of_one_worker_after_the_other_has_failed() -
     run_virtual(main())
 
 
+def test_a_call_that_its_caller_has_given_up_still_counts_as_its_workers_work() -> None:
+    async def main() -> None:
+        hung, other = RewardWorker(), RewardWorker()
+        pool = RewardPool([hung, other], wait_s=WAIT_S)
+        given_up = score(pool)
+        await settle()
+        given_up.cancel()
+        later = [score(pool), score(pool)]
+        await settle()
+        assert (len(hung.calls), len(other.calls)) == (2, 1)  # not both to the one that hangs
+        hung.calls[0].set_exception(ValueError("too late"))
+        await settle()
+        later.append(score(pool))
+        await settle()
+        assert (len(hung.calls), len(other.calls)) == (3, 1)
+        for call in later:
+            call.cancel()
+
+    run_virtual(main())
+
+
 def test_an_error_of_the_reward_function_is_not_tried_elsewhere() -> None:
     async def main() -> None:
         first, second = RewardWorker(), RewardWorker()

@@ -12,12 +12,14 @@ pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 
+from partial_rollout.agent_loop import limits
 from partial_rollout.agent_loop import worker as worker_module
+from partial_rollout.agent_loop.limits import PhaseLimits
 from partial_rollout.agent_loop.trajectory import CURRENT, Trajectory
 from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgentLoopWorker, summaries
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
-from partial_rollout.errors import ClusterError, DataError, TooStale
+from partial_rollout.errors import CallOverdue, ClusterError, DataError, StaleClaim, TooStale
 from partial_rollout.observability.events import EventReader, PhaseBegan, SegmentEnded, TrajectoryEnded
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
@@ -276,6 +278,46 @@ async def test_what_a_trajectory_waits_for_is_an_event_and_its_seconds_are_summe
     assert phases == [(phase, number, "17") for phase, number in [*expected, ("reward", 2)]]
     (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
     assert (ended.tool_seconds, ended.reward_seconds, ended.held_seconds, ended.responses) == (4.0, 1.0, 1.0, 2)
+
+
+async def test_what_an_agent_loop_brings_after_its_deadline_is_refused(connected, tmp_path, monkeypatch):
+    """The tool swallows its cancellation; by the time it is back the prompt may be with another worker."""
+    worker, client = connected
+    worker._limits = PhaseLimits({"tool": 0.01})
+    monkeypatch.setattr(limits, "CANCEL_S", 0.01)
+    back, stored, late = asyncio.Event(), [], []
+
+    async def generate(request_id):
+        client.on_generation(ResumableGeneration([1], 8))
+
+    async def scored(self, output, validate, **kwargs):
+        stored.append(output)
+
+    async def agent_loop(*args, **kwargs):
+        late.append(asyncio.current_task())
+        await worker.llm_client.generate("r")
+        while not back.is_set():
+            try:
+                await back.wait()
+            except asyncio.CancelledError:
+                continue
+        await worker.llm_client.generate("r")  # no event says that the trajectory goes on
+        with pytest.raises(StaleClaim, match="claim .* on prompt a has ended"):
+            await client.before_segment()
+        return await worker._agent_loop_postprocess([output(3)], False)
+
+    client.generate = generate
+    monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "_agent_loop_postprocess", scored, raising=False)
+    worker._run_agent_loop, worker.rollout_config = agent_loop, SAMPLING
+    with pytest.raises(CallOverdue, match="at response 1, has waited"):
+        await asyncio.create_task(worker.generate(make_claim("a"), {"index": 17}, 1))
+    back.set()
+    await asyncio.wait(late)
+    with pytest.raises(StaleClaim, match="a late result of it is refused"):
+        late[0].result()
+    assert stored == []
+    *_, phase = (event.phase for event in EventReader(tmp_path).read() if isinstance(event, PhaseBegan))
+    assert phase == "ended"
 
 
 class ReplayBuffer(PartialRolloutReplayBuffer):

@@ -20,12 +20,14 @@ from partial_rollout.observability.events import (
     BatchTaken,
     Choice,
     CommandEnded,
+    DeadlinePassed,
     EventReader,
     EventWriter,
     Fault,
     GateMoved,
     Opened,
     PhaseBegan,
+    ProcessFound,
     PromptDropped,
     SegmentEnded,
     StageBegan,
@@ -50,9 +52,13 @@ ONE_OF_EACH: list[AnyEvent] = [
     Choice(t=7.0, step=1, key="slots", before=8, after=16, reason="all are in use"),
     Warned(t=8.0, text="slow"),
     Fault(t=9.0, role="engine core", text="killed", node="n", pid=3, name="replica 1", noticed_after_s=2.5, action="-"),
+    ProcessFound(t=9.5, role="engine", name="replica 1", node="n", pid=3),
     StageBegan(t=10.0, number=1, total=5, name="engine"),
     CommandEnded(t=11.0, code=1, text="no room"),
     PhaseBegan(t=12.0, uid="a", session=1, phase="tool", response=2, row="17", attempt=2),
+    DeadlinePassed(
+        t=13.0, uid="a", session=1, phase="tool", response=2, row="17", attempt=2, seconds=60.5, limit_s=60.0
+    ),
 ]
 
 
