@@ -146,9 +146,12 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         return self.worker_ids[rank]
 
     def _give_back(self, worker_id: str) -> None:
-        """Let others generate the prompts of a dead worker, after the rows that it has written are gone."""
+        """Let others generate the prompts of a dead worker, after the rows that it has written are gone.
+
+        A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone.
+        """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
-        uids = wait_for(self._prompt_manager.uids_of_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
+        uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
         clear_trajectories(uids, call_s)
         wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
 

@@ -274,9 +274,9 @@ class RolloutPromptManager:
         async with self._changing():
             self._queue.give_back(claim)
 
-    async def uids_of_worker(self, worker_id: str) -> list[str]:
-        """Prompts that a worker has claims on, oldest first."""
-        return self._queue.uids_of_worker(worker_id)
+    async def fence_worker(self, worker_id: str) -> list[str]:
+        """Refuse the late reports of a lost worker from now on; returns the uids of its prompts, oldest claim first."""
+        return self._queue.fence_worker(worker_id)
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""

@@ -35,6 +35,8 @@ class ClaimBook:
         """Ongoing prompts by claim id."""
         self._deferred: dict[int, Entry] = {}
         self._by_worker: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
+        self._fenced: set[str] = set()
+        """Workers that are lost, whose claims have not been given back yet."""
         self._unfetched: defaultdict[str, dict[int, Claim]] = defaultdict(dict)
         """Resumed claims, by worker and claim id, of which the worker has not heard."""
         self._clock = clock
@@ -70,10 +72,10 @@ class ClaimBook:
         return claim
 
     def entry(self, claim: Claim) -> Entry:
-        """The claimed prompt; raises StaleClaim."""
+        """The claimed prompt; raises StaleClaim, also for a claim of a fenced worker."""
         entry = self.ongoing.get(claim.claim_id) or self._deferred.get(claim.claim_id)
         # Compared as a whole: a report with a wrong uid or worker must not count for another prompt.
-        if entry is None or entry.claim != claim:
+        if entry is None or entry.claim != claim or claim.worker_id in self._fenced:
             raise StaleClaim(f"claim {claim.claim_id} of worker {claim.worker_id!r} on prompt {claim.uid!r} has ended")
         return entry
 
@@ -121,6 +123,15 @@ class ClaimBook:
     def of_worker(self, worker_id: str) -> list[Claim]:
         """Current claims of a worker, oldest first."""
         return list(self._by_worker.get(worker_id, {}).values())
+
+    def fence(self, worker_id: str) -> list[Claim]:
+        """Refuse whatever the worker reports from now on, until `unfence`; returns its claims, oldest first."""
+        self._fenced.add(worker_id)
+        return self.of_worker(worker_id)
+
+    def unfence(self, worker_id: str) -> None:
+        """The worker's claims are about to be given back, by somebody else."""
+        self._fenced.discard(worker_id)
 
     def oldest(self) -> dict[str, Any]:
         """The claim that has been ongoing for longest, as fields of QueueStatistics; empty without any claim."""

@@ -77,7 +77,7 @@ def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
     manager.rollout_config = cast("Any", SimpleNamespace(n=4))
     manager.agent_loop_workers = cast("Any", [Worker("w0", calls), Worker("w1", calls, DEAD)])
     prompts = SimpleNamespace(
-        uids_of_worker=SimpleNamespace(remote=lambda name: calls.append(f"uids of {name}") or ["u1", "a_b"]),
+        fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or ["u1", "a_b"]),
         release_worker=SimpleNamespace(remote=lambda name: calls.append(f"release {name}") or ["u1", "a_b"]),
     )
     manager._prompt_manager = cast("Any", prompts)
@@ -95,7 +95,7 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     calls.clear()
     assert manager.restart(1) == "agent_loop_worker_1_again_1"
     assert calls == [
-        "uids of agent_loop_worker_1",
+        "fence agent_loop_worker_1",
         "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
         "release agent_loop_worker_1",
         "new1:8.ping()",
