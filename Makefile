@@ -13,7 +13,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e faults bench docs config clean
+.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e faults matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ e2e: setup ## whole training runs
 
 faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
+
+matrix: setup ## algorithms and models in whole short jobs, interrupted and started again; about 15 minutes
+	$(VENV_PYTHON) -m benchmarks.matrix --json outputs/matrix.json $(ARGS)
 
 bench: setup-omni ## the benchmarks on a CPU, about an hour; results in outputs/bench (benchmarks/README.md)
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json outputs/bench/$$name.json || exit 1; done

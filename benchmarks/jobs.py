@@ -30,7 +30,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lanes import Lane, make_lanes, run_all
-from benchmarks.training_job import ROOT, SKIP, TRAINING_ONLY, kept, run_job, training_command, utilisation
+from benchmarks.training_job import (
+    ROOT,
+    SKIP,
+    TRAINING_ONLY,
+    kept,
+    of_workers,
+    run_job,
+    stored_jobs,
+    training_command,
+    utilisation,
+)
 from partial_rollout.advise.jobs import in_pairs, response_tokens
 from partial_rollout.advise.predict import markdown
 from partial_rollout.advise.result import about_run, store
@@ -53,6 +63,7 @@ ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
 OWN_METRICS = (
     "slot_utilisation",
+    "depth",
     "interruptions",
     "reprefilled_tokens",
     "resumed_share",
@@ -62,6 +73,9 @@ OWN_METRICS = (
 )
 STALENESS = "training/off_policy/trajectory_staleness_worst"
 """verl's own count of the steps since a response was begun, which all modes have."""
+DEPTH, RUNNING = "partial_rollout/depth", "partial_rollout/mean_running"
+COUNTED = ("response_tokens", "reprefilled_tokens")
+"""Of a batch; what is computed again is the engine's own count."""
 ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.bypass_mode=True")
 """Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 FLAG = "+async_training.partial_rollout=True"
@@ -179,16 +193,19 @@ def on_a_gpu(memory: float, shape: str) -> list[str]:
     ]  # fmt: skip
 
 
-def command(mode: str, folder: Path, load: Workload, shared: list[str], gpu: list[str] | None) -> list[str]:
+def command(
+    mode: str, folder: Path, load: Workload, shared: list[str], gpu: list[str] | None, *, python: str = sys.executable
+) -> list[str]:
     """The training job of one mode on a GPU, with settings `on_a_gpu`, or on a CPU without any."""
     own = [*shared, *mode_options(mode, load.batch * load.group)]
     if gpu is None:
         # verl's trainer cuts a batch into whole micro-batches only, and the quickstart's are larger than this batch.
         rows = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
-        return training_command(folder, folder, [*own, *(f"actor_rollout_ref.{name}={load.group}" for name in rows)])
-    main = [sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
+        own += [f"actor_rollout_ref.{name}={load.group}" for name in rows]
+        return training_command(folder, folder, own, python)
+    main = [python, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
     places = [f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"]
-    return [*main, *gpu, *places, *own]
+    return [*main, *gpu, *places, *of_workers(python), *own]
 
 
 def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
@@ -245,6 +262,42 @@ def generation(jobs: list[dict[str, Any]], load: Workload, prompt_tokens: int) -
     return rows
 
 
+def filling_steps(job: dict[str, Any]) -> int:
+    """Steps in which slots fill: the first ones of each job, and with a depth that moves those up to its last move.
+
+    In the step after a move the prompts that it let in begin.
+    """
+    depths = [step.get(DEPTH) for step in job["first_steps"] + job["steps"]]
+    last = next((place for place in range(len(depths) - 1, 0, -1) if depths[place] != depths[place - 1]), 0)
+    return max(len(job["first_steps"]), last + 1 if last else 0)
+
+
+def parts(jobs: list[dict[str, Any]], load: Workload) -> dict[str, dict[str, dict[str, float]]]:
+    """By mode, the steps in which slots fill and the others, each counted for itself."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for mode in dict.fromkeys(job["mode"] for job in jobs):
+        pairs = [(job["first_steps"] + job["steps"], filling_steps(job)) for job in jobs if job["mode"] == mode]
+        filling = [step for steps, number in pairs for step in steps[:number]]
+        full = [step for steps, number in pairs for step in steps[number:]]
+        named = (("filling", filling), ("full", full))
+        found[mode] = {name: _part(steps, load) for name, steps in named if steps}
+    return found
+
+
+def _part(steps: list[dict[str, Any]], load: Workload) -> dict[str, float]:
+    """Of these steps: seconds of generation and, where our metrics say it, slots in use and tokens computed again.
+
+    A slot counts as one that the job starts with, also where their number moves; each step weighs as long as it takes.
+    """
+    seconds = sum(step["timing_s/gen"] for step in steps)
+    row: dict[str, float] = {"num_steps": len(steps), "gen_s": seconds / len(steps)}
+    if all(RUNNING in step for step in steps):
+        running = sum(step[RUNNING] * step["timing_s/gen"] for step in steps) / seconds
+        row["slots_in_use"] = running / (load.batch * load.group)
+    tokens, again = (sum(step.get(f"partial_rollout/{name}", 0) for step in steps) for name in COUNTED)
+    return row | ({"reprefilled_per_1000_tokens": 1000 * again / tokens} if tokens else {})
+
+
 def rates_table(rates: dict[str, dict[str, float]], jobs: list[dict[str, Any]]) -> str:
     """Markdown: of each mode its rate, the time for equal tokens to verl's modes, and how old what it trained was."""
     bases = [base for base in BASELINES if base in rates]
@@ -271,7 +324,9 @@ class Jobs:
         self._prompt_tokens = CPU_PROMPT_TOKENS if options.shape in ON_A_CPU else PROMPT_TOKENS
         engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
         self._data = {**about_run(options), "engine": engine, "workload": asdict(self._load)}
-        self._jobs: list[dict[str, Any]] = []
+        for name in ("python", "resume"):
+            del self._data["options"][name]
+        self._jobs = stored_jobs(options.out / "jobs.json", resume=options.resume, about=self._data)
         self._storing = threading.Lock()
 
     def commands(self, folder: Path, repeat: int = 0) -> dict[str, list[str]]:
@@ -281,7 +336,8 @@ class Jobs:
         gpu = None if options.shape in ON_A_CPU else on_a_gpu(options.memory, options.shape)
         found = {}
         for mode in options.modes:
-            words = command(mode, options.out.resolve() / f"{mode}-{repeat}", load, shared, gpu)
+            place = options.out.resolve() / f"{mode}-{repeat}"
+            words = command(mode, place, load, shared, gpu, python=options.python)
             found[mode] = [*words, *options.set]
         return found
 
@@ -292,7 +348,9 @@ class Jobs:
         write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
         write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.num_prompts)
         commands = [self.commands(folder, repeat) for repeat in range(options.repeats)]
+        ended_before = {(job["mode"], job["repeat"]) for job in self._jobs}
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
+        names = [name for name in names if name not in ended_before]
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or make_lanes(options.at_once)
         run_all([partial(self._run_one, commands[repeat][mode], mode, repeat) for mode, repeat in names], lanes)
         if not any(job["steps"] for job in self._jobs):
@@ -313,7 +371,12 @@ class Jobs:
         self._jobs.append(job)
         whole = [each for each in self._jobs if len(each["steps"]) > 1]
         rates = generation(whole, self._load, self._prompt_tokens)
-        found = {"summary": summarise(whole), "generation": rates, "jobs": self._jobs}
+        found = {
+            "summary": summarise(whole),
+            "generation": rates,
+            "parts": parts(whole, self._load),
+            "jobs": self._jobs,
+        }
         store({**self._data, **found}, self._options.out / "jobs.json", raw=["jobs"])
         (self._options.out / "table.md").write_text(rates_table(rates, self._jobs) + "\n")
         shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
@@ -338,6 +401,8 @@ def parser() -> argparse.ArgumentParser:
     for name, what in (("batch", "prompts of a step"), ("group", "responses to each"), ("seed", "of the lengths")):
         line.add_argument(f"--{name}", type=int, help=what)
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides, for every mode")
+    line.add_argument("--resume", action="store_true", help="keep the jobs that --out has, and run the others")
+    line.add_argument("--python", default=sys.executable, help="interpreter of the jobs and of their Ray workers")
     line.add_argument("--dry-run", action="store_true", help="print the jobs' commands, and run nothing")
     return line
 

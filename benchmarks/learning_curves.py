@@ -1,6 +1,7 @@
 """Do the ways to roll out learn the same? Reward, learning rate and steps of whole quickstart runs on equal seeds.
 
-    python -m benchmarks.learning_curves --seeds 0 1 2 [--at-once 6] [--task DIR]
+    python -m benchmarks.learning_curves --seeds 0 1 2 [--at-once 6] [--task DIR] [--resume]
+    python -m benchmarks.learning_curves --modes sync flag --seeds 0 1 2 --json FILE
 
 The first mode given is what the others are compared with: by the reward of all steps and of the last ones, beside the
 spread over that mode's own seeds. The learning rate rises over the first steps, so that a schedule can go wrong.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,15 @@ from tqdm import tqdm
 
 from benchmarks.jobs import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes, side_by_side
-from benchmarks.training_job import ROOT, read_steps, require_success, training_command, training_job, until_over
+from benchmarks.training_job import (
+    ROOT,
+    read_steps,
+    require_success,
+    stored_jobs,
+    training_command,
+    training_job,
+    until_over,
+)
 from partial_rollout.advise.result import circumstances, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.runtime.termination import heed_termination
@@ -32,6 +42,8 @@ SLOTS = 64
 """Of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
+OF_THE_BATCH = ("resumed_share", "staleness_steps/mean", "old_kv_token_share", "depth")
+"""Of each step's batch, without `partial_rollout/`; 0 in verl's own modes."""
 COMPARED = ("sync", "wait", "partial_rollout", "reorder")
 
 
@@ -41,7 +53,7 @@ def run(task: Path, options: argparse.Namespace, mode: str, seed: int, lane: Lan
     command = training_command(task, folder, [
         f"data.seed={seed}", f"trainer.total_training_steps={options.steps}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={WARMUP_STEPS}", *mode_options(mode, SLOTS), *options.overrides,
-    ])  # fmt: skip
+    ], options.python)  # fmt: skip
     with training_job(command, folder, lane) as job:
         for _ in until_over(job, lane, JOB_TIMEOUT_S):
             pass
@@ -59,7 +71,7 @@ def curves(mode: str, seed: int, steps: list[dict[str, Any]]) -> dict[str, Any]:
         "reward": [round(step[REWARD], 4) for step in steps],
         "response_length": [round(step["response_length/mean"], 2) for step in steps],
         "gen_s": [round(step[GEN_SECONDS], 3) for step in steps],
-        "resumed_share": [round(step.get("partial_rollout/resumed_share", 0.0), 4) for step in steps],
+        **{name: [round(step.get(f"partial_rollout/{name}", 0.0), 4) for step in steps] for name in OF_THE_BATCH},
         "long_rounds": sum(any(key.startswith(LONG_ROUNDS) for key in step) for step in steps),
     }
 
@@ -88,7 +100,7 @@ def summarise(jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 for job, other in pairs
             ),
             "gen_s_median": round(statistics.median(value for job in own for value in job["gen_s"]), 3),
-            "resumed_share": round(statistics.fmean(value for job in own for value in job["resumed_share"]), 3),
+            **{name: round(statistics.fmean(value for job in own for value in job[name]), 3) for name in OF_THE_BATCH},
             "long_rounds": [job["long_rounds"] for job in own],
         }
     return rows
@@ -103,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     parser.add_argument("--work", type=Path, default=Path("outputs/learning_curves"), help="logs and metrics")
     parser.add_argument("--json", type=Path, default=ROOT / "outputs/learning_curves/learning_curves.json")
+    parser.add_argument("--resume", action="store_true", help="keep the jobs that --json has, and run the others")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the jobs and of their Ray workers")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides, for every mode")
     return parser
 
@@ -112,15 +126,17 @@ def main(words: list[str] | None = None) -> None:
     options = _parser().parse_args(words)
     heed_termination()
     about = circumstances(options)
-    for folder in ("task", "work"):
-        del about["options"][folder]
+    for name in ("task", "work", "python", "resume"):
+        del about["options"][name]
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     task = options.task.resolve() if options.task else work / "task"
     if not options.task:
         make_task(task, TaskParameters())
-    runs = [partial(run, task, options, mode, seed) for seed in options.seeds for mode in options.modes]
-    jobs: list[dict[str, Any]] = []
+    jobs = stored_jobs(options.json, resume=options.resume, about={})
+    ended_before = {(job["mode"], job["seed"]) for job in jobs}
+    wanted = [(mode, seed) for seed in options.seeds for mode in options.modes if (mode, seed) not in ended_before]
+    runs = [partial(run, task, options, mode, seed) for mode, seed in wanted]
     with closing(side_by_side(runs, make_lanes(options.at_once))) as ended:
         for job in tqdm(ended, desc="jobs", total=len(runs)):
             jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))

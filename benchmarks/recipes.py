@@ -74,7 +74,6 @@ def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str,
         "VAL_FILE": str(data / "test.parquet"),
         "GPUS_PER_NODE": str(len(options.gpus)),
         "TENSOR_PARALLEL": str(options.tensor_parallel),
-        "RETAIN_KV": str(int(options.retain_kv)),
         "BATCH_SIZE": str(options.batch),
         "MINI_BATCH_SIZE": str(options.batch),
         "GROUP_SIZE": str(options.group),
@@ -93,6 +92,7 @@ def command(options: argparse.Namespace, recipe: str, places: dict[str, Path]) -
     given = variables(options, places["model"], places["data"]) | {"OUTPUT_DIR": str(places["out"])}
     script = ROOT / "partial_rollout/run" / f"run_{recipe}{'_baseline' * options.baseline}.sh"
     words = without_flash_attention(options.shape or RECIPES[recipe])
+    words += ["actor_rollout_ref.rollout.free_cache_engine=False"] if options.retain_kv else []
     return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), *words, *options.set]
 
 
@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--gpus", nargs="+", type=int, default=[0], help="by their numbers (%(default)s)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine (%(default)s)")
     line.add_argument("--baseline", action="store_true", help="their baselines, which are verl's sync trainer")
-    line.add_argument("--retain-kv", action="store_true", help="recipes with RETAIN_KV=1")
+    line.add_argument("--retain-kv", action="store_true", help="engines keep their memory, with the KV")
     line.add_argument("--shape", choices=list(SHAPES), help="of the model; the recipe's own unless given")
     line.add_argument("--steps", type=int, default=4)
     line.add_argument("--batch", type=int, default=16, help="prompts of a step (%(default)s)")

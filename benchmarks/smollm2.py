@@ -30,15 +30,17 @@ if TYPE_CHECKING:
 
 Job = dict[str, Any]
 RECIPE = ROOT / "partial_rollout/run/run_smollm2_reasoning_gym.sh"
+REUSE_KV = ("actor_rollout_ref.rollout.free_cache_engine=False", "partial_rollout.tail.interrupt_mode=reuse_kv")
+DEPTH = "partial_rollout.prefetch_factor"
 MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "sync": ({"PARTIAL_ROLLOUT": "0"}, []),
     "colocate_async": ({"PARTIAL_ROLLOUT": "0"}, ["trainer.v1.trainer_mode=colocate_async"]),
-    "reuse_kv_3": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "3"}, []),
-    "reuse_kv_5_adaptive": ({"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"}, ["partial_rollout.slots.adaptive=True"]),
-    "flag_alone": ({"PREFETCH_FACTOR": "auto"}, []),
+    "reuse_kv_3": ({}, [*REUSE_KV, f"{DEPTH}=3"]),
+    "reuse_kv_5_adaptive": ({}, [*REUSE_KV, f"{DEPTH}=5", "partial_rollout.slots.adaptive=True"]),
+    "flag_alone": ({}, []),
     "reuse_kv_5_deep": (
-        {"RETAIN_KV": "1", "PREFETCH_FACTOR": "5"},
-        ["partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False"],
+        {},
+        [*REUSE_KV, f"{DEPTH}=5", "partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False"],
     ),
 }
 """The recipe's variables and overrides of each mode. `deep` begins all prompts in flight at once, so most are old."""

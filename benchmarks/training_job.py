@@ -18,6 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lanes import Lane
+from partial_rollout.advise.result import read_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,17 +46,22 @@ KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 
 
-def training_command(task: Path, folder: Path, overrides: list[str]) -> list[str]:
+def training_command(task: Path, folder: Path, overrides: list[str], python: str = sys.executable) -> list[str]:
     """A job of the quickstart's configuration on a task's checkpoint; checkpoints and Hydra's files go to `folder`."""
     return [
         "bash", "-c", f'source {CPU_ENVIRONMENT} && exec "$@"', "job",
-        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        python, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
         f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
         f"actor_rollout_ref.model.path={task / 'model'}",
         *TRAINING_ONLY,
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
-        *overrides,
+        *of_workers(python), *overrides,
     ]  # fmt: skip
+
+
+def of_workers(python: str) -> list[str]:
+    """Ray's workers have the interpreter of this process by themselves, and another one if they are told."""
+    return [] if python == sys.executable else [f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"]
 
 
 @contextmanager
@@ -146,6 +152,21 @@ def run_job(
     times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
     first = {"first_steps": steps[:skip]} if skip else {}
     return {**times, "code": job.returncode, **first, "steps": steps[skip:], "samples": samples}
+
+
+def stored_jobs(path: Path, *, resume: bool, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The jobs that the benchmark of `path` has stored before, if it is to go on from them; else none.
+
+    Raises:
+        SystemExit: they were of other sizes than these.
+    """
+    if not resume or not path.exists():
+        return []
+    stored = read_result(path)
+    for name in ("workload", "engine"):
+        if stored.get(name) != about.get(name):
+            raise SystemExit(f"--resume: the jobs of {path} have another {name} than this command; give another place")
+    return stored["jobs"]
 
 
 def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

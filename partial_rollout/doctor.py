@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from partial_rollout.errors import ConfigError, UserError
+from partial_rollout.errors import ConfigError, Refusal, UserError
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
+from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, TESTED, UNTRIED, rows_of
+from partial_rollout.settings.memory import memory_in_words
 from partial_rollout.settings.mistyped import added_by_mistake
 from partial_rollout.settings.prepare import examine
 from partial_rollout.settings.refused import check_counts
@@ -42,7 +44,13 @@ class Report:
     """What is printed: headings with texts, in order."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
-    is_blocked: bool = False
+    blocked: list[str] = field(default_factory=list)
+    """The whole message of each refusal."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether something is in the way of a start."""
+        return bool(self.blocked)
 
     def add(self, heading: str, text: str) -> None:
         """One entry."""
@@ -50,8 +58,22 @@ class Report:
 
     def block(self, error: Exception) -> None:
         """Something that is in the way of a start."""
-        self.is_blocked = True
-        self.add("blocked", " ".join(str(error).split()))
+        self.blocked.append(" ".join(str(error).split()))
+        if not isinstance(error, Refusal):
+            self.add("blocked", self.blocked[-1])
+            return
+        self.add("blocked", error.given)
+        for heading, text in (("because", error.because), ("instead", error.instead)):
+            if text:
+                self.add(heading, text)
+
+    @property
+    def result(self) -> str:
+        """In one sentence."""
+        if not self.blocked:
+            return "the run can start, as far as one can see from here"
+        reasons = "one reason" if len(self.blocked) == 1 else f"{len(self.blocked)} reasons"
+        return f"the run would end before it starts anything, for {reasons}"
 
     def __str__(self) -> str:
         """As text for a terminal."""
@@ -66,7 +88,7 @@ class Report:
                     break_on_hyphens=False,
                 )
             )
-            for heading, text in self.lines
+            for heading, text in (("result", self.result), *self.lines)
         )
 
 
@@ -103,8 +125,15 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     _add_rows(report, rows)
     for key, meant in added_by_mistake(overrides).items():
         report.add("look at", f"+{key} adds a key that verl does not list: did you mean {meant}?")
+    report.add("memory", memory_in_words(config, read_settings(config).num_slots))
     for choice in examined.choices:
-        report.add("chosen", str(choice))
+        report.add("chosen", choice.what)
+        for heading, text in (("seen", choice.seen), ("why", f"{choice.why} ({choice.page})")):
+            report.add(f"  {heading}", text)
+    for proposal in examined.proposals:
+        report.add("faster with", proposal.what)
+        for heading, text in (("why", proposal.why), ("needs", f"{proposal.need} ({proposal.page})")):
+            report.add(f"  {heading}", text)
     chosen = {choice.key for choice in examined.choices}
     for change in (change for change in examined.changes if change.key not in chosen):
         report.add("changed" if change.before is not None else "added", str(change))

@@ -6,6 +6,7 @@ PartialRolloutError
 ├── TooStale                not a fault: a trajectory has tokens past the staleness bound and must not go on
 ├── UserError               the command line, the data or the installation: say what was given and what is allowed
 │   ├── ConfigError         a value in the composed configuration
+│   │   └── Refusal             one that a run cannot have: what was given, because, instead
 │   ├── DataError           a prompt, a data file or a model path
 │   ├── PackingError        no micro-batches can be made of these samples: none, too few, too long
 │   ├── CallOverdue         a tool or a reward has not answered in time: an attempt of its prompt has failed
@@ -56,6 +57,14 @@ class UserError(PartialRolloutError):
 
 class ConfigError(UserError, ValueError):
     """A configuration value is unknown, of the wrong type or out of range."""
+
+
+class Refusal(ConfigError):
+    """A value that a run cannot have; the message says all of it, and its parts say it one by one."""
+
+    def __init__(self, message: str, given: str = "", because: str = "", instead: str = "") -> None:
+        super().__init__(message)
+        self.given, self.because, self.instead = given or message, because, instead
 
 
 class DataError(UserError):

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from partial_rollout.errors import UserError
 from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.observability import stages
-from partial_rollout.observability.choices import tell
+from partial_rollout.observability.choices import tell, tell_proposals
 from partial_rollout.observability.events import CommandEnded, EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
@@ -72,6 +72,7 @@ def _begin(prepared: Prepared) -> Path | None:
         if change.key not in chosen:
             logger.info("changed %s", change)
     tell(prepared.choices)
+    tell_proposals(prepared.proposals)
     return events
 
 

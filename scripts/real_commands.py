@@ -46,9 +46,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 def verdict(report: Report) -> str:
     """In one cell of a table."""
-    blocked = [text for heading, text in report.lines if heading == "blocked"]
-    if blocked:
-        return "blocked: " + "<br>".join(blocked)
+    if report.blocked:
+        return "blocked: " + "<br>".join(report.blocked)
     untried = [text.partition(":")[0] for heading, text in report.lines if heading == UNTRIED]
     return f"can start; not tried: {'; '.join(untried)}" if untried else "works"
 

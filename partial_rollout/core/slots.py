@@ -104,6 +104,10 @@ class SlotController:
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
         self._num_preemptions = self._num_tokens = 0
 
+    def begin(self, load: EngineLoad) -> None:
+        """Count preemptions from here on: those of a validation say nothing of the slots."""
+        self._num_preemptions = load.num_preemptions
+
     def observe(self, load: EngineLoad, slots_in_use: int, speeds: Sequence[EngineSpeed] = ()) -> SlotDecision:
         """Decide on the next budget.
 

@@ -10,7 +10,7 @@ from partial_rollout.observability import events
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from partial_rollout.settings.auto import Choice
+    from partial_rollout.settings.auto import Choice, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -21,3 +21,13 @@ def tell(choices: Sequence[Choice]) -> None:
         noted = {"key": choice.key, "before": choice.before, "after": choice.value}
         event = events.Choice(step=0, **noted, reason=choice.why, seen=choice.seen)
         logger.info("%s", choice, extra={} if choice.is_open else {"event": event})
+
+
+def tell_proposals(proposals: Sequence[Proposal]) -> None:
+    """Log what would be faster and was not chosen; as an event it is a choice that changes nothing."""
+    for proposal in proposals:
+        reason = f"not set; faster with {proposal.what}: {proposal.why}"
+        event = events.Choice(
+            step=0, key=proposal.key, before=proposal.present, after=proposal.present, reason=reason, seen=proposal.need
+        )
+        logger.info("%s", proposal, extra={"event": event})

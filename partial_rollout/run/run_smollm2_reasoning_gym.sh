@@ -87,7 +87,6 @@ launch "$output" --config-name quickstart_cpu "${shared[@]}" \
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$GROUP_SIZE" \
   actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$GROUP_SIZE" \
   actor_rollout_ref.rollout.n="$GROUP_SIZE" actor_rollout_ref.rollout.max_num_seqs="$((2 * BATCH_SIZE * GROUP_SIZE))" \
-  "${PREFETCH[@]}" \
   trainer.total_training_steps="$TOTAL_STEPS" trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" \
   trainer.experiment_name="${EXPERIMENT}_$(mode_name)" \
   trainer.default_local_dir="$(path_value "$output")" hydra.run.dir="$(path_value "$output/hydra")" "$@"

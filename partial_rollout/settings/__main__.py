@@ -3,6 +3,7 @@
 python -m partial_rollout.settings table      the table of docs/configuration.md
 python -m partial_rollout.settings yaml       configs/partial_rollout/default.yaml
 python -m partial_rollout.settings support    the table of docs/your-job.md: what is supported
+python -m partial_rollout.settings summary    the short table of README.md: the same in few words
 python -m partial_rollout.settings write      write all of them, below the present folder
 """
 
@@ -26,7 +27,8 @@ WIDTH = 120
 YAML_PATH = Path("configs") / BLOCK / "default.yaml"
 TABLE_PATH = Path("docs/configuration.md")
 SUPPORT_PATH = Path("docs/your-job.md")
-KEYS, SUPPORT = "keys", "support"
+README_PATH = Path("README.md")
+KEYS, SUPPORT, SUMMARY = "keys", "support", "summary"
 """Names of the tables: `<!-- NAME: begin -->` and `<!-- NAME: end -->` stand around each in its document."""
 
 
@@ -72,7 +74,7 @@ def with_table(document: str, name: str = KEYS) -> str:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if begin not in document or end not in document:
         raise ValueError(f"the document needs the lines {begin} and {end}, between which the table stands")
-    made = table() if name == KEYS else matrix.table()
+    made = {KEYS: table, SUPPORT: matrix.table, SUMMARY: matrix.summary}[name]()
     before, _, rest = document.partition(begin)
     return f"{before}{begin}\n\n{made}\n{end}{rest.partition(end)[2]}"
 
@@ -80,13 +82,13 @@ def with_table(document: str, name: str = KEYS) -> str:
 def main() -> None:
     """Print or write what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m partial_rollout.settings", description="Our keys as documents.")
-    parser.add_argument("what", choices=("table", "yaml", "support", "write"), nargs="?", default="table")
+    parser.add_argument("what", choices=("table", "yaml", "support", "summary", "write"), nargs="?", default="table")
     what = parser.parse_args().what
     if what != "write":
-        print({"table": table, "yaml": yaml, "support": matrix.table}[what](), end="")
+        print({"table": table, "yaml": yaml, "support": matrix.table, "summary": matrix.summary}[what](), end="")
         return
     YAML_PATH.write_text(yaml(), encoding="utf-8")
-    for path, name in ((TABLE_PATH, KEYS), (SUPPORT_PATH, SUPPORT)):
+    for path, name in ((TABLE_PATH, KEYS), (SUPPORT_PATH, SUPPORT), (README_PATH, SUMMARY)):
         path.write_text(with_table(path.read_text(encoding="utf-8"), name), encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 
 | key              | takes                                                                                          |
 |------------------|------------------------------------------------------------------------------------------------|
+| engine memory    | kept over training where a key of ours asks for it and each GPU has room; else it is proposed  |
 | interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort  |
 | depth            | two batches; deeper while slots idle, where KV is retained (`core.depth`)                      |
 | slots            | adaptive, from today's number upwards, where KV is retained                                    |
@@ -28,7 +29,15 @@ from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
 from partial_rollout.settings.derived import ADAPTER_RANKS, depth_bounds, read_block, read_settings
 from partial_rollout.settings.flag import ROLLOUT
-from partial_rollout.settings.memory import GIB, Machine, devices_of_engine, host_need, model_sizes, uncounted_state
+from partial_rollout.settings.memory import (
+    GIB,
+    Machine,
+    device_need,
+    devices_of_engine,
+    host_need,
+    model_sizes,
+    uncounted_state,
+)
 from partial_rollout.settings.refused import AT_THE_END, check_packing, unmet_needs
 
 if TYPE_CHECKING:
@@ -38,10 +47,12 @@ if TYPE_CHECKING:
 
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.settings.changes import Changes
-    from partial_rollout.settings.memory import HostNeed
+    from partial_rollout.settings.memory import DeviceNeed, HostNeed
 
 MODE_KEY = f"{BLOCK}.tail.interrupt_mode"
 SIZE_KEY = f"{BLOCK}.tail.offload_gib"
+KEEP_KEY = f"{BLOCK}.tail.keep_engine_memory"
+RELEASE_KEY = f"{ROLLOUT}.free_cache_engine"
 DEPTH_KEY = f"{BLOCK}.prefetch_factor"
 SLOTS_KEY = f"{BLOCK}.slots.adaptive"
 LEAST_SLOTS_KEY = f"{BLOCK}.slots.least"
@@ -79,10 +90,36 @@ class Choice:
         """Whether the cluster must be looked at."""
         return self.value == AUTO
 
+    @property
+    def what(self) -> str:
+        """Key and value."""
+        return f"{self.key} {'is decided on the cluster' if self.is_open else f'= {_shown(self.value)}'}"
+
     def __str__(self) -> str:
         """One line for the log."""
-        chosen = "is decided on the cluster" if self.is_open else f"= {_shown(self.value)}"
-        return f"auto: {self.key} {chosen}. Seen: {self.seen}. Why: {self.why} ({self.page})"
+        return f"auto: {self.what}. Seen: {self.seen}. Why: {self.why} ({self.page})"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What would be faster, and is not done by itself because a run that would have run could fail."""
+
+    key: str
+    present: Any
+    value: Any
+    need: str
+    """The arithmetic."""
+    why: str
+    page: str
+
+    @property
+    def what(self) -> str:
+        """Key and value."""
+        return f"{self.key}={_shown(self.value)}"
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        return f"auto: faster with {self.what}: {self.why}. Needed: {self.need} ({self.page})"
 
 
 def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | None = None) -> list[Choice]:
@@ -102,21 +139,56 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     ]
 
 
+def propose(config: DictConfig) -> list[Proposal]:
+    """What would make a composed configuration faster where the hardware has room for it."""
+    block = read_block(config)
+    releases = config.actor_rollout_ref.rollout.free_cache_engine is not False
+    free = block.tail.interrupt_mode == AUTO and not block.tail.keep_engine_memory
+    if not (releases and free) or _not_kept(config, block):
+        return []
+    need = _device_need(config)
+    if isinstance(need, str):
+        return []
+    why = (
+        "engines then keep weights and KV cache while the model trains, and interrupted responses find their KV again "
+        f"({MODE_KEY}=reuse_kv); where a GPU is too small nothing changes"
+    )
+    return [Proposal(KEEP_KEY, False, True, str(need), why, _PAGE)]
+
+
 def take(changes: Changes) -> list[Choice]:
     """Choose, and write what is not open into the configuration. Only called when the flag is set."""
+    _refuse_without_use(changes)
     choices = choose(changes.config, changes.by_hand)
     mode = next((choice for choice in choices if choice.key == MODE_KEY), None)
     size = OmegaConf.select(changes.config, SIZE_KEY)
     if mode is not None and size is not None and mode.value not in (AUTO, "offload_kv"):
         where = changes.by_hand.where(changes.config, SIZE_KEY) or IN_FILE
         why = f"it has no use with {MODE_KEY}={mode.value}, which was chosen (seen: {mode.seen}; {mode.why})"
-        changes.refuse(SIZE_KEY, where, why, instead="leave it out")
+        changes.refuse(SIZE_KEY, where, why, instead=f"leave it out, or set {MODE_KEY}=offload_kv as well")
         choices.remove(mode)
     for choice in choices:
         # The number of batches in flight stays `auto`: it moves while the run goes on.
         if not choice.is_open and choice.key != DEPTH_KEY:
             changes.complete(choice.key, choice.value, choice.why)
     return choices
+
+
+def _refuse_without_use(changes: Changes) -> None:
+    """`keep_engine_memory` where something that was set by hand decides what it would decide."""
+    config, block = changes.config, read_block(changes.config)
+    if not block.tail.keep_engine_memory:
+        return
+    contradicts = config.actor_rollout_ref.rollout.free_cache_engine and changes.by_hand.has(RELEASE_KEY)
+    given = (
+        (block.tail.interrupt_mode != AUTO, f"{MODE_KEY}={block.tail.interrupt_mode} was set, and only auto reads it"),
+        (block.tail.policy == "wait", f"{BLOCK}.tail.policy=wait interrupts nothing"),
+        (contradicts, f"{RELEASE_KEY}=True was set, which is the opposite"),
+    )
+    for is_so, why in given:
+        if is_so:
+            where = changes.by_hand.where(config, KEEP_KEY) or IN_FILE
+            changes.refuse(KEEP_KEY, where, why, instead=f"leave out one of the two, or set {RELEASE_KEY} by yourself")
 
 
 def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
@@ -126,7 +198,8 @@ def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
     choices += _slots(config, block, ByHand(), mode)  # where engines do not tell their load, `take` has chosen
     for choice in choices:
-        for key in (choice.key, f"{ROLLOUT}.custom.{choice.key}"):
+        copies = [f"{ROLLOUT}.custom.{choice.key}"] if choice.key.startswith(f"{BLOCK}.") else []
+        for key in (choice.key, *copies):
             OmegaConf.update(config, key, choice.value, force_add=True)
     return choices
 
@@ -157,8 +230,50 @@ def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Ma
         else:
             why = "engines keep their memory over training, so an interrupted response finds its KV again"
             yield _mode("reuse_kv", memory, why)
-    else:
+    elif not block.tail.keep_engine_memory:
         yield from _offload(config, block, machine, memory)
+    else:
+        kept = _kept(config, block, machine)
+        yield kept
+        if kept.is_open:
+            yield _mode(AUTO, f"{KEEP_KEY}=True", "the memory of a GPU decides whether KV can stay in the engine")
+        elif kept.value is False:
+            why = "engines keep their memory over training, so an interrupted response finds its KV again"
+            yield _mode("reuse_kv", f"{KEEP_KEY}=True, {kept.seen}", why)
+        else:
+            yield from _offload(config, block, machine, memory)
+
+
+def _kept(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Choice:
+    """Whether engines keep their memory, as our key asks for."""
+    need = _not_kept(config, block) or _device_need(config)
+    if isinstance(need, str):
+        return _memory(True, need, f"{KEEP_KEY}=True is not followed where it is not known that it fits")
+    if machine is None:
+        return _memory(AUTO, str(need), f"{KEEP_KEY}=True; the memory of a GPU decides")
+    gpu = "unknown" if machine.gpu_bytes is None else f"{machine.gpu_bytes / GIB:.0f} GiB"
+    seen = f"{need}; the smallest GPU has {gpu}"
+    if need.fits(machine.gpu_bytes):
+        return _memory(False, seen, f"{KEEP_KEY}=True, and engine and training fit together")
+    return _memory(True, seen, f"engine and training may not fit together, so {KEEP_KEY}=True is not followed")
+
+
+def _not_kept(config: DictConfig, block: PartialRolloutConfig) -> str:
+    """What stands in the way of engines that keep their memory and find KV again; empty if nothing does."""
+    if config.trainer.device != "cuda":
+        return f"trainer.device={config.trainer.device}"
+    if block.tail.policy == "wait":
+        return f"{BLOCK}.tail.policy=wait"
+    return unmet_needs(config, MODES["reuse_kv"], UNTRIED_WITH_KV, met=("rollout.free_cache_engine",))
+
+
+def _device_need(config: DictConfig) -> DeviceNeed | str:
+    sizes = model_sizes(config)
+    return sizes if isinstance(sizes, str) else device_need(config, sizes)
+
+
+def _memory(value: bool | str, seen: str, why: str) -> Choice:
+    return Choice(RELEASE_KEY, True, value, seen, why, _PAGE)
 
 
 def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None, memory: str) -> Iterator[Choice]:
@@ -174,7 +289,10 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         return
     need = _need(config)
     if isinstance(need, str):
-        why = f"how much host memory KV and training need on a node is not known; {SIZE_KEY} would say KV's"
+        why = (
+            "how much host memory a node needs for KV and training is not known, so KV is computed again after each "
+            f"step; {SIZE_KEY}=N would give N GiB of it to each engine"
+        )
         yield _mode("abort", f"{memory}, {need}", why)
         return
     wanted = f"the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB, training {need.state_bytes / GIB:.1f}"
@@ -193,8 +311,8 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
 def _need(config: DictConfig) -> HostNeed | str:
     """What a node needs of host memory, or what stands in the way of knowing it."""
     sizes = model_sizes(config)
-    if sizes is None:
-        return f"of {config.actor_rollout_ref.model.path} no sizes of plain attention"
+    if isinstance(sizes, str):
+        return sizes
     need = host_need(config, read_settings(config).num_slots, sizes)
     if need is None:
         devices = config.trainer.n_gpus_per_node
@@ -264,7 +382,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     elif _has_no_statistics(config, given):
         yield _adaptive(False, f"{STATISTICS_OFF}=True", "it was set by hand, so engines do not tell their load")
     elif mode == "abort" and not bounded:
-        yield _adaptive(False, f"{MODE_KEY}=abort", "of more requests at once more would be computed again")
+        yield _adaptive(False, f"{MODE_KEY}=abort", "more requests at once would only mean more to compute again")
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
     else:
@@ -292,7 +410,8 @@ def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
     try:
         check_packing(config)
     except ConfigError as obstacle:
-        yield Choice(PLANNER_KEY, AUTO, "verl", str(obstacle).partition(" is not allowed")[0], "ours cannot", page)
+        why = "our planner has not what it needs (FSDP, whole mini-batches on each rank)"
+        yield Choice(PLANNER_KEY, AUTO, "verl", str(obstacle).partition(" is not allowed")[0], why, page)
     else:
         seen = f"actor_rollout_ref.actor.strategy={config.actor_rollout_ref.actor.strategy}"
         yield Choice(PLANNER_KEY, AUTO, "global", seen, "fewer micro-batches, with rows even in what they cost", page)

@@ -251,6 +251,14 @@ class TailConfig(_Block):
         evidence="docs/design/0010: the arithmetic",
         ge=1,
     )
+    keep_engine_memory: bool = _key(
+        False,
+        "For interrupt_mode=auto. true: where each GPU certainly has room for engine and training together, engines "
+        "keep their memory while the model trains (actor_rollout_ref.rollout.free_cache_engine=False), so that auto "
+        "takes reuse_kv; decided at the start, on the cluster. false: the log and doctor say what a GPU would need.",
+        who="GPUs with room for both",
+        evidence="docs/design/0010: the arithmetic; retained KV is the fastest mode that was measured on GPUs",
+    )
     past_staleness: Literal["mask", "drop", "finish", "restart"] = _key(
         "mask",
         "What becomes of tokens past the bound. mask: they are left out of the loss. drop: their prompt is dropped, "

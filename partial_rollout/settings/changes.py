@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from partial_rollout.errors import ConfigError
+from partial_rollout.errors import Refusal
+from partial_rollout.settings.by_hand import leaves
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,7 +40,7 @@ MAX_SHOWN = 60
 def _short(value: Any) -> str:
     if value is None:
         return "null"
-    text = str(value)
+    text = f"a block of {len(dict(leaves(value)))} keys" if isinstance(value, dict) and value else str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 4]} ..."
 
 
@@ -60,7 +61,7 @@ class Changes:
     config: DictConfig
     by_hand: ByHand
     made: list[Change] = field(default_factory=list)
-    refused: list[ConfigError] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
     """Of changes that would have replaced what the user set."""
 
     def replace(self, key: str, after: Any, why: str, *, instead: str) -> None:
@@ -75,7 +76,8 @@ class Changes:
     def refuse(self, key: str, where: str, why: str, *, instead: str) -> None:
         """Note that a key which the user set cannot be as it is."""
         given = f"{key}={_short(self._value(key))} (set {where})"
-        self.refused.append(ConfigError(f"{given} is not possible with partial rollout: {why}; {instead}"))
+        message = f"{given} is not possible with partial rollout: {why}; {instead}"
+        self.refused.append(Refusal(message, given, because=why, instead=instead))
 
     def complete(self, key: str, after: Any, why: str) -> None:
         """Give a key a value that keeps all of what the user said by the one before, and more."""

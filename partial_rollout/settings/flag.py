@@ -145,7 +145,8 @@ def place_events(changes: Changes) -> str | None:
     if given is None:
         return None
     folder = f"{changes.config.trainer.default_local_dir}/events" if given == "auto" else given
-    changes.complete(f"{BLOCK}.events", os.path.abspath(folder), "other processes have other working folders")
+    why = "an absolute path: each process of a run has a working folder of its own"
+    changes.complete(f"{BLOCK}.events", os.path.abspath(folder), why)
     return os.path.abspath(folder)
 
 

@@ -44,6 +44,8 @@ class Row:
     """Keys that make the quickstart's configuration one to which the row applies."""
     also: str = ""
     """What the document says besides the state."""
+    brief: str = ""
+    """In the README's short table; empty: not there."""
 
 
 def _of(config: DictConfig, key: str, default: Any = None) -> Any:
@@ -116,7 +118,14 @@ MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z]
 MODEL_FILE = "config.json"
 
 ROWS = (
-    Row("engine", "vLLM, CPU build 0.28.0", TESTED, "`tests/engine`, `tests/e2e`", _vllm_on("cpu")),
+    Row(
+        "engine",
+        "vLLM, CPU build 0.28.0",
+        TESTED,
+        "`tests/engine`, `tests/e2e`",
+        _vllm_on("cpu"),
+        brief="vLLM on a CPU",
+    ),
     Row(
         "engine",
         "vLLM 0.24.0 on GPUs",
@@ -124,6 +133,7 @@ ROWS = (
         "[results on GPUs](results/gpu.md)",
         _vllm_on("cuda"),
         {"trainer.device": "cuda"},
+        brief="vLLM 0.24 on GPUs",
     ),
     Row(
         "engine",
@@ -140,7 +150,8 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         _above(f"{ROLLOUT}.tensor_model_parallel_size", 1),
         {f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
-        also="on a CPU the weight channel; seen once with 2 GPUs",
+        also="there the weight channel only; whole jobs seen once, on 2 GPUs",
+        brief="weights to tensor-parallel engines",
     ),
     Row(
         "engine",
@@ -149,7 +160,8 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         lambda config: num_devices(config) > _engine_devices(config),
         {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
-        also="on a CPU the weight channel; seen once with 2",
+        also="there the weight channel only; whole jobs seen once, with 2",
+        brief="weights to two replicas",
     ),
     Row(
         "engine",
@@ -159,6 +171,7 @@ ROWS = (
         _above(f"{ROLLOUT}.data_parallel_size", 1),
         {f"{ROLLOUT}.data_parallel_size": 2},
         also="refused with modes that retain KV",
+        brief="data-parallel engines",
     ),
     Row(
         "engine",
@@ -185,6 +198,7 @@ ROWS = (
         "an engine over several nodes is not relaunched",
         _above("trainer.nnodes", 1),
         {"trainer.nnodes": 2},
+        brief="several nodes",
     ),
     Row(
         "engine",
@@ -193,8 +207,9 @@ ROWS = (
         "gate, drain and weight channel are built on vLLM",
         lambda config: _of(config, f"{ROLLOUT}.name") != "vllm",
         {f"{ROLLOUT}.name": "sglang"},
+        brief="SGLang, TensorRT-LLM: only vLLM has our gate",
     ),
-    Row("trainer", "FSDP2", TESTED, "the quickstart's strategy", _is(f"{ACTOR}.strategy", "fsdp2")),
+    Row("trainer", "FSDP2", TESTED, "the quickstart's strategy", _is(f"{ACTOR}.strategy", "fsdp2"), brief="FSDP2"),
     Row(
         "trainer",
         "FSDP",
@@ -202,6 +217,7 @@ ROWS = (
         "the recipes' strategy on GPUs",
         _is(f"{ACTOR}.strategy", "fsdp"),
         {f"{ACTOR}.strategy": "fsdp"},
+        brief="FSDP",
     ),
     Row(
         "trainer",
@@ -211,6 +227,7 @@ ROWS = (
         lambda config: _of(config, f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
         {f"{ACTOR}.strategy": "megatron"},
         also="refused with `partial_rollout.packing.planner=global`",
+        brief="Megatron with verl's planner",
     ),
     Row(
         "trainer",
@@ -227,6 +244,7 @@ ROWS = (
         "it keeps verl's micro-batches",
         _has_critic,
         {"algorithm.adv_estimator": "gae"},
+        brief="critic",
     ),
     Row(
         "trainer",
@@ -235,6 +253,7 @@ ROWS = (
         "it gets the actor's micro-batches",
         has_own_reference,
         {f"{ACTOR}.use_kl_loss": True},
+        brief="reference model",
     ),
     Row(
         "trainer",
@@ -244,6 +263,7 @@ ROWS = (
         lambda config: _has_adapter(config) and _of(config, "trainer.device") == "cpu",
         {"actor_rollout_ref.model.lora_rank": 8},
         also="adapters are sent to engines; refused with `keep_kv`",
+        brief="LoRA on a CPU",
     ),
     Row(
         "trainer",
@@ -252,6 +272,7 @@ ROWS = (
         "what differs is how the weights below an adapter travel",
         lambda config: _has_adapter(config) and _of(config, "trainer.device") != "cpu",
         {"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cuda"},
+        brief="LoRA on GPUs",
     ),
     Row(
         "trainer",
@@ -261,7 +282,14 @@ ROWS = (
         _is("distillation.enabled", True),
         {"distillation.enabled": True},
     ),
-    Row("algorithm", "GRPO, DAPO's losses", TESTED, "`configs/recipe/*.yaml`", _is("algorithm.adv_estimator", "grpo")),
+    Row(
+        "algorithm",
+        "GRPO, DAPO's losses",
+        TESTED,
+        "`configs/recipe/*.yaml`",
+        _is("algorithm.adv_estimator", "grpo"),
+        brief="GRPO, DAPO",
+    ),
     Row(
         "algorithm",
         "policy losses of verl other than PPO's (GSPO, CISPO, ...)",
@@ -277,6 +305,7 @@ ROWS = (
         "nothing of theirs depends on how a response came about",
         _is("algorithm.adv_estimator", *OTHER_ESTIMATORS),
         {"algorithm.adv_estimator": "rloo"},
+        brief="RLOO, REINFORCE++, OPO",
     ),
     Row(
         "algorithm",
@@ -293,6 +322,7 @@ ROWS = (
         "it needs a greedy baseline from the same weights as the sampled response",
         _is("algorithm.adv_estimator", "remax"),
         {"algorithm.adv_estimator": "remax"},
+        brief="ReMax: its baseline must be of the same weights",
     ),
     Row(
         "algorithm",
@@ -302,6 +332,7 @@ ROWS = (
         "`max_num_gen_batches` is ignored with a warning",
         _is("algorithm.filter_groups.enable", True),
         {"algorithm.filter_groups.enable": True},
+        brief="`filter_groups`",
     ),
     Row(
         "algorithm",
@@ -317,6 +348,7 @@ ROWS = (
         TESTED,
         "`tests/e2e`",
         lambda config: not _has_reward_model(config),
+        brief="functions",
     ),
     Row(
         "reward",
@@ -325,6 +357,7 @@ ROWS = (
         "no job was run",
         _own_pool,
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True},
+        brief="reward model on GPUs of its own",
     ),
     Row(
         "reward",
@@ -333,8 +366,9 @@ ROWS = (
         "it puts engines to sleep while they generate",
         _shares_reward_devices,
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": False},
+        brief="reward model on the engines' GPUs: it puts engines to sleep",
     ),
-    Row("agent loop", "single turn", TESTED, "`tests/e2e`", _is_one_call),
+    Row("agent loop", "single turn", TESTED, "`tests/e2e`", _is_one_call, brief="single turn"),
     Row(
         "agent loop",
         "several calls of one trajectory; tools",
@@ -343,6 +377,7 @@ ROWS = (
         _calls_tools,
         {f"{ROLLOUT}.multi_turn.enable": True},
         also="in the tests with a scripted agent",
+        brief="several calls, tools",
     ),
     Row(
         "agent loop",
@@ -351,6 +386,7 @@ ROWS = (
         "with `keep_kv` such a request is aborted and sent again",
         _takes_media,
         {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-VL-7B-Instruct"},
+        brief="images as input",
     ),
     Row(
         "sampling",
@@ -358,6 +394,7 @@ ROWS = (
         "`ignore_eos`",
         TESTED,
         "limits count over the whole response",
+        brief="temperature, `top_p`, `top_k`, seeds, stop tokens, `min_tokens`",
     ),
     Row(
         "sampling",
@@ -366,6 +403,7 @@ ROWS = (
         "looked for in the whole response. As in vLLM, the tokens of the string are in the response; the parameter is "
         "about text, which training does not see. If a string falls on an interruption, the engine sees only a part of "
         "it: then it goes on to the response's end, and what comes after the string is cut",
+        brief="stop strings",
     ),
     Row(
         "sampling",
@@ -373,6 +411,7 @@ ROWS = (
         "`repetition_detection`, `thinking_token_budget`",
         REFUSED,
         "their state in the engine covers one request; a continued response would start it anew",
+        brief="penalties, structured output: vLLM keeps their state for one request",
     ),
     Row(
         "other",
@@ -410,6 +449,19 @@ ROWS = (
 def rows_of(config: DictConfig) -> list[Row]:
     """The rows that apply to a composed configuration."""
     return [row for row in ROWS if row.applies is not None and row.applies(config)]
+
+
+def summary() -> str:
+    """The README's short table, as Markdown: a row for each part, a column for each state."""
+    states = (TESTED, SEEN, UNTRIED, REFUSED)
+    lines = ["| part | in the tests | seen once | not tried | refused, and why |", "|---|---|---|---|---|"]
+    for part in dict.fromkeys(row.part for row in ROWS if row.brief):
+        cells = [
+            "; ".join(row.brief for row in ROWS if row.brief and (row.part, row.state) == (part, state))
+            for state in states
+        ]
+        lines.append(" ".join(f"| {part} {''.join(f'| {cell} ' for cell in cells)}|".split()))
+    return "\n".join(lines) + "\n"
 
 
 def table() -> str:

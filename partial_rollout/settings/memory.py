@@ -1,4 +1,4 @@
-"""How much memory KV takes, and how much of a node's is left for it: arithmetic, and a look at a model's files."""
+"""How much memory KV, weights and training take, on a node and on a GPU: arithmetic, and a look at a model's files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.derived import has_own_reference, needs_critic, num_devices
 from partial_rollout.settings.refused import PACKED_STRATEGIES
@@ -35,9 +36,19 @@ COUNTED = (
 """Offloading that the arithmetic below knows; verl always offloads a reference with FSDP."""
 PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """`model_type` of models with the same KV in each layer; others have windows, states or latents."""
-KV_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 FLOAT_BYTES = {"float32": 4, "float": 4, "fp32": 4}
 """All other types of weights count as 2 bytes."""
+TRAINED_COPIES = 4
+"""Of the weights, in their own type: the weights, their gradient and the optimizer's two moments. All of them are on
+the GPU in the optimizer's step, also where they are in host memory between steps."""
+LOGIT_BYTES = 10
+"""Of a token and a word of the vocabulary: bf16 logits with their gradient, and their float32 copy with what
+log-probs keep of it; nothing with fused kernels."""
+LAYER_BYTES = 100
+"""Of a token and a number of the hidden size: what one layer keeps while it is computed again for its gradient."""
+OTHER_BYTES = 4 * GIB
+"""Of a GPU: CUDA's and NCCL's own, and what fragmentation loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,8 @@ class Machine:
     """Room in /dev/shm."""
     offloads_to_shm: bool = False
     """Whether this vLLM maps its host memory from /dev/shm; otherwise it takes pinned memory."""
+    gpu_bytes: int | None = None
+    """Memory of a GPU, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,9 @@ class ModelSizes:
 
     kv_bytes_per_token: int
     num_parameters: int
+    layers: int = 1
+    hidden: int = 1
+    vocabulary: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,99 @@ class HostNeed:
             return 0
         room = KV_SHARE * max(0, machine.host_bytes - self.state_bytes)
         return min(room, KV_SHARE * (machine.shm_bytes or 0)) if machine.offloads_to_shm else room
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """What training needs of each GPU beside an engine that keeps its memory, in bytes.
+
+    >>> need = DeviceNeed(state_bytes=20 * GIB, row_bytes=16 * GIB, row_tokens=8192, engine_share=0.5)
+    >>> need.training_bytes // GIB, need.least_bytes // GIB, need.fits(80 * GIB), need.fits(79 * GIB), need.fits(None)
+    (40, 80, True, False, False)
+    """
+
+    state_bytes: int
+    """Weights, gradients and optimizer of the rank, and the layers that it gathers."""
+    row_bytes: int
+    """Activations and logits of the largest row."""
+    row_tokens: int
+    engine_share: float
+    """Of the GPU: `gpu_memory_utilization`."""
+
+    @property
+    def training_bytes(self) -> int:
+        """In all."""
+        return self.state_bytes + self.row_bytes + OTHER_BYTES
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory of a GPU that has room for engine and training."""
+        return math.ceil(self.training_bytes / (1 - self.engine_share))
+
+    def fits(self, gpu_bytes: int | None) -> bool:
+        """Whether a GPU of this size certainly has room."""
+        return gpu_bytes is not None and self.least_bytes <= gpu_bytes
+
+    def __str__(self) -> str:
+        """The arithmetic in words."""
+        return (
+            f"training takes {self.training_bytes / GIB:.1f} GiB of each GPU ({self.state_bytes / GIB:.1f} for "
+            f"weights, gradients and optimizer, {self.row_bytes / GIB:.1f} for a row of {self.row_tokens:,} tokens, "
+            f"{OTHER_BYTES / GIB:.0f} for the rest), the engine has {self.engine_share:g} of the GPU "
+            f"(gpu_memory_utilization), so both need a GPU of {self.least_bytes / GIB:.0f} GiB, or a lower share"
+        )
+
+
+def device_need(config: DictConfig, sizes: ModelSizes) -> DeviceNeed | str:
+    """What training needs of each GPU, rather too much than too little; or what stands in the way of knowing it."""
+    models = config.actor_rollout_ref
+    share = models.rollout.gpu_memory_utilization
+    tokens = _row_tokens(config)
+    unknown = _uncounted_on_device(config)
+    if unknown or tokens is None or not 0 < share < 1:
+        return unknown or (
+            "no size of a micro-batch for each GPU" if tokens is None else f"gpu_memory_utilization={share}"
+        )
+    sharded = models.actor.fsdp_config
+    devices = num_devices(config)
+    shards = sharded.fsdp_size if 0 < (sharded.get("fsdp_size") or 0) < devices else devices
+    each = FLOAT_BYTES.get(str(sharded.get("model_dtype")), 2)
+    copies = TRAINED_COPIES + has_own_reference(config)
+    gathered = 2 * sizes.num_parameters // sizes.layers + 2 * sizes.vocabulary * sizes.hidden
+    logits = 0 if models.model.use_fused_kernels else LOGIT_BYTES * sizes.vocabulary
+    of_a_token = 2 * sizes.layers * sizes.hidden + LAYER_BYTES * sizes.hidden + logits
+    state = each * (copies * sizes.num_parameters // shards + gathered)
+    return DeviceNeed(state, tokens * of_a_token, tokens, share)
+
+
+def _uncounted_on_device(config: DictConfig) -> str:
+    """What training has on a GPU that the arithmetic does not know; empty if there is nothing."""
+    models = config.actor_rollout_ref
+    if models.actor.strategy not in PACKED_STRATEGIES:
+        return f"actor_rollout_ref.actor.strategy={models.actor.strategy}"
+    if not models.model.enable_gradient_checkpointing:
+        return "actor_rollout_ref.model.enable_gradient_checkpointing=False"
+    return "a critic, whose size is not known" if needs_critic(config) else ""
+
+
+def _row_tokens(config: DictConfig) -> int | None:
+    """Tokens of the largest row that a GPU computes; None if verl's settings do not bound it for each GPU."""
+    models, data = config.actor_rollout_ref, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    if models.actor.use_dynamic_bsz:
+        bounds = [models.actor.ppo_max_token_len_per_gpu, models.rollout.log_prob_max_token_len_per_gpu]
+    else:
+        rows = models.actor.ppo_micro_batch_size_per_gpu
+        if rows is None:
+            return None
+        bounds = [rows * longest]
+    return max(longest, OmegaConf.select(config, f"{BLOCK}.packing.token_budget") or 0, *bounds)
+
+
+def engine_weights_bytes(config: DictConfig, sizes: ModelSizes) -> int:
+    """Of the model's weights on each GPU of an engine."""
+    each = FLOAT_BYTES.get(str(config.actor_rollout_ref.rollout.dtype), 2)
+    return each * sizes.num_parameters // devices_of_engine(config)
 
 
 def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed | None:
@@ -148,21 +257,28 @@ def _copies(config: DictConfig, shards: int | None) -> float:
     return config.trainer.n_gpus_per_node / (shards if shards and 0 < shards < whole else whole)
 
 
-def model_sizes(config: DictConfig) -> ModelSizes | None:
-    """Sizes of the configuration's model from its files; None if it is not on this machine, or not a plain one."""
-    folder = _model_folder(str(config.actor_rollout_ref.model.path))
+def model_sizes(config: DictConfig) -> ModelSizes | str:
+    """Sizes of the configuration's model from its files, or why they are not known."""
+    path = str(config.actor_rollout_ref.model.path)
+    folder = _model_folder(path)
+    if folder is None:
+        return f"the files of the model {path} are not on this machine"
     try:
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     except (OSError, ValueError):
-        return None
-    if not num_bytes or not _is_plain(model):
-        return None
+        model, num_bytes = {}, 0
+    if not num_bytes:
+        return f"the folder of the model {path} has no config.json with *.safetensors beside it"
+    if not _is_plain(model):
+        return f"the model {path} is not one with the same plain attention in each layer"
     weights = str(model.get("dtype") or model.get("torch_dtype") or "")
     num_parameters = num_bytes // FLOAT_BYTES.get(weights, 2)
     rollout = config.actor_rollout_ref.rollout
     kv_bytes = _kv_bytes(model, str(rollout.dtype), rollout.tensor_model_parallel_size)
-    return ModelSizes(kv_bytes, num_parameters)
+    return ModelSizes(
+        kv_bytes, num_parameters, *(model[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    )
 
 
 def _model_folder(path: str) -> Path | None:
@@ -185,13 +301,32 @@ def _model_folder(path: str) -> Path | None:
 def _is_plain(model: dict[str, Any]) -> bool:
     windows = bool(model.get("use_sliding_window", model.get("sliding_window")))
     others = set(model.get("layer_types") or ()) - {"full_attention"}
-    known = all(isinstance(model.get(name), int) for name in KV_SIZES)
+    known = all(isinstance(model.get(name), int) for name in SIZES)
     return model.get("model_type") in PLAIN_ATTENTION and known and not windows and not others
 
 
 def _kv_bytes(model: dict[str, Any], dtype: str, ranks: int) -> int:
     """Of a token, over all tensor-parallel ranks of an engine: each rank has at least one head, a copy if need be."""
-    layers, heads, hidden = (model[name] for name in KV_SIZES)
+    layers, heads, hidden, _ = (model[name] for name in SIZES)
     head_dim = model.get("head_dim") or hidden // heads
     kv_heads = max(model.get("num_key_value_heads") or heads, ranks)
     return 2 * layers * kv_heads * head_dim * FLOAT_BYTES.get(dtype, 2)
+
+
+def memory_in_words(config: DictConfig, num_slots: int) -> str:
+    """What is known of the memory that a configuration needs, for somebody who has not started it."""
+    sizes = model_sizes(config)
+    if isinstance(sizes, str):
+        return f"not known: {sizes}"
+    engines = max(1, num_devices(config) // devices_of_engine(config))
+    tokens = config.data.max_prompt_length + config.data.max_response_length
+    slots = math.ceil(num_slots / engines)
+    kv = slots * tokens * sizes.kv_bytes_per_token
+    parts = [
+        f"weights: {engine_weights_bytes(config, sizes) / GIB:.1f} GiB of each GPU of an engine",
+        f"KV in flight, all responses at their limit: {slots} responses x {tokens:,} tokens x "
+        f"{sizes.kv_bytes_per_token:,} bytes = {kv / GIB:.1f} GiB in each of {engines} engines",
+    ]
+    training = device_need(config, sizes)
+    told = training if isinstance(training, DeviceNeed) else f"training: not known ({training})"
+    return "; ".join([*parts, str(told)])

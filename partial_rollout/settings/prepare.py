@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ConfigError, UserError
-from partial_rollout.settings.auto import take
+from partial_rollout.settings.auto import propose, take
 from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import apply_mode, is_enabled, place_events, provide_attention
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from partial_rollout.settings.auto import Choice
+    from partial_rollout.settings.auto import Choice, Proposal
     from partial_rollout.settings.by_hand import ByHand
     from partial_rollout.settings.changes import Change
     from partial_rollout.settings.derived import Settings
@@ -35,6 +35,8 @@ class Prepared:
     """What was changed in the configuration, which is the one that was given."""
     choices: tuple[Choice, ...] = ()
     """Of the changes, those that the run chose, and what it leaves open until it sees the cluster."""
+    proposals: tuple[Proposal, ...] = ()
+    """What would be faster where the hardware has room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Examined:
     changes: tuple[Change, ...]
     """The same as of what is prepared; with refusals, what would be changed."""
     choices: tuple[Choice, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
 
 
 def examine(config: DictConfig, by_hand: ByHand) -> Examined:
@@ -61,15 +64,17 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     provide_attention(changes)
     place_events(changes)
     choices: tuple[Choice, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
     if enabled:
+        proposals = tuple(propose(config))
         choices = tuple(take(changes))
         settings = read_settings(config)
         refusals += [error for check in MODE_CHECKS if (error := _refusal(check, config, settings))]
         apply_mode(changes, settings)
         refusals += changes.refused
     made = tuple(changes.made)
-    prepared = None if refusals else Prepared(config, settings, enabled, made, choices)
-    return Examined(prepared, tuple(refusals), made, choices)
+    prepared = None if refusals else Prepared(config, settings, enabled, made, choices, proposals)
+    return Examined(prepared, tuple(refusals), made, choices, proposals)
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> UserError | None:

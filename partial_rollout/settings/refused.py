@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from partial_rollout.core.interrupt import mode_of
 from partial_rollout.core.queue.staleness import make_bound
 from partial_rollout.core.queue.tail import make_policy
-from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.errors import ConfigError, DataError, Refusal
 from partial_rollout.settings.block import BLOCK
+from partial_rollout.settings.by_hand import leaves, verl_defaults
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
     CHANNEL_DEVICES,
@@ -27,7 +28,7 @@ from partial_rollout.settings.derived import (
 from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from omegaconf import DictConfig
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
+NUMBER, SWITCH = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(?i)true|false")
 FILES = (
     "data.custom_cls.path",
     "data.tool_config_path",
@@ -81,6 +83,12 @@ IN_HOST_MEMORY: Needs = {
 }
 """The same, by a connector that we configure."""
 
+WHY_NEEDED = {
+    "keep_kv": "otherwise a request that stays in the engine cannot hand over its tokens",
+    "reuse_kv": "otherwise an interrupted response would not find its KV again",
+    "offload_kv": "otherwise the KV cannot go to host memory and come back",
+}
+
 
 def check_inputs(config: DictConfig) -> None:
     """Refuse, in every mode and before anything is started, what no run can use.
@@ -108,20 +116,23 @@ def check_counts(config: DictConfig) -> None:
     """Refuse what the other checks cannot compute with."""
     for key in COUNTS:
         _require_count(config, key)
+    _check_types(config)
 
 
 def _check_entry_point(config: DictConfig) -> None:
     _require(
         OmegaConf.select(config, "trainer.use_v1", default=True),
         "trainer.use_v1=False",
-        "True: partial_rollout.main_ppo runs verl's v1 trainer, with the flag and without; the old trainer is started "
-        "with verl.trainer.main_ppo",
+        "True",
+        "partial_rollout.main_ppo runs verl's v1 trainer, with the flag and without; the old trainer is started with "
+        "verl.trainer.main_ppo",
     )
 
 
 def _check_engine(config: DictConfig, _settings: Settings) -> None:
     name = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    _require(name == "vllm", f"actor_rollout_ref.rollout.name={name}", "vllm")
+    because = "gate, drain and weight channel are built on vLLM"
+    _require(name == "vllm", f"actor_rollout_ref.rollout.name={name}", "vllm", because)
 
 
 def _check_slots(config: DictConfig, settings: Settings) -> None:
@@ -129,8 +140,9 @@ def _check_slots(config: DictConfig, settings: Settings) -> None:
     _require(
         min(settings.slot_shares) >= n,
         f"{settings.num_slots} trajectory slots over {num_workers} agent-loop workers",
-        f"at least {n * num_workers}, rollout.n={n} for each worker: raise {BLOCK}.num_slots or lower "
-        "rollout.agent.num_workers",
+        f"at least {n * num_workers}, rollout.n={n} for each worker (raise {BLOCK}.num_slots or lower "
+        "rollout.agent.num_workers)",
+        "a worker starts all responses of a prompt together",
     )
     if settings.block.slots.are_adaptive:
         _ = settings.slot_bounds
@@ -150,6 +162,7 @@ def _check_lengths(config: DictConfig, _settings: Settings) -> None:
         limit is None or limit > prompt,
         f"actor_rollout_ref.rollout.max_model_len={limit}",
         f"null or above data.max_prompt_length={prompt}",
+        "a prompt of that length would leave no room for a response",
     )
 
 
@@ -167,6 +180,7 @@ def _check_tail(config: DictConfig, settings: Settings) -> None:
         fetched is None or (fetched >= 1 and batch % fetched == 0),
         f"data.gen_batch_size={fetched}",
         f"null or a divisor of data.train_batch_size={batch}{more if fetched and fetched > batch else ''}",
+        "" if more and fetched and fetched > batch else "a batch is fetched in whole parts",
     )
 
 
@@ -179,12 +193,16 @@ def _check_interrupt_mode(config: DictConfig, settings: Settings) -> None:
     on_gpu = not mode.releases_memory or config.trainer.device != "cpu"
     _require(on_gpu, f"trainer.device=cpu {chosen}", f"a GPU, from which alone vLLM offloads KV {way_out}")
     for given, wanted in _unmet(config, engine_needs(mode)):
-        _require(False, f"{given} {chosen}", f"{wanted} {way_out}")
+        _require(False, f"{given} {chosen}", f"{wanted} {way_out}", WHY_NEEDED[mode.name])
 
 
-def unmet_needs(config: DictConfig, mode: InterruptMode, more: Needs) -> str:
-    """The first value of the engine's that rules a mode out, as `key=value`, or empty; `more` is needed too."""
-    return next((given for given, _ in _unmet(config, engine_needs(mode) | more)), "")
+def unmet_needs(config: DictConfig, mode: InterruptMode, more: Needs, met: Collection[str] = ()) -> str:
+    """The first value of the engine's that rules a mode out, as `key=value`, or empty.
+
+    `more` is needed too; the keys of `met` are taken as they should be.
+    """
+    needs = engine_needs(mode) | more
+    return next((given for given, _ in _unmet(config, {key: needs[key] for key in needs if key not in met})), "")
 
 
 def _unmet(config: DictConfig, needs: Needs) -> Iterator[tuple[str, str]]:
@@ -215,12 +233,15 @@ def check_packing(config: DictConfig) -> None:
     alternative = f"with {BLOCK}.packing.planner=global: change it, or set {BLOCK}.packing.planner=verl"
     strategies = " or ".join(PACKED_STRATEGIES)
     given = f"actor_rollout_ref.actor.strategy={actor.strategy}"
-    _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}")
-    _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}")
+    why = "our planner packs rows for verl's FSDP engine"
+    _require(actor.strategy in PACKED_STRATEGIES, given, f"{strategies} {alternative}", why)
+    why = "the planner's rows hold for the order that it plans"
+    _require(not actor.shuffle, "actor_rollout_ref.actor.shuffle=True", f"False {alternative}", why)
     _check_sequence_parallel(config, alternative)
     samples = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     given = f"actor_rollout_ref.actor.ppo_mini_batch_size x rollout.n = {samples} for {num_ranks(config)} ranks"
-    _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}")
+    why = "each rank trains an equal part of a mini-batch"
+    _require(samples % num_ranks(config) == 0, given, f"a multiple of the ranks {alternative}", why)
 
 
 def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
@@ -232,11 +253,12 @@ def _check_sequence_parallel(config: DictConfig, alternative: str) -> None:
     )
     _require(num_devices(config) % size == 0, given, f"a divisor of the devices {alternative}")
     packed_attention = size > 1 and attention_of(config.actor_rollout_ref.model) == PACKED_ATTENTION
-    _require(not packed_attention, f"{given} with attn_implementation={PACKED_ATTENTION}", "1: it needs whole rows")
+    _require(not packed_attention, f"{given} with attn_implementation={PACKED_ATTENTION}", "1", "it needs whole rows")
     _require(
         not has_own_reference(config) or reference == size,
         f"{keys.format('ref')}={reference}",
         f"the actor's {size} {alternative}",
+        "both get the same rows",
     )
 
 
@@ -244,32 +266,35 @@ def _check_algorithm(config: DictConfig, _settings: Settings) -> None:
     estimator = str(config.algorithm.adv_estimator)
     why = UNSUPPORTED_ESTIMATORS.get(estimator)
     if why:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator} cannot work with partial rollout: {why}. "
-            "Use grpo, rloo, reinforce_plus_plus or gae, or leave out +async_training.partial_rollout=True"
-        )
+        given = f"algorithm.adv_estimator={estimator}"
+        instead = "Use grpo, rloo, reinforce_plus_plus or gae, or leave out +async_training.partial_rollout=True"
+        message = f"{given} cannot work with partial rollout: {why}. {instead}"
+        raise Refusal(message, given, because=why, instead=instead)
     filter_metric(config)
 
 
 def _check_trainer(config: DictConfig, _settings: Settings) -> None:
     """Settings of verl's trainer that contradict one drain and one weight update a step."""
     updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
-    _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1: one batch is taken a step")
+    _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1", "one batch is taken a step")
     _require(
         not config.actor_rollout_ref.rollout.full_determinism,
         "actor_rollout_ref.rollout.full_determinism=True",
-        "False: what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
+        "False",
+        "what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
     )
     _require(
         OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True),
         "actor_rollout_ref.hybrid_engine=False",
-        "True: engines and trainer share their devices in this mode",
+        "True",
+        "engines and trainer share their devices in this mode",
     )
     reward = config.reward.reward_model
     _require(
         not reward.enable or reward.enable_resource_pool,
         "reward.reward_model.enable=True with enable_resource_pool=False",
-        "on devices of its own (enable_resource_pool=True): sharing them puts engines to sleep while they generate",
+        "on devices of its own (enable_resource_pool=True)",
+        "sharing them puts engines to sleep while they generate",
     )
 
 
@@ -317,9 +342,10 @@ def is_cached(name: str) -> bool:
     return os.path.isdir(os.path.join(cache, f"models--{name.replace('/', '--')}", "snapshots"))
 
 
-def _require(condition: bool, given: str, allowed: str) -> None:
+def _require(condition: bool, given: str, allowed: str, because: str = "") -> None:
     if not condition:
-        raise ConfigError(f"{given} is not allowed: must be {allowed}")
+        message = f"{given} is not allowed: must be {allowed}{': ' if because else ''}{because}"
+        raise Refusal(message, given, because=because, instead=f"must be {allowed}")
 
 
 def _check_files(config: DictConfig) -> None:
@@ -352,7 +378,23 @@ def _require_one(config: DictConfig, block: str, name: str) -> None:
         " with ".join(f"{key}={'null' if value is None else value}" for key, value in zip(names, given, strict=True)),
         f"a number for the first and null for the second (set {names[0]}, or "
         f"{'critic' if block == 'critic' else 'actor_rollout_ref.actor'}.use_dynamic_bsz=True)",
+        "verl needs one size of a micro-batch",
     )
+
+
+def _check_types(config: DictConfig) -> None:
+    """Numbers and switches of verl's that were given in quotes: verl would fail at their first use."""
+    container: Any = OmegaConf.to_container(config)
+    given = dict(leaves(container))
+    strategy = str(config.actor_rollout_ref.actor.strategy)
+    for key, default in verl_defaults(strategy).items():
+        value = given.get(key)
+        if not isinstance(value, str) or not isinstance(default, int | float):
+            continue
+        kind = "True or False" if isinstance(default, bool) else "a number"
+        plain = SWITCH.fullmatch(value) if isinstance(default, bool) else NUMBER.fullmatch(value)
+        because = "in quotes it is a text, with which verl cannot compute"
+        _require(not plain, f"{key}={value!r}", f"{kind} without quotes ({key}={value})", because)
 
 
 def _check_devices(config: DictConfig, settings: Settings) -> None:
@@ -363,7 +405,8 @@ def _check_devices(config: DictConfig, settings: Settings) -> None:
     )
     fits = settings.block.packing.planner != "verl" or num_devices(config) % size == 0
     key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
-    _require(fits, given, f"a divisor of the devices (set {key})")
+    why = "the devices are shared out in whole rows"
+    _require(fits, given, f"a divisor of the devices (set {key})", why)
 
 
 INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files, _check_micro_batches)

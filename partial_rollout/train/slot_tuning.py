@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from partial_rollout.core.slots import EngineLoad, SlotController
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.core.slots import SlotBounds, SlotDecision
+    from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.train.fleet import ReplicaFleet
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,12 @@ class SlotTuner:
         """The highest usage of a KV cache since the last call of `metrics`."""
         return self._highest.kv_usage
 
+    def begin(self, statistics: Sequence[RolloutStatistics]) -> None:
+        """A step's rollout begins: a validation may have come before it."""
+        load = _sum(statistics)
+        self._controller.begin(load)
+        self._num_preemptions = load.num_preemptions
+
     def look(self) -> None:
         """Ask the engines for their load, and give the workers more or fewer slots if there is a reason.
 
@@ -58,7 +65,7 @@ class SlotTuner:
             WaitTimeout: a server, the prompt manager or a worker did not answer.
         """
         statistics = self._fleet.statistics()
-        load = reduce(add, [each.load for each in statistics], EngineLoad())
+        load = _sum(statistics)
         decision = self._controller.observe(load, self._slots_in_use(), [each.speed for each in statistics])
         self._remember(load)
         if decision.change:
@@ -92,3 +99,7 @@ class SlotTuner:
             load.num_preemptions,
             load.num_tokens,
         )
+
+
+def _sum(statistics: Sequence[RolloutStatistics]) -> EngineLoad:
+    return reduce(add, (each.load for each in statistics), EngineLoad())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from partial_rollout.settings.memory import Machine
 from partial_rollout.weights.directory import SHARED_MEMORY
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omegaconf import DictConfig
 
     from partial_rollout.settings.auto import Choice
@@ -37,6 +40,10 @@ CGROUPS = (
 """Controller in /proc/self/cgroup, folder, and its files with a group's limit and usage, of the second and the first
 version of Linux' control groups; and the name in `memory.stat` of what counts as used and can be taken: files read long
 ago."""
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+"""It prints MiB, a line for each GPU."""
+SMI_S = 30.0
+"""It takes a second, and longer while the driver loads."""
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 
@@ -62,9 +69,11 @@ def look_at_nodes() -> Machine:
     if not found:
         return Machine()
     stores = [int(node["Resources"].get("object_store_memory", 0)) for node in nodes]
-    host = min(host - store for (host, _), store in zip(found, stores, strict=True))
-    shm = min(shm - store for (_, shm), store in zip(found, stores, strict=True))
-    return Machine(host, shm, offloads_to_shm=not _pins_memory())
+    host = min(host - store for (host, _, _), store in zip(found, stores, strict=True))
+    shm = min(shm - store for (_, shm, _), store in zip(found, stores, strict=True))
+    gpus = [gpu for _, _, gpu in found]
+    gpu = None if None in gpus else min(gpus)
+    return Machine(host, shm, offloads_to_shm=not _pins_memory(), gpu_bytes=gpu)
 
 
 def _pins_memory() -> bool:
@@ -72,8 +81,8 @@ def _pins_memory() -> bool:
     return GPU_VLLM.accepts(installed_version(GPU_VLLM.name) or "")
 
 
-def free_memory() -> tuple[int, int]:
-    """Bytes of memory and of /dev/shm that this node, or this container, has free."""
+def free_memory() -> tuple[int, int, int | None]:
+    """Bytes of memory and of /dev/shm that this node, or this container, has free; and of its smallest GPU in all."""
     free = psutil.virtual_memory().available
     own = OWN_GROUPS.read_text(encoding="utf-8") if OWN_GROUPS.exists() else ""
     limits = [
@@ -81,7 +90,21 @@ def free_memory() -> tuple[int, int]:
         for controller, folder, *names in CGROUPS
         for place in group_folders(own, controller, Path(folder))
     ]
-    return min([free, *(limit for limit in limits if limit is not None)]), shutil.disk_usage(SHARED_MEMORY).free
+    return (
+        min([free, *(limit for limit in limits if limit is not None)]),
+        shutil.disk_usage(SHARED_MEMORY).free,
+        gpu_memory(),
+    )
+
+
+def gpu_memory(command: Sequence[str] = NVIDIA_SMI) -> int | None:
+    """Bytes of the smallest GPU of this node; None where the driver's own tool does not say it."""
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) for line in told.split() if line.isdigit()]
+    return min(sizes) << 20 if sizes else None
 
 
 def group_folders(own: str, controller: str, folder: Path) -> list[Path]:

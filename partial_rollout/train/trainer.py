@@ -219,8 +219,10 @@ class PartialRolloutTrainer(PPOTrainer):
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
         self._doing = f"generated the batch of step {self.global_steps}"
-        if self.depth_tuner is not None:
-            self.depth_tuner.begin(self.fleet.statistics())
+        tuners = [tuner for tuner in (self.slot_tuner, self.depth_tuner) if tuner is not None]
+        statistics = self.fleet.statistics() if tuners else ()
+        for tuner in tuners:
+            tuner.begin(statistics)
         plan = cast("RoundPlan", self._ask(self.manager.begin_round.remote()))
         self._round_kind = plan.kind
         if plan.num_fresh > 0:

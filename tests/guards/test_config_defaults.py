@@ -32,6 +32,11 @@ def test_the_table_of_what_is_supported_is_the_one_that_doctor_speaks_from(repos
     assert text == documents.with_table(text, documents.SUPPORT), AGAIN
 
 
+def test_the_short_table_of_the_readme_is_made_from_the_same(repository: Path):
+    text = (repository / documents.README_PATH).read_text(encoding="utf-8")
+    assert text == documents.with_table(text, documents.SUMMARY), AGAIN
+
+
 def test_a_document_without_the_marks_is_refused():
     with pytest.raises(ValueError, match="needs the lines"):
         documents.with_table("no table here")

@@ -14,25 +14,16 @@ setting MAX_PROMPT_LENGTH 1024 "tokens"
 setting MAX_RESPONSE_LENGTH 4096 "tokens"
 setting MAX_TOKENS_PER_GPU 24576 "tokens in one training micro-batch on a GPU"
 setting GPU_MEMORY_UTILIZATION 0.6 "share of GPU memory for the rollout engine"
-setting PREFETCH_FACTOR "" "prompts in flight, in batches; empty: what partial_rollout.prefetch_factor is by default"
-setting RETAIN_KV 0 "1: interrupted responses find their KV again. Engines keep their memory while the actor trains: lower GPU_MEMORY_UTILIZATION"
 setting LEARNING_RATE 1.0e-6 "of AdamW"
 setting TOTAL_STEPS 200 "training steps"
 setting SAVE_FREQ 50 "steps between checkpoints"
 setting TEST_FREQ 10 "steps between validations"
 setting OUTPUT_DIR "$PWD/outputs" "checkpoints and metrics go to OUTPUT_DIR/EXPERIMENT_MODE"
 setting LOGGER "[console,file]" "verl loggers, for example [console,wandb]"
-PREFETCH=()
-[[ -z $PREFETCH_FACTOR ]] || PREFETCH=(partial_rollout.prefetch_factor="$PREFETCH_FACTOR")
 
 gpu_grpo() {
-  local recipe=$1 experiment output chosen=()
+  local recipe=$1 experiment output
   shift
-  case $RETAIN_KV in
-    0) ;;
-    1) chosen=(actor_rollout_ref.rollout.free_cache_engine=False partial_rollout.tail.interrupt_mode=reuse_kv) ;;
-    *) fail "RETAIN_KV=$RETAIN_KV is not allowed: must be 0 or 1" ;;
-  esac
   experiment=${EXPERIMENT}_$(mode_name)
   output=$OUTPUT_DIR/$experiment
   require_file "$TRAIN_FILE" "$DATA_HINT"
@@ -49,7 +40,6 @@ gpu_grpo() {
     actor_rollout_ref.rollout.n="$GROUP_SIZE" \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$TENSOR_PARALLEL" \
     actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY_UTILIZATION" \
-    "${PREFETCH[@]}" "${chosen[@]}" \
     trainer.nnodes="$NUM_NODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" \
     trainer.total_training_steps="$TOTAL_STEPS" trainer.total_epochs=1000 \
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" \

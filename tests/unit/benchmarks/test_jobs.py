@@ -20,9 +20,11 @@ from benchmarks.jobs import (
     STALENESS,
     Jobs,
     command,
+    filling_steps,
     generation,
     on_a_gpu,
     parser,
+    parts,
     rates_table,
     settings,
     slots_in_use,
@@ -75,6 +77,14 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
         apply(config)
 
 
+def test_another_interpreter_is_also_that_of_rays_workers(tmp_path):
+    load = workload("small", "uniform")
+    words = command("flag", tmp_path, load, settings(tmp_path, load, 32), None, python="/other/python")
+    assert words[4:6] == ["/other/python", "-m"]
+    assert "+ray_kwargs.ray_init.runtime_env.py_executable=/other/python" in words
+    assert not any("py_executable" in word for word in command("flag", tmp_path, load, [], None))
+
+
 def test_a_rollout_only_job_neither_updates_nor_computes_log_probs(tmp_path):
     """verl updates the actor from step `critic_warmup` on."""
     load = workload("8b", "long_tail", steps=40)
@@ -115,6 +125,43 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     ] * 4
     assert [set(job["first_steps"][0]) for job in stored["jobs"]] == [{"timing_s/gen", "timing_s/step", TOKENS}] * 2
     assert set(stored["summary"]) == set(found)
+
+
+def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monkeypatch, tmp_path):
+    given = []
+
+    def run(_words, folder, _limit_s, _lane):
+        given.append(folder.name)
+        return job_of([{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2)
+
+    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    words = ["--shape", "tiny", "--out", str(tmp_path), "--resume"]
+    Jobs(parser().parse_args([*words, "--modes", "sync"])).run(tmp_path / "inputs")
+    Jobs(parser().parse_args([*words, "--modes", "sync", "flag"])).run(tmp_path / "more_inputs")
+    assert given == ["sync-0", "flag-0"]
+    assert set(read_result(tmp_path / "jobs.json")["summary"]) == {"sync", "flag"}
+    with pytest.raises(SystemExit, match="have another workload than this command"):
+        Jobs(parser().parse_args([*words, "--trace", "uniform"]))
+
+
+def test_steps_in_which_slots_fill_are_counted_apart():
+    def step(depth, running, seconds=1.0, again=0):
+        named = {"depth": depth, "mean_running": running, "response_tokens": 100, "reprefilled_tokens": again}
+        return {f"partial_rollout/{name}": value for name, value in named.items()} | {"timing_s/gen": seconds}
+
+    load = workload("tiny", "long_tail", batch=5, group=2)
+    first, steps = [step(2, 1), step(2, 1)], [step(2, 5), step(3, 7), step(3, 10, 3.0, 5), step(3, 6)]
+    job = {"mode": "flag", "first_steps": first, "steps": steps}
+    assert filling_steps(job) == 4
+    rows = parts([job], load)["flag"]
+    assert rows["filling"] == {
+        "num_steps": 4, "gen_s": 1, "slots_in_use": 14 / 40, "reprefilled_per_1000_tokens": 0,
+    }  # fmt: skip
+    assert rows["full"] == {"num_steps": 2, "gen_s": 2, "slots_in_use": 36 / 40, "reprefilled_per_1000_tokens": 25}
+    verls = {"mode": "sync", "first_steps": [{"timing_s/gen": 9.0}], "steps": [{"timing_s/gen": 2.0}]}
+    assert filling_steps(verls) == 1
+    assert parts([verls], load)["sync"]["full"] == {"num_steps": 1, "gen_s": 2}
 
 
 def job_of(steps: list) -> dict:

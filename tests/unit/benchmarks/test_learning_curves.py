@@ -36,3 +36,20 @@ def test_modes_are_compared_seed_by_seed(monkeypatch, tmp_path):
     assert row["difference_all_steps"] == [0.0, 0.0]
     assert (row["reward_to_mean"], row["gen_s_median"]) == (round(7.5 / 12, 3), 2.0)
     assert [set(words[2]) >= {"data.seed=3", "trainer.total_training_steps=12"} for words in given[:2]] == [True, True]
+
+
+def test_a_comparison_goes_on_with_the_jobs_that_it_lacks(monkeypatch, tmp_path):
+    given = []
+
+    def command(_task, folder, *_):
+        given.append(folder.name)
+        return [sys.executable, "-c", WRITE]
+
+    monkeypatch.setattr(learning_curves, "training_command", command)
+    places = {name: tmp_path / f"a.{name}" for name in ("task", "work", "json")}
+    words = [word for name, path in places.items() for word in (f"--{name}", str(path))]
+    words += ["--modes", "sync", "flag", "--steps", "12", "--resume"]
+    learning_curves.main([*words, "--seeds", "0"])
+    learning_curves.main([*words, "--seeds", "0", "1"])
+    assert given == ["sync-0", "flag-0", "sync-1", "flag-1"]
+    assert read_result(places["json"])["summary"]["flag"]["seeds"] == [0, 1]

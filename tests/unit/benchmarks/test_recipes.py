@@ -60,7 +60,7 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
-    assert (rollout.free_cache_engine, config.partial_rollout.tail.interrupt_mode) == (False, "reuse_kv")
+    assert rollout.free_cache_engine is False
     assert (data.train_batch_size, data.max_response_length) == (options.batch, options.response_tokens)
     assert config.trainer.total_training_steps == options.steps
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"

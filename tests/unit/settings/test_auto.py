@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from omegaconf import OmegaConf
 
-from partial_rollout.settings.auto import choose, is_corrected, take_on_cluster
+from partial_rollout.settings.auto import choose, is_corrected, propose, take_on_cluster
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.memory import GIB, HostNeed, Machine, ModelSizes, host_need, model_sizes, uncounted_state
+from partial_rollout.settings.memory import (
+    GIB,
+    OTHER_BYTES,
+    DeviceNeed,
+    HostNeed,
+    Machine,
+    ModelSizes,
+    device_need,
+    host_need,
+    model_sizes,
+    uncounted_state,
+)
 from partial_rollout.settings.prepare import examine
 
 if TYPE_CHECKING:
@@ -56,6 +67,7 @@ def model(tmp_path: Path) -> Path:
     """A model of Qwen3-0.6B's shape on disk, of 1.2 billion bytes as far as its files say."""
     sizes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     config = {"model_type": "qwen3", "hidden_size": 1024, "dtype": "bfloat16", "sliding_window": None, **sizes}
+    config["vocab_size"] = 151_936
     (tmp_path / "config.json").write_text(json.dumps({**config, "use_sliding_window": False}))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1_200_000_000)  # sparse
@@ -151,7 +163,7 @@ def test_a_node_needs_memory_for_its_engines_slots_and_its_part_of_the_training_
 def test_each_tensor_parallel_rank_has_a_head_of_kv(composed: Composed, model: Path, ranks: int, heads: int):
     here = {"actor_rollout_ref.model.path": str(model), f"{ROLLOUT}.tensor_model_parallel_size": ranks}
     sizes = model_sizes(composed(here))
-    assert sizes is not None
+    assert isinstance(sizes, ModelSizes)
     assert sizes.kv_bytes_per_token == 2 * 28 * heads * 128 * 4
 
 
@@ -181,7 +193,7 @@ def value_of_size(config: DictConfig, machine: Machine) -> int | None:
         ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.param_offload": True}, LARGE, "megatron.param_offload"),
         ({f"{ACTOR}.strategy": "veomni", f"{ACTOR}.veomni.enable_fsdp_offload": True}, LARGE, "enable_fsdp_offload"),
         ({"actor_rollout_ref.model.enable_activation_offload": True}, LARGE, "enable_activation_offload=True"),
-        ({"actor_rollout_ref.model.path": "unknown/model"}, LARGE, "no sizes"),
+        ({"actor_rollout_ref.model.path": "unknown/model"}, LARGE, "unknown/model are not on this machine"),
     ],
 )
 def test_kv_is_computed_again_where_host_memory_is_not_there_for_certain(
@@ -213,6 +225,140 @@ def test_a_size_set_by_hand_is_taken_without_arithmetic_and_refused_where_it_has
     assert "offload_gib=48 (set on the command line)" in str(refusal)
     assert "interrupt_mode=reuse_kv, which was chosen" in str(refusal)
     assert keeping.partial_rollout.tail.offload_gib == 48
+
+
+# ---- the engine's memory ----
+
+KEEP, RELEASE = f"{TAIL}.keep_engine_memory", f"{ROLLOUT}.free_cache_engine"
+ROOMY = {
+    KEEP: True,
+    f"{ROLLOUT}.gpu_memory_utilization": 0.5,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+}
+"""Of the quickstart's settings; training needs some 22 GiB of the model below, so both need 44."""
+
+
+def on_gpus(composed: Composed, model: Path, changes: dict[str, Any]) -> DictConfig:
+    return composed(GPU | {"actor_rollout_ref.model.path": str(model)} | changes)
+
+
+def test_engines_keep_their_memory_where_the_key_asks_for_it_and_gpus_have_room(composed: Composed, model: Path):
+    config = on_gpus(composed, model, ROOMY)
+    assert started(config).tail.interrupt_mode == "auto"  # before the start nobody knows the GPUs
+    assert config.actor_rollout_ref.rollout.free_cache_engine is True
+    memory, mode, *_ = take_on_cluster(config, Machine(gpu_bytes=80 * GIB))
+    assert (memory.key, memory.value, mode.value) == (RELEASE, False, "reuse_kv")
+    assert "the smallest GPU has 80 GiB" in memory.seen
+    assert config.actor_rollout_ref.rollout.free_cache_engine is False
+    assert PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom).tail.interrupt_mode == "reuse_kv"
+    assert read_settings(config).block.slots.adaptive is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "seen"),
+    [
+        ({}, Machine(512 * GIB, gpu_bytes=24 * GIB), "the smallest GPU has 24 GiB"),
+        ({}, Machine(512 * GIB), "the smallest GPU has unknown"),
+        ({f"{ROLLOUT}.data_parallel_size": 2}, Machine(512 * GIB, gpu_bytes=512 * GIB), "data_parallel_size=2"),
+        ({"algorithm.adv_estimator": "gae"}, Machine(512 * GIB, gpu_bytes=512 * GIB), "a critic"),
+        ({"actor_rollout_ref.model.path": "no/model"}, Machine(512 * GIB, gpu_bytes=512 * GIB), "not on this machine"),
+        ({f"{ACTOR}.strategy": "megatron"}, Machine(512 * GIB, gpu_bytes=512 * GIB), "strategy=megatron"),
+    ],
+)
+def test_engines_release_their_memory_where_it_is_not_certain_that_both_fit(
+    composed: Composed, model: Path, changes: dict[str, Any], machine: Machine, seen: str
+):
+    config = on_gpus(composed, model, ROOMY | changes)
+    (memory,) = chosen(config, RELEASE, machine=machine)
+    assert memory.value is True
+    assert seen in memory.seen
+    # As without the key.
+    without = on_gpus(composed, model, ROOMY | changes | {KEEP: False})
+    assert value(config, MODE, machine=machine) == value(without, MODE, machine=machine)
+
+
+def test_without_the_key_kept_memory_is_proposed_with_the_numbers_and_not_taken(composed: Composed, model: Path):
+    config = on_gpus(composed, model, ROOMY | {KEEP: False})
+    (proposal,) = propose(config)
+    need = device_need(config, model_sizes(config))  # type: ignore[arg-type]
+    assert isinstance(need, DeviceNeed)
+    assert proposal.what == f"{KEEP}=True"
+    assert f"both need a GPU of {need.least_bytes / GIB:.0f} GiB" in proposal.need
+    started(config)
+    take_on_cluster(config, Machine(512 * GIB, gpu_bytes=512 * GIB))
+    assert config.actor_rollout_ref.rollout.free_cache_engine is True
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {KEEP: True},
+        {RELEASE: False},
+        {MODE: "abort"},
+        {f"{TAIL}.policy": "wait"},
+        {"trainer.device": "cpu"},
+        {f"{ROLLOUT}.data_parallel_size": 2},
+        {"actor_rollout_ref.model.path": "no/model"},
+    ],
+)
+def test_nothing_is_proposed_that_is_done_or_cannot_be_counted(
+    composed: Composed, model: Path, changes: dict[str, Any]
+):
+    assert propose(on_gpus(composed, model, ROOMY | {KEEP: False} | changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "why"),
+    [
+        ({RELEASE: True}, f"{RELEASE}=True", "which is the opposite"),
+        ({MODE: "abort"}, f"{MODE}=abort", "only auto reads it"),
+        ({f"{TAIL}.policy": "wait"}, f"{TAIL}.policy=wait", "interrupts nothing"),
+    ],
+)
+def test_the_key_for_kept_memory_is_refused_beside_what_decides_it(
+    composed: Composed, model: Path, changes: dict[str, Any], given: str, why: str
+):
+    config = on_gpus(composed, model, ROOMY | changes)
+    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
+    (refusal,) = examine(config, ByHand.read([f"{KEEP}=true", given])).refusals
+    assert f"{KEEP}=True (set on the command line)" in str(refusal)
+    assert why in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "row", "tokens"),
+    [
+        ({}, 4 * 4 * 10_000, 10 * (2 * 4 * 8 + 100 * 8), 10),
+        ({f"{ACTOR}.fsdp_config.model_dtype": "bfloat16"}, 2 * 4 * 10_000, 10 * (2 * 4 * 8 + 100 * 8), 10),
+        ({f"{ACTOR}.use_kl_loss": True}, 4 * 5 * 10_000, 10 * (2 * 4 * 8 + 100 * 8), 10),
+        ({"trainer.n_gpus_per_node": 8}, 4 * 4 * 10_000 // 8, 10 * (2 * 4 * 8 + 100 * 8), 10),
+        ({"actor_rollout_ref.model.use_fused_kernels": False}, 4 * 4 * 10_000, 10 * (2 * 4 * 8 + 100 * 8 + 10 * 3), 10),
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 5}, 4 * 4 * 10_000, 8 * (2 * 4 * 8 + 100 * 8), 8),
+        ({"partial_rollout.packing.token_budget": 20}, 4 * 4 * 10_000, 20 * (2 * 4 * 8 + 100 * 8), 20),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
+            4 * 4 * 10_000, 16 * (2 * 4 * 8 + 100 * 8), 16,
+        ),
+    ],
+)  # fmt: skip
+def test_training_needs_its_state_and_its_largest_row_on_a_gpu(
+    composed: Composed, changes: dict[str, Any], state: int, row: int, tokens: int
+):
+    base = {
+        f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 10,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 5, "data.max_prompt_length": 3, "data.max_response_length": 5,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+        "actor_rollout_ref.model.use_fused_kernels": True, f"{ROLLOUT}.gpu_memory_utilization": 0.75,
+    }  # fmt: skip
+    sizes = ModelSizes(kv_bytes_per_token=1, num_parameters=10_000, layers=4, hidden=8, vocabulary=3)
+    need = device_need(composed(GPU | base | changes), sizes)
+    assert isinstance(need, DeviceNeed)
+    each = 2 if "model_dtype" in str(changes) else 4
+    assert need.state_bytes == state + each * (
+        2 * 10_000 // 4 + 2 * 3 * 8
+    )  # two layers and the embeddings are gathered
+    assert (need.row_bytes, need.row_tokens) == (row, tokens)
+    assert need.least_bytes == 4 * (need.state_bytes + row + OTHER_BYTES)
 
 
 # ---- depth ----

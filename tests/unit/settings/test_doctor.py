@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from partial_rollout.doctor import diagnose
+from partial_rollout.errors import ConfigError
+from partial_rollout.settings.by_hand import ByHand
+from partial_rollout.settings.compose import CommandLine, compose_line, resolve
+from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+VLLM = ["actor_rollout_ref.rollout.name=vllm"]
 HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy")
 
 
@@ -59,7 +65,52 @@ def test_all_that_is_in_the_way_is_told_at_once(paths: list[str]):
 
 
 def blocked(words: list[str]) -> list[str]:
-    return [text for heading, text in diagnose(words).lines if heading == "blocked"]
+    return diagnose(words).blocked
+
+
+def test_a_refusal_is_told_with_its_reason_and_a_way_out(paths: list[str]):
+    lines = diagnose([*paths, "actor_rollout_ref.rollout.name=sglang"]).lines
+    assert lines[:3] == [
+        ("blocked", "actor_rollout_ref.rollout.name=sglang"),
+        ("because", "gate, drain and weight channel are built on vLLM"),
+        ("instead", "must be vllm"),
+    ]
+    lines = diagnose([*paths, *VLLM, "trainer.v1.trainer_mode=colocate_async"]).lines
+    assert [heading for heading, _ in lines[:3]] == ["blocked", "because", "instead"]
+    assert lines[1] == ("because", "the flag brings a trainer of its own")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.save_freq='8'", "trainer.save_freq='8' is not allowed: must be a number without quotes"),
+        ("trainer.val_before_train='true'", "'true' is not allowed: must be True or False without quotes"),
+    ],
+)
+def test_a_number_in_quotes_is_told_by_doctor_and_by_the_start(paths: list[str], override: str, told: str):
+    words = [*paths, *VLLM, override]
+    (text,) = blocked(words)
+    assert told in text
+    with pytest.raises(ConfigError, match="without quotes"):
+        prepare(compose_line(resolve(CommandLine.parse(words))), ByHand.read(words))
+
+
+def test_memory_is_counted_and_what_would_be_faster_is_proposed(paths: list[str], tmp_path: Path):
+    sizes = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    model = {"model_type": "qwen3", "hidden_size": 4096, "vocab_size": 151_936, "dtype": "bfloat16", **sizes}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(16_400_000_000)  # sparse
+    words = [*paths, *VLLM, "trainer.n_gpus_per_node=8", "algorithm.adv_estimator=grpo"]
+    told = dict(diagnose(words).lines)
+    assert "weights: 7.6 GiB of each GPU of an engine" in told["memory"]  # tensor parallel 2, verl's default
+    assert "256 responses x 1,024 tokens x 147,456 bytes" in told["memory"]
+    assert told["faster with"] == "partial_rollout.tail.keep_engine_memory=True"
+    assert "both need a GPU of" in told["  needs"]
+    (tmp_path / "model" / "config.json").unlink()
+    told = dict(diagnose(words).lines)
+    assert told["memory"].startswith("not known: the folder of the model")
+    assert "faster with" not in told
 
 
 def test_sizes_of_micro_batches_that_verl_refuses_are_told(paths: list[str]):

@@ -74,6 +74,20 @@ def test_a_change_reaches_the_workers_the_metrics_and_the_log():
     assert tuner.metrics()[PREFIX + "preemptions"] == 1
 
 
+def test_preemptions_of_a_validation_lower_no_slots_and_are_not_counted():
+    world = World()
+    tuner = world.tuner()
+    world.loads = [EngineLoad(num_preemptions=5, waiting=1), EngineLoad()]
+    tuner.begin(world.statistics())
+    tuner.look()
+    assert world.resized == []
+    assert tuner.metrics()[PREFIX + "preemptions"] == 0
+    world.loads = [EngineLoad(num_preemptions=6), EngineLoad()]
+    tuner.look()
+    assert world.resized == [24]
+    assert tuner.metrics()[PREFIX + "preemptions"] == 1
+
+
 @pytest.mark.parametrize(("num_slots", "shares"), [(32, [16, 16]), (20, [12, 8]), (8, [4, 4])])
 def test_workers_share_whole_groups(monkeypatch: pytest.MonkeyPatch, num_slots: int, shares: list[int]):
     given: list[int] = []

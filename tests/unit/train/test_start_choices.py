@@ -79,12 +79,28 @@ class Look:
 
 
 def test_the_least_of_all_nodes_with_devices_counts(monkeypatch: pytest.MonkeyPatch):
-    free = {A: (200 * GIB, 100 * GIB), B: (220 * GIB, 180 * GIB)}
+    free = {A: (200 * GIB, 100 * GIB, 80 * GIB), B: (220 * GIB, 180 * GIB, 40 * GIB)}
     monkeypatch.setattr(start_choices.ray, "nodes", lambda: NODES)
     monkeypatch.setattr(start_choices.ray, "remote", lambda **_options: lambda _task: Look())
     monkeypatch.setattr(start_choices, "wait_for_all", lambda calls, **_bounds: [free[call] for call in calls])
     machine = start_choices.look_at_nodes()
-    assert (machine.host_bytes, machine.shm_bytes) == (130 * GIB, 70 * GIB)
+    assert (machine.host_bytes, machine.shm_bytes, machine.gpu_bytes) == (130 * GIB, 70 * GIB, 40 * GIB)
+    free[A] = (200 * GIB, 100 * GIB, None)
+    assert start_choices.look_at_nodes().gpu_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("command", "gib"),
+    [
+        (["echo", "81559\n46068\n"], 46068 / 1024),
+        (["echo", "No devices were found"], None),
+        (["false"], None),
+        (["/nowhere/nvidia-smi"], None),
+    ],
+)
+def test_the_smallest_gpu_is_what_the_drivers_tool_says(command: list[str], gib: float | None):
+    told = start_choices.gpu_memory(["printf", command[1]] if command[0] == "echo" else command)
+    assert told == (None if gib is None else int(gib * GIB))
 
 
 def test_a_node_that_does_not_answer_is_not_known(monkeypatch: pytest.MonkeyPatch):
