@@ -157,6 +157,7 @@ class RolloutPromptManager:
         Raises:
             WaitTimeout: the groups were not done after `timeout_s`.
             RunStopped: somebody has asked for the end of the run; no group was taken.
+            InternalError: prompts were lost or doubled; lists the differences. Checked with every batch.
             ActorLost: the manager was closed.
         """
         async with self._changing():
@@ -167,7 +168,9 @@ class RolloutPromptManager:
             if self._stop_reason:
                 raise RunStopped(self._stop_reason)
             warn_of_long_running(self._queue, self._batch_s)
-            return self._queue.take(num_groups)
+            result = self._queue.take(num_groups)
+            self._queue.require_conserved()
+            return result
 
     async def discard_expired(self) -> list[str]:
         """Restart or drop the groups that the last batch's result called expired; returns the uids of the dropped ones.

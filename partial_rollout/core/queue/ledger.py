@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.queue.lifecycle import Entry
@@ -10,7 +10,7 @@ from partial_rollout.errors import ConfigError, DuplicateUid, InternalError
 from partial_rollout.types import QueueSnapshot, QueueStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from partial_rollout.core.queue.claims import ClaimBook
     from partial_rollout.core.queue.rounds import Rounds
@@ -22,6 +22,8 @@ NO_SPREAD = "no_spread"
 """Drop reason of a prompt whose trajectories all have the same metric, with `algorithm.filter_groups`."""
 TOO_STALE = "too_stale"
 """Drop reason of a prompt whose tokens are older than the staleness bound allows."""
+NUM_SHOWN = 8
+"""Differences that an error lists."""
 
 
 class Ledger:
@@ -128,6 +130,21 @@ class Ledger:
         if not now.conserved or self.num_in_flight != now.in_flight:
             raise InternalError(f"a snapshot with {self.num_in_flight} uids in flight does not add up: {now}")
 
+    def differences(self, held: Mapping[str, Iterable[str]]) -> list[str]:
+        """What does not add up, in words, when prompts are `held` in these states; empty if all does."""
+        states: defaultdict[str, list[str]] = defaultdict(list)
+        for state, uids in held.items():
+            for uid in uids:
+                states[uid].append(state)
+        found = [f"prompt {uid} is {' and '.join(where)}" for uid, where in states.items() if len(where) > 1]
+        found += [f"prompt {uid} is lost" for uid in sorted(self._in_flight - states.keys())]
+        found += [f"prompt {uid} is {states[uid][0]}, but has left" for uid in sorted(states.keys() - self._in_flight)]
+        gone = self.taken + self.dropped.total()
+        if self.admitted != len(self._in_flight) + gone:
+            counts = f"{len(self._in_flight)} in flight + {self.taken} trained + {self.dropped.total()} dropped"
+            found.append(f"{self.admitted} prompts were admitted, but there are {counts}")
+        return found
+
     def _leave(self, uid: str) -> None:
         self._in_flight.remove(uid)
         self._left[uid] = None
@@ -150,6 +167,22 @@ def count(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> QueueStatistics:
         claimed_trajectories=claims.num_trajectories,
         **claims.oldest(),
     )
+
+
+def require_conserved(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> None:
+    """Raise InternalError with the differences unless each prompt in flight is in one state; O(prompts in flight)."""
+    held = {
+        "pending": [entry.meta.uid for entry in rounds.pending()],
+        "ongoing": [entry.meta.uid for entry in claims.ongoing.values()],
+        "deferred": list(rounds.deferred),
+        "done": list(ledger.done),
+        "too old": [*ledger.expired, *ledger.clearing],
+    }
+    differences = ledger.differences(held)
+    if differences:
+        shown = "; ".join(differences[:NUM_SHOWN])
+        more = f"; and {len(differences) - NUM_SHOWN} more" if len(differences) > NUM_SHOWN else ""
+        raise InternalError(f"the prompt queue has lost or doubled prompts, so the run ends: {shown}{more}")
 
 
 def save(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> QueueSnapshot:

@@ -293,6 +293,10 @@ class PromptQueue:
         """Counts at this moment."""
         return ledger.count(self._ledger, self._claims, self._rounds)
 
+    def require_conserved(self) -> None:
+        """Raise InternalError, which lists what does not add up, unless every prompt is where it should be."""
+        ledger.require_conserved(self._ledger, self._claims, self._rounds)
+
     def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs; O(prompts in flight)."""
         return ledger.save(self._ledger, self._claims, self._rounds)

@@ -291,6 +291,18 @@ def test_a_lost_workers_report_that_arrives_while_its_rows_are_cleared_is_refuse
     run_virtual(main())
 
 
+def test_a_batch_is_not_taken_from_books_that_do_not_add_up() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        first, _ = await manager.claim("w0", 2 * GROUP, 0)
+        await finish(manager, [first])
+        manager._queue._claims.ongoing.clear()  # a bug
+        with pytest.raises(InternalError, match="lost or doubled prompts, so the run ends: prompt b is lost"):
+            await manager.take_batch(1, 0)
+
+    run_virtual(main())
+
+
 # ---- rounds ----
 
 

@@ -308,3 +308,20 @@ def test_snapshot_survives_a_checkpoint_as_json() -> None:
 def test_only_one_file_moves_prompts_between_states() -> None:
     package = Path(lifecycle.__file__).parents[2]
     assert [path.name for path in package.rglob("*.py") if ".move(Event." in path.read_text()] == ["queue.py"]
+
+
+def test_books_that_do_not_add_up_are_told_with_every_difference() -> None:
+    queue = make_queue("a", "b", "c", "d")
+    (first, *_) = claim_all(queue)
+    queue.require_conserved()
+    ledger = queue._ledger
+    del queue._claims.ongoing[first.claim_id]
+    ledger.done["b"] = ledger.enter(prompts("e")[0])
+    ledger._in_flight.discard("e")
+    ledger.taken += 2
+    with pytest.raises(InternalError) as caught:
+        queue.require_conserved()
+    assert str(caught.value) == (
+        "the prompt queue has lost or doubled prompts, so the run ends: prompt b is ongoing and done; "
+        "prompt a is lost; 5 prompts were admitted, but there are 4 in flight + 2 trained + 0 dropped"
+    )

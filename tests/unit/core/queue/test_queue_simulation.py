@@ -227,6 +227,7 @@ class Run:
         assert writers == {self.owners[uid]}, f"{uid} is trained on rows of claims {writers}"
 
     def require_conserved(self) -> None:
+        self.queue.require_conserved()
         now, snapshot = self.queue.statistics(), self.queue.snapshot()
         assert now.conserved, now
         alive = [meta.uid for meta in snapshot.unfinished] + [group.uid for group in snapshot.done]
