@@ -43,13 +43,9 @@ SHOWN = ("case", "runs", "steps", "interrupted", "resumed", "restarts", "error",
 
 
 def _critic(model: str) -> list[str]:
-    return [
-        "algorithm.adv_estimator=gae", "critic.strategy=fsdp2", f"critic.model.path={model}",
-        f"critic.model.tokenizer_path={model}", "critic.model.use_remove_padding=False",
-        "critic.model.enable_gradient_checkpointing=False", "+critic.model.override_config.attn_implementation=sdpa",
-        "critic.ppo_micro_batch_size_per_gpu=32", "critic.fsdp.dtype=float32", "critic.fsdp.strategy=fsdp2",
-        "critic.fsdp.use_torch_compile=False", f"+critic.fsdp.mixed_precision={FLOAT32}",
-    ]  # fmt: skip
+    from tests.e2e.conftest import with_critic
+
+    return with_critic(Path(model))
 
 
 def _estimator(name: str, *more: str) -> list[str]:

@@ -69,6 +69,18 @@ def traced(task: Path, folder: Path, *, num_rows: int, every: int) -> list[str]:
     return with_lengths(task, folder, [LONG if row % every == every - 1 else SHORT for row in range(num_rows)])
 
 
+def with_critic(model: Path) -> list[str]:
+    """Options for a critic on a CPU, made from the model at this path, whose values GAE uses."""
+    plain = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # as the quickstart's actor
+    return [
+        "algorithm.adv_estimator=gae", "critic.strategy=fsdp2", f"critic.model.path={model}",
+        f"critic.model.tokenizer_path={model}", "critic.model.use_remove_padding=False",
+        "critic.model.enable_gradient_checkpointing=False", "+critic.model.override_config.attn_implementation=sdpa",
+        "critic.ppo_micro_batch_size_per_gpu=32", "critic.fsdp.dtype=float32", "critic.fsdp.strategy=fsdp2",
+        "critic.fsdp.use_torch_compile=False", f"+critic.fsdp.mixed_precision={plain}",
+    ]  # fmt: skip
+
+
 def is_conserved(step: dict[str, Any]) -> bool:
     """Whether every admitted prompt of a step's metrics is somewhere."""
     queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}

@@ -361,6 +361,21 @@ def test_training_needs_its_state_and_its_largest_row_on_a_gpu(
     assert need.least_bytes == 4 * (need.state_bytes + row + OTHER_BYTES)
 
 
+@pytest.mark.parametrize("changes", [{f"{ACTOR}.fsdp_config.model_dtype": "bfloat16"}, {"trainer.n_gpus_per_node": 2}])
+def test_jobs_that_ran_with_the_engines_memory_kept_are_allowed(composed: Composed, changes: dict[str, Any]):
+    """Qwen3-4B on H200s of 140 GiB: 0.4 of each for the engine, rows of 12,288 tokens (docs/results/gpu.md)."""
+    base = {
+        f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 12_288,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 12_288, f"{ROLLOUT}.gpu_memory_utilization": 0.4,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    }  # fmt: skip
+    sizes = ModelSizes(147_456, num_parameters=4_020_000_000, layers=36, hidden=2560, vocabulary=151_936)
+    need = device_need(composed(GPU | base | changes), sizes)
+    assert isinstance(need, DeviceNeed)
+    assert need.fits(140 * GIB)
+    assert not need.fits(80 * GIB)
+
+
 # ---- depth ----
 
 
