@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -199,16 +200,18 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the cases, print the table, and store it."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    line.add_argument("--task", type=Path, help="folder made by run.quickstart.make_task; made when not given")
     line.add_argument("--work", type=Path, help="folder for data, checkpoints and logs; else one that is removed")
     line.add_argument("--json", type=Path, default=Path("outputs/matrix.json"))
     options = line.parse_args(words)
     about = {**circumstances(options), "versions": versions()}
-    del about["options"]["work"]
+    for name in ("task", "work"):
+        del about["options"][name]
     apply_cpu_environment()
     kept = read_result(options.json)["rows"] if options.json.exists() else {}
     with tempfile.TemporaryDirectory(prefix="pr-matrix-") as temporary:
         work = (options.work or Path(temporary)).resolve()
-        task = _task(work)
+        task = _task(work, options.task)
         for name in options.cases:
             kept[name] = run_case(CASES[name], task, work / name)
             rows = {each: kept[each] for each in CASES if each in kept}
@@ -216,7 +219,7 @@ def main(words: Sequence[str] | None = None) -> None:
             print(table(list(rows.values())), flush=True)
 
 
-def _task(work: Path) -> Path:
+def _task(work: Path, made: Path | None) -> Path:
     """The tiny model and its data, and the process whose forks the jobs are (tests/preloaded)."""
     from partial_rollout.run.quickstart import make_task
     from tests import preloaded
@@ -224,11 +227,12 @@ def _task(work: Path) -> Path:
 
     task, nursery = work / "task", Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
     preloaded.start(nursery, os.getpid(), preloaded.MODULES, VLLM_LOGGING_LEVEL="WARN")
-    task.mkdir(parents=True, exist_ok=True)
+    if made is not None:
+        shutil.copytree(made, task, dirs_exist_ok=True, symlinks=True)
+    else:
+        make_task.main(["--out", str(task), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"])
     (task / NURSERY).unlink(missing_ok=True)
     (task / NURSERY).symlink_to(nursery)
-    sizes = ["--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"]
-    make_task.main(["--out", str(task), *sizes])
     return task
 
 

@@ -89,7 +89,7 @@ def test_a_case_s_command_line_is_accepted(name: str, tmp_path: Path):
 def test_cases_are_stored_one_by_one_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     row = dict.fromkeys(matrix.SHOWN, "x")
     monkeypatch.setattr(matrix, "run_case", lambda case, *_: row | {"case": case.what})
-    monkeypatch.setattr(matrix, "_task", lambda _: tmp_path)
+    monkeypatch.setattr(matrix, "_task", lambda *_: tmp_path)
     for name in ("lora", "gae"):
         matrix.main(["--cases", name, "--json", str(tmp_path / "matrix.json"), "--work", str(tmp_path)])
     assert list(matrix.read_result(tmp_path / "matrix.json")["rows"]) == ["gae", "lora"]
