@@ -124,17 +124,17 @@ class TimeoutConfig(_Block):
         who="engines that pause for longer on purpose",
     )
     tool_s: float = _bound_s(
-        600.0,
+        1800.0,
         "A tool call, and anything else that an agent loop does between two responses. Past it the attempt of the "
         "prompt fails, and max_attempts says whether there is another one. After a tenth of it a warning names the "
         "prompt.",
-        who="tools that take longer; runs in which a tool may hang",
+        who="lower: runs in which a tool may hang. Higher: tools that take longer, or are waited for in a line",
     )
     reward_s: float = _bound_s(
-        600.0,
+        1800.0,
         "The reward of a response, from the end of its agent loop until it is scored and stored; past it as with "
         "tool_s.",
-        who="rewards that take longer, as those of another model may; runs in which a reward may hang",
+        who="lower: runs in which a reward may hang. Higher: rewards that take longer, as those of another model may",
     )
     call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
     stop_s: float = _bound_s(
