@@ -89,7 +89,7 @@ def write_images(task: Path, folder: Path) -> list[str]:
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(marks)), strict=True))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
-    text = {**heads, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    text: dict[str, Any] = {**heads, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)

@@ -8,7 +8,7 @@ From the first call on that asks something else (after a tool that answers diffe
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import defaultdict, deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class Trajectory:
         """Seconds inside requests to an engine, waiting at a closed gate included."""
         self.generations: list[ResumableGeneration] = []
         """The generate calls made."""
-        self.phase_s: Counter[str] = Counter()
+        self.phase_s: defaultdict[str, float] = defaultdict(float)
         """Seconds by what the trajectory waited for, without the phase that lasts."""
         self._phase, self._since_s = "", 0.0
         self._saved = deque(unfold(saved))

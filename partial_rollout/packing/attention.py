@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -108,7 +108,8 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"scale", "window_size"} <= signature(varlen_attn).parameters.keys() else None
+    has_both = {"scale", "window_size"} <= signature(varlen_attn).parameters.keys()
+    return cast("Callable[..., Tensor]", varlen_attn) if has_both else None  # more than a Tensor only if asked for it
 
 
 @contextmanager

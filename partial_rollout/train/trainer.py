@@ -414,8 +414,8 @@ class PartialRolloutTrainer(PPOTrainer):
         )
 
     def _note_choice(self, key: str, decision: SlotDecision | DepthDecision) -> None:
-        values = {"before": decision.before, "after": decision.after}
-        self._events.write(Choice(step=self.global_steps, key=key, **values, reason=decision.reason))
+        before, after, reason = decision.before, decision.after, decision.reason
+        self._events.write(Choice(step=self.global_steps, key=key, before=before, after=after, reason=reason))
 
     def _note_gate(self, *, is_open: bool, seconds: float, interrupted: int = 0) -> None:
         version = self.global_steps if is_open else self.global_steps - 1
