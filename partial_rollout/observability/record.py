@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -191,6 +191,12 @@ def load(run: Path) -> RunRecord:
             "`metrics*.jsonl`, or such a metrics file (trainer.logger=[console,file] writes one)"
         )
     return record
+
+
+def first_steps(record: RunRecord, number: int) -> RunRecord:
+    """The record with no step after `number`."""
+    kept = {step: event for step, event in record.steps.items() if step <= number}
+    return replace(record, steps=kept)
 
 
 def _record(name: str, events: Iterable[AnyEvent]) -> RunRecord:

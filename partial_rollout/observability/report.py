@@ -21,7 +21,7 @@ from partial_rollout.observability.comparison import (
     verdict,
 )
 from partial_rollout.observability.gpu_seconds import LOST, THROUGHPUT, gpu_seconds, lost
-from partial_rollout.observability.record import load
+from partial_rollout.observability.record import first_steps, load
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
 from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, next_step, summary_lines
 
@@ -95,20 +95,21 @@ PAGE = """<!doctype html>
 """
 
 
-def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
-    """The page; several runs are compared with the first one.
+def report_page(records: Sequence[RunRecord], skip: int = SKIP, first: int | None = None) -> str:
+    """The page; several runs are compared with the first one, by their first `first` steps or by all of them.
 
     Raises:
         DataError: there are several runs, and one has too few steps to be compared.
     """
-    compared = compare(records, skip) if len(records) > 1 else []
+    counted = records if first is None else [first_steps(record, first) for record in records]
+    compared = compare(counted, skip) if len(records) > 1 else []
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     return template.render(
         style=STYLE,
         title=" and ".join(record.name for record in records),
         verdicts=[verdict(run, compared[0]) for run in compared[1:]],
         rows=table(compared) if compared else [],
-        charts=_charts(records, skip),
+        charts=_charts(records, counted, skip),
         runs=[
             {
                 "name": record.name,
@@ -122,10 +123,10 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP) -> str:
     )
 
 
-def write_report(path: Path, records: Sequence[RunRecord], skip: int = SKIP) -> None:
-    """Write the page, whole or not at all."""
+def write_report(path: Path, records: Sequence[RunRecord], skip: int = SKIP, first: int | None = None) -> None:
+    """Write the page, whole or not at all; of the runs' steps the first `first` are compared."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(report_page(records, skip), encoding="utf-8")
+    new.write_text(report_page(records, skip, first), encoding="utf-8")
     os.replace(new, path)
 
 
@@ -149,10 +150,10 @@ def lost_rows(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str,
     return [(cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", kind) for cause, seconds, kind in rows]
 
 
-def _charts(records: Sequence[RunRecord], skip: int) -> list[str]:
-    lost = {record.name: lost_seconds(counted_steps(record, skip)) for record in records if _counts(record, skip)}
-    parts = part_names(lost.values())
-    bars = {name: {part: bar.get(part, 0.0) for part in parts} for name, bar in lost.items()}
+def _charts(records: Sequence[RunRecord], counted: Sequence[RunRecord], skip: int) -> list[str]:
+    causes = {record.name: lost_seconds(counted_steps(record, skip)) for record in counted if _counts(record, skip)}
+    parts = part_names(causes.values())
+    bars = {name: {part: bar.get(part, 0.0) for part in parts} for name, bar in causes.items()}
     found = [bar_chart("GPU seconds by cause, for 10,000 trained tokens", bars), *step_charts(records)]
     return [chart for chart in found if chart]
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The quickstart: sets up a CPU environment, makes a small task and a tiny starting checkpoint, and trains 60 steps of
-# GRPO on real verl, vLLM and Ray. Needs 2 cores, 12 GiB of memory, Python 3.11 or 3.12, and no GPU.
+# GRPO on real verl, vLLM and Ray. Then it trains 20 steps without the flag, with the same seed, and says what the flag
+# changed. Needs 2 cores, 12 GiB of memory, Python 3.11 or 3.12, and no GPU.
 # A second start reuses the environment and the task and trains anew; RUN=<earlier run> continues that one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
@@ -10,6 +11,7 @@ setting SKIP_SETUP 0 "1 uses VENV as it is"
 setting PARTIAL_ROLLOUT_HOME "$ROOT/outputs" "the task and the runs go to PARTIAL_ROLLOUT_HOME/quickstart"
 setting NUM_TRAIN 4096 "training prompts"
 setting WARM_START_STEPS 500 "supervised steps of the starting checkpoint"
+setting BASELINE_STEPS 20 "most steps without the flag after the run, to compare with it; 0 leaves them out"
 setting RUN "$PARTIAL_ROLLOUT_HOME/quickstart/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "log, metrics and checkpoints"
 help_if_asked "$@"
 
@@ -42,4 +44,7 @@ fi
 mkdir -p "$RUN"
 VERL_FILE_LOGGER_PATH=$(metrics_file "$RUN")
 export VERL_FILE_LOGGER_PATH
+if [[ $PARTIAL_ROLLOUT == 1 && $BASELINE_STEPS != 0 ]]; then
+  exec "$INTERPRETER" -m partial_rollout.run.quickstart.verdict "$RUN" --baseline-steps "$BASELINE_STEPS" -- "${COMMAND[@]}"
+fi
 watch_command "$RUN"

@@ -35,6 +35,7 @@ CENTRAL = [
     "partial_rollout.packing.plan.CostModel",
     "partial_rollout.packing.planners.GlobalPlanner",
     "partial_rollout.rollout.admission.Admission",
+    "partial_rollout.run.quickstart.verdict.num_baseline_steps",
     "partial_rollout.run.task_files.text_after",
     "partial_rollout.settings.block.PartialRolloutConfig",
     "partial_rollout.settings.block.TailConfig",
