@@ -7,8 +7,10 @@ All that it shows comes from the run's event stream, which is read on as long as
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hmac
 import logging
+import math
 import secrets
 import socket
 import sys
@@ -20,9 +22,11 @@ from aiohttp import web
 
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import EventReader
-from partial_rollout.observability.lanes import Lanes
+from partial_rollout.observability.lanes import WINDOW_S, Lanes
+from partial_rollout.observability.page import PAGE
+from partial_rollout.observability.prompt_view import prompt_view
 from partial_rollout.observability.record import RunRecord, events_folder_of, load
-from partial_rollout.observability.report import STYLE, is_shown, message_rows, step_charts
+from partial_rollout.observability.report import STYLE, is_shown, lost_rows, message_rows, step_charts
 from partial_rollout.observability.step_line import PREFIX, step_line
 from partial_rollout.observability.summary import duration, next_step, summary_lines
 from partial_rollout.observability.waits import WHAT, Waits
@@ -34,55 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("partial_rollout.view")
 HOST = "127.0.0.1"
+MIN_WINDOW_S = 1.0
 LOOK_S = 1.0
 """The files are read at most once in this time, however many pages are open."""
 NUM_OLDEST = 20
 STATES = ("pending", "ongoing", "deferred", "done", "taken")
-
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style nonce="NONCE">STYLE
-#head { font-size: 1.1em } #head b { margin-right: 1.2em } #lost { color: #b00 }
-.flow span { display: inline-block; margin-right: 1.6em } .flow b { font-size: 1.4em }
-</style></head><body><h1 id="name"></h1>
-<p><button id="pause">pause</button> <span id="lost"></span></p>
-<p id="head"></p><p class="flow" id="flow"></p><div id="lanes"></div>
-<h2>Who has waited longest</h2><table id="waits"></table>
-<h2>Steps</h2><p id="line"></p><div class="charts" id="charts"></div>
-<h2>What it showed so far</h2><table id="summary"></table>
-<h2>Warnings, errors and faults</h2><table id="messages"></table>
-<script nonce="NONCE">
-const at = name => document.getElementById(name);
-let paused = false;
-at("pause").onclick = () => { paused = !paused; at("pause").textContent = paused ? "go on" : "pause"; };
-function table(name, rows) {  // text is set as text: nothing of a run is ever read as HTML
-  at(name).replaceChildren(...rows.map(cells => {
-    const row = document.createElement("tr");
-    row.append(...cells.map(cell => Object.assign(document.createElement("td"), {textContent: cell})));
-    return row;
-  }));
-}
-function pairs(name, values) {
-  at(name).replaceChildren(...values.map(([label, value]) => {
-    const part = document.createElement("span"), number = document.createElement("b");
-    number.textContent = value; part.append(label + " ", number, " "); return part;
-  }));
-}
-async function look() {
-  if (!paused) try {
-    const answer = await fetch("state" + location.search);
-    if (!answer.ok) throw new Error(await answer.text());
-    const now = await answer.json();
-    at("name").textContent = now.name; at("line").textContent = now.line; at("lost").textContent = "";
-    pairs("head", now.head); pairs("flow", now.flow);
-    table("waits", now.waits); table("summary", now.summary); table("messages", now.messages);
-    at("lanes").innerHTML = now.lanes; at("charts").innerHTML = now.charts;  // drawings, made with escaped texts
-    document.body.dataset.step = now.step;
-  } catch (error) { at("lost").textContent = "no answer from the server: " + error.message; }
-  setTimeout(look, 2000);
-}
-look();
-</script></body></html>
-"""
 
 
 class RunState:
@@ -94,8 +54,10 @@ class RunState:
         self._clock, self._looked_s = clock, 0.0
         self.shown: dict[str, object] = {}
         """What the page shows, as of the last look."""
-        self._run, self.record = run, RunRecord(run.resolve().name, keep=is_shown)
+        self.run, self.record = run, RunRecord(run.resolve().name, keep=is_shown)
         self._reader, self.waits, self.lanes = EventReader(events_folder_of(run)), Waits(), Lanes()
+        self._charts = ""
+        """As of the last step: with thousands of steps they take a while to draw."""
 
     def look(self) -> None:
         """Take in what is new, at most once in `LOOK_S`."""
@@ -105,13 +67,16 @@ class RunState:
         self._looked_s = now_s
         events = self._reader.read()
         self.waits.add(events)
+        num_steps = len(self.record.steps)
         for event in events:
             self.record.add(event)
             self.lanes.add(event)
         if not self.record.steps:  # verl's own modes
-            steps = load(self._run).steps.values()
+            steps = load(self.run).steps.values()
             for step in steps:
                 self.record.add(step)
+        if len(self.record.steps) > num_steps:
+            self._charts = "".join(f"<figure>{chart}</figure>" for chart in step_charts([self.record]))
         self.shown = self._state()
 
     def _state(self) -> dict[str, object]:
@@ -125,9 +90,10 @@ class RunState:
             "flow": [[state, f"{metrics.get(f'{PREFIX}/queue/{state}', 0):.0f}"] for state in STATES],
             "line": step_line(step, record.total or None, metrics) if step else "no step has ended",
             "waits": [_row(wait, self._now_s) for wait in waits[:NUM_OLDEST]],
-            "lanes": self.lanes.svg(),
-            "charts": "".join(f"<figure>{chart}</figure>" for chart in step_charts([record])),
-            "summary": [line.split(maxsplit=1) for line in summary_lines(record)] + [["next", next_step(record)]],
+            "charts": self._charts,
+            "advice": next_step(record) if record.steps else "nothing yet, no step has ended",
+            "causes": [list(row) for row in lost_rows(record.series)],
+            "summary": [line.split(maxsplit=1) for line in summary_lines(record)],
             "messages": [list(row) for row in message_rows(record)],
         }
 
@@ -153,9 +119,22 @@ class RunState:
 
 
 def _row(wait: Wait, now_s: float) -> list[str]:
+    """The uid that a click asks for, then the cells of the table."""
     row = f"row {wait.row}" if wait.row else ""
     since = duration(now_s - wait.since_s)
-    return [row, wait.uid, wait.who, f"response {wait.response}", f"for {WHAT.get(wait.what, wait.what)}", since]
+    what = f"for {WHAT.get(wait.what, wait.what)}"
+    has = f"{wait.tokens} tokens, {wait.interruptions} interruptions"
+    return [wait.uid, row, wait.uid, wait.who, f"response {wait.response}", what, since, has]
+
+
+def _seconds(request: web.Request, name: str, default: float) -> float:
+    try:
+        seconds = float(request.query.get(name, default))
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise web.HTTPBadRequest(text=f"{name}={request.query[name]} is not allowed: seconds of at least 0")
+    return seconds
 
 
 def make_app(state: RunState, token: str) -> web.Application:
@@ -177,12 +156,21 @@ def make_app(state: RunState, token: str) -> web.Application:
         headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
         return web.Response(text=text, content_type="text/html", headers=headers)
 
-    async def now(_request: web.Request) -> web.Response:
+    async def now(request: web.Request) -> web.Response:
         state.look()
-        return web.json_response(state.shown, headers={"Cache-Control": "no-store"})
+        window_s, back_s = _seconds(request, "window", WINDOW_S), _seconds(request, "back", 0.0)
+        shown = state.shown | {"lanes": state.lanes.svg(max(MIN_WINDOW_S, window_s), back_s)}
+        return web.json_response(shown, headers={"Cache-Control": "no-store"})
+
+    async def prompt(request: web.Request) -> web.Response:
+        uid = request.query.get("uid", "")
+        if not uid:
+            raise web.HTTPBadRequest(text="uid is missing")
+        found = await asyncio.to_thread(prompt_view, state.run, uid)
+        return web.json_response(found, headers={"Cache-Control": "no-store"})
 
     app = web.Application(middlewares=[with_token])
-    app.add_routes([web.get("/", page), web.get("/state", now)])
+    app.add_routes([web.get("/", page), web.get("/state", now), web.get("/prompt", prompt)])
     return app
 
 

@@ -15,6 +15,7 @@ from partial_rollout.observability.events import (
     PhaseBegan,
     SegmentEnded,
     StageBegan,
+    WeightsUpdated,
 )
 from partial_rollout.observability.record import INTERRUPTED
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WINDOW_S = 120.0
-"""Seconds that the lanes show."""
+"""Seconds that the lanes show, unless asked for others."""
+TICKS = 6
 MAX_SEGMENTS = 4000
 """That are kept; with 512 slots some eight a slot."""
 MAX_PROMPTS = 20_000
@@ -30,7 +32,7 @@ MAX_PROMPTS = 20_000
 WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 26
 MAX_ROWS = 64
 """Slots of an engine that are drawn; what runs beyond them is counted in the label."""
-GATE_COLOUR = "#999999"
+GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ class Lanes:
         self.bars: deque[Bar] = deque(maxlen=max_segments)
         self.closed: deque[tuple[float, float | None]] = deque(maxlen=max_segments)
         """From when to when; None: it is closed now."""
+        self.drains: deque[tuple[float, float]] = deque(maxlen=max_segments)
+        self.updates: deque[tuple[float, float, int]] = deque(maxlen=max_segments)
+        """From when to when, and the version of the weights that came."""
         self._rows: dict[str, str] = {}
         """Row of the data set by uid, of the prompts that moved last."""
         self.now_s = 0.0
@@ -82,6 +87,9 @@ class Lanes:
                     self.bars.append(bar)
             case GateMoved(is_open=False):
                 self.closed.append((event.t - event.seconds, None))
+                self.drains.append((event.t - event.seconds, event.t))
+            case WeightsUpdated():
+                self.updates.append((event.t - event.seconds, event.t, event.version))
             case GateMoved() | CommandEnded() | StageBegan(number=1) if self.closed and self.closed[-1][1] is None:
                 self.closed[-1] = (self.closed[-1][0], event.t)
             case PhaseBegan(row=row) if row:
@@ -120,51 +128,75 @@ class Lanes:
                 return opened_s
         return asked_s
 
+    def svg(self, window_s: float = WINDOW_S, back_s: float = 0.0) -> str:
+        """The `window_s` seconds that end `back_s` before the latest event; empty if no request ran in them."""
+        return _Drawing(self, window_s, self.now_s - back_s).svg()
+
+
+class _Drawing:
+    """The lanes of some seconds as SVG."""
+
+    def __init__(self, lanes: Lanes, window_s: float, last_s: float) -> None:
+        self._lanes, self._window_s = lanes, window_s
+        self._first_s, self._last_s = last_s - window_s, last_s
+
     def svg(self) -> str:
-        """The last `WINDOW_S` before the latest event; empty if no request ended in them."""
-        first_s = self.now_s - WINDOW_S
-        bars = [bar for bar in self.bars if bar.end_s > first_s]
+        bars = [bar for bar in self._lanes.bars if bar.end_s > self._first_s and bar.start_s < self._last_s]
         if not bars:
             return ""
         servers = sorted({bar.server for bar in bars})
         slots = {server: packed([bar for bar in bars if bar.server == server]) for server in servers}
         heights = {server: ROW * min(MAX_ROWS, max(slots[server].values()) + 1) for server in servers}
         height = TOP + sum(heights.values()) + GAP * len(servers) + 14
-        svg = make_svg(WIDTH, height, f"requests in the engines, the last {WINDOW_S:.0f} s, coloured by weight version")
-        self._draw_bands(svg, first_s, height)
+        title = f"requests in the engines, {self._window_s:.0f} s, coloured by weight version"
+        svg = make_svg(WIDTH, height, f"{title}; grey: gate closed, red: drain, violet: weight update")
+        self._draw_bands(svg, height)
         top = TOP
         for server in servers:
-            text(svg, _short(server), 8, top + 10, "start")
+            hidden = sum(slot >= MAX_ROWS for slot in slots[server].values())
+            text(svg, _short(server) + (f" +{hidden}" if hidden else ""), 8, top + 10, "start")
             for bar, slot in slots[server].items():
                 if slot < MAX_ROWS:
-                    self._draw_bar(svg, bar, top + ROW * slot, first_s)
+                    self._draw_bar(svg, bar, top + ROW * slot)
             top += heights[server] + GAP
-        for seconds in range(0, int(WINDOW_S) + 1, 20):
-            left = self._x(self.now_s - seconds, first_s)
-            text(svg, f"-{seconds} s" if seconds else "now", left, height - 3, "middle")
+        for tick in range(TICKS + 1):
+            at_s = self._first_s + self._window_s * tick / TICKS
+            before_s = self._lanes.now_s - at_s
+            text(svg, f"-{before_s:.0f} s" if before_s > 0.5 else "now", self._x(at_s), height - 3, "middle")
         return ElementTree.tostring(svg, encoding="unicode")
 
-    def _draw_bands(self, svg: ElementTree.Element, first_s: float, height: float) -> None:
-        for start_s, end_s in self.closed:
-            left, right = self._x(start_s, first_s), self._x(end_s or self.now_s, first_s)
-            if right > LABEL:
-                left = max(left, LABEL)
-                band = add(svg, "rect", x=left, y=TOP, width=max(right - left, 1), height=height - TOP - 16)
-                band.attrib |= {"fill": GATE_COLOUR, "opacity": "0.25"}
-                ElementTree.SubElement(band, "title").text = f"gate closed for {(end_s or self.now_s) - start_s:.1f} s"
+    def _draw_bands(self, svg: ElementTree.Element, height: float) -> None:
+        lanes, now_s = self._lanes, self._lanes.now_s
+        bands = [
+            (start_s, end_s or now_s, GATE_COLOUR, f"gate closed for {(end_s or now_s) - start_s:.1f} s")
+            for start_s, end_s in lanes.closed
+        ]
+        bands += [
+            (start_s, end_s, DRAIN_COLOUR, f"drain of {end_s - start_s:.2f} s") for start_s, end_s in lanes.drains
+        ]
+        bands += [
+            (start_s, end_s, UPDATE_COLOUR, f"weights {version} sent in {end_s - start_s:.2f} s")
+            for start_s, end_s, version in lanes.updates
+        ]
+        for start_s, end_s, colour, what in bands:
+            if end_s > self._first_s and start_s < self._last_s:
+                left, right = self._x(start_s), self._x(end_s)
+                band = add(svg, "rect", x=left, y=TOP, width=max(right - left, 1.5), height=height - TOP - 16)
+                band.attrib |= {"fill": colour, "opacity": "0.25" if colour == GATE_COLOUR else "0.6"}
+                ElementTree.SubElement(band, "title").text = what
 
-    def _draw_bar(self, svg: ElementTree.Element, bar: Bar, top: float, first_s: float) -> None:
-        left = max(self._x(bar.start_s, first_s), LABEL)
-        box = add(svg, "rect", x=left, y=top, width=max(self._x(bar.end_s, first_s) - left, 0.5), height=ROW - 1)
-        box.attrib["fill"] = COLOURS[bar.version % len(COLOURS)]
+    def _draw_bar(self, svg: ElementTree.Element, bar: Bar, top: float) -> None:
+        left = self._x(bar.start_s)
+        box = add(svg, "rect", x=left, y=top, width=max(self._x(bar.end_s) - left, 0.5), height=ROW - 1)
+        box.attrib |= {"fill": COLOURS[bar.version % len(COLOURS)], "data-uid": bar.uid}
         end = "interrupted" if bar.interrupted else "ended"
         ElementTree.SubElement(
             box, "title"
         ).text = f"{bar.label}: {bar.tokens} tokens in {bar.end_s - bar.start_s:.1f} s, weights {bar.version}, {end}"
 
-    @staticmethod
-    def _x(at_s: float, first_s: float) -> float:
-        return LABEL + (WIDTH - LABEL - 20) * (at_s - first_s) / WINDOW_S
+    def _x(self, at_s: float) -> float:
+        inside_s = min(max(at_s, self._first_s), self._last_s)
+        return LABEL + (WIDTH - LABEL - 20) * (inside_s - self._first_s) / self._window_s
 
 
 def packed(bars: Iterable[Bar]) -> dict[Bar, int]:

@@ -40,6 +40,8 @@ CHARTS = {
     f"{PREFIX}/slot_utilisation": ("share of the slots in use while engines generate", 1),
     f"{PREFIX}/staleness_steps/mean": ("staleness of the batch, steps", 1),
     f"{PREFIX}/reprefilled_tokens": ("tokens computed again a step", 1),
+    f"{PREFIX}/kv_usage": ("KV cache in use when the batch is complete, fullest engine", 1),
+    THROUGHPUT: ("trained tokens/s of a GPU", 1),
     "response_length/mean": ("response length, tokens", 1),
     f"{PREFIX}/queue/pending": ("prompts pending at the end of a step", 1),
 }

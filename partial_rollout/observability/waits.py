@@ -11,9 +11,11 @@ from partial_rollout.observability.events import (
     CommandEnded,
     GateMoved,
     PhaseBegan,
+    SegmentEnded,
     StageBegan,
     TrajectoryEnded,
 )
+from partial_rollout.observability.record import INTERRUPTED
 from partial_rollout.observability.summary import duration
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ class Wait:
     """Seconds since 1970: when the first of them began to wait."""
     sessions: tuple[int, ...]
     """At least one."""
+    tokens: int = 0
+    """That they have, of the attempt under way."""
+    interruptions: int = 0
 
     @property
     def who(self) -> str:
@@ -60,6 +65,8 @@ class Waits:
 
     def __init__(self) -> None:
         self._phases: dict[tuple[str, int], PhaseBegan] = {}
+        self._segments: dict[tuple[str, int], tuple[int, int]] = {}
+        """Tokens and interruptions of each unfinished trajectory."""
         self._closed_s: float | None = None
         """Since when the gate is closed."""
 
@@ -71,18 +78,31 @@ class Waits:
     def _add(self, event: AnyEvent) -> None:
         match event:
             case PhaseBegan(phase=phase) if phase != ENDED:
-                self._phases[event.uid, event.session] = event
+                key = (event.uid, event.session)
+                if phase == "agent":
+                    self._segments[key] = (0, 0)
+                self._phases[key] = event
             case PhaseBegan() | TrajectoryEnded():
-                self._phases.pop((event.uid, event.session), None)
+                self._forget(event.uid, event.session)
+            case SegmentEnded() if (event.uid, event.session) in self._segments:
+                tokens, interruptions = self._segments[event.uid, event.session]
+                interrupted = event.reason == INTERRUPTED
+                self._segments[event.uid, event.session] = (tokens + event.tokens, interruptions + interrupted)
             case BatchTaken():
                 taken = set(event.uids)
-                self._phases = {key: phase for key, phase in self._phases.items() if key[0] not in taken}
+                for uid, session in [key for key in self._phases if key[0] in taken]:
+                    self._forget(uid, session)
             case GateMoved():
                 self._closed_s = None if event.is_open else event.t
             case CommandEnded() | StageBegan(number=1):  # what earlier starts left unfinished
                 self._phases.clear()
+                self._segments.clear()
             case _:
                 pass
+
+    def _forget(self, uid: str, session: int) -> None:
+        self._phases.pop((uid, session), None)
+        self._segments.pop((uid, session), None)
 
     def now(self) -> list[Wait]:
         """All waits, the oldest first."""
@@ -98,10 +118,15 @@ class Waits:
                 attempt=max(each.attempt for each in phases),
                 since_s=min(each.t for each in phases),
                 sessions=tuple(sorted(each.session for each in phases)),
+                tokens=sum(self._seen(each)[0] for each in phases),
+                interruptions=sum(self._seen(each)[1] for each in phases),
             )
             for (uid, what), phases in groups.items()
         ]
         return sorted(waits, key=lambda wait: wait.since_s)
+
+    def _seen(self, phase: PhaseBegan) -> tuple[int, int]:
+        return self._segments.get((phase.uid, phase.session), (0, 0))
 
     def _what(self, phase: PhaseBegan) -> str:
         return "gate" if phase.phase == "engine" and self._closed_s is not None else phase.phase

@@ -462,6 +462,14 @@ class PartialRolloutConfig(_Block):
         evidence="below 1 % of a step, benchmarks/results/bench_events.json",
         min_length=1,
     )
+    dump_every: int = _key(
+        1,
+        "Steps between two dumps of the trained rollouts, which verl writes if trainer.rollout_data_dir is set. A dump "
+        "has a line for each response: prompt, response, score, and which weight versions sampled how many tokens.",
+        who="long runs, whose dumps of every step would fill the disk",
+        evidence="verl dumps every step; a step of 32 x 8 responses of 1,300 tokens is about 2 MB",
+        ge=1,
+    )
     manager: ManagerConfig = ManagerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     packing: PackingConfig = PackingConfig()

@@ -55,6 +55,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _look: Callable[[], None] | None
     num_deferred: int = 0
     """Prompts that `take_batch` put off to a later round when it returned the last batch."""
+    version_spans: dict[str, list[list[int]]]
+    """Of the last batch, by key: pairs of a weight version and the number of tokens that it sampled, in their order."""
     refill_fn: Callable[[int], Any]
     """verl's attribute; in a trainer it is never None."""
 
@@ -95,6 +97,10 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         self._events.write(_taken(global_steps, groups))
         self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+        self.version_spans = {
+            trajectory.key: [[span.version, span.num_tokens] for span in trajectory.version_spans]
+            for _, trajectory in trajectories
+        }
         batch = KVBatchMeta(
             partition_id=partition_id,
             keys=[trajectory.key for _, trajectory in trajectories],

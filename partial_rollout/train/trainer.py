@@ -372,6 +372,19 @@ class PartialRolloutTrainer(PPOTrainer):
         # verl adds nothing to the metrics between this call and its loggers but the time of a rollout dump.
         self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=numbers(metrics)))
 
+    def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict[str, Any], rollout_data_dir: str) -> None:
+        """Missing hook: how often verl writes `trainer.rollout_data_dir`; its own trainers do it in every step."""
+        if self.global_steps % self.settings.block.dump_every == 0:
+            super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+
+    def _dump_generations(self, *, reward_extra_infos_dict: dict[str, Any], **texts: Any) -> None:
+        """Missing hook: further columns of a dump. Adds the weight versions of each response that was trained."""
+        spans = self.replay_buffer.version_spans
+        keys = reward_extra_infos_dict.get("uid", [])
+        is_batch = any(key in spans for key in keys)  # with rows that pad it
+        columns = {"weight_versions": [spans.get(key, []) for key in keys]} if is_batch else {}
+        super()._dump_generations(reward_extra_infos_dict=reward_extra_infos_dict | columns, **texts)
+
     def _tune(self) -> None:
         """When a batch is complete: how full slots and engines were, and what follows for slots and depth."""
         slots, kv_usage, metrics = self.settings.num_slots, 0.0, self._pending_sync_metrics
@@ -383,6 +396,7 @@ class PartialRolloutTrainer(PPOTrainer):
         statistics = self.fleet.statistics()
         running = sum(each.mean_running for each in statistics)
         metrics |= {"partial_rollout/mean_running": running, "partial_rollout/slot_utilisation": running / slots}
+        metrics["partial_rollout/kv_usage"] = max(kv_usage, *(each.load.kv_usage for each in statistics))
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
             pending = self._ask(self.manager.statistics.remote()).pending

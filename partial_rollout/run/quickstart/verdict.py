@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FLAG = "+async_training.partial_rollout=True"
 STEPS = "trainer.total_training_steps"
 FOLDERS = {"trainer.default_local_dir": "checkpoints", "partial_rollout.events": "events", "hydra.run.dir": "hydra"}
+OPTIONAL_FOLDERS = {"trainer.rollout_data_dir": "rollouts", "trainer.validation_data_dir": "validation"}
+"""Moved too, where the command has them: both runs would write the same files."""
 SHARE, LEAST = 3, 4
 """A short run gets a baseline of a third of its steps; below 4 steps nothing is left without the first ones."""
 WITHOUT = "without the flag"
@@ -50,7 +52,9 @@ def without_the_flag(command: Sequence[str], folder: Path, steps: int) -> list[s
     """The same command in another folder: same data, same seed."""
     words = [word for word in command if word != FLAG]
     # In quotes, as in the recipes: else a comma or an equals sign in a path would mean something to Hydra.
-    paths = {key: str(folder / name).replace("'", "\\'") for key, name in FOLDERS.items()}
+    given = {word.lstrip("+").partition("=")[0] for word in command}
+    moved = FOLDERS | {key: name for key, name in OPTIONAL_FOLDERS.items() if key in given}
+    paths = {key: str(folder / name).replace("'", "\\'") for key, name in moved.items()}
     return [*words, *(f"{key}='{path}'" for key, path in paths.items()), f"{STEPS}={steps}"]
 
 

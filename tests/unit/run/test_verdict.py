@@ -83,6 +83,9 @@ def test_the_baseline_is_the_same_command_in_a_folder_of_its_own(tmp_path: Path)
     assert words[:3] == ["python", "data.seed=7", f"{STEPS}=60"]
     assert words[-1] == f"{STEPS}=20"
     assert f"partial_rollout.events='{tmp_path}/it\\'s/events'" in words
+    assert not any(word.startswith("trainer.rollout_data_dir") for word in words)
+    dumping = without_the_flag(["trainer.rollout_data_dir=/mine", f"{STEPS}=60"], tmp_path, 20)
+    assert f"trainer.rollout_data_dir='{tmp_path}/rollouts'" in dumping
     assert num_baseline_steps(words, 20) == 6
     assert num_baseline_steps([f"{STEPS}=5000"], 20) == 20
     assert num_baseline_steps([], 20) == 20

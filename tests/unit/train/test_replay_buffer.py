@@ -147,6 +147,7 @@ def test_a_batch_has_all_trajectories_of_the_groups_with_the_tags_that_verl_read
     }
     assert metrics
     assert world.refills == []
+    assert buffer.version_spans == {"b_0_0": [], "b_1_0": [], "a_0_0": []}
 
 
 def test_a_batch_is_an_event_with_its_prompts_and_their_rows(world: World, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""The HTML of the live page: one file, nothing from the network; texts of a run are set as text, never read as HTML."""
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style nonce="NONCE">STYLE
+#head { font-size: 1.1em } #head b { margin-right: 1.2em } #lost { color: #b00 }
+.flow span + span::before { content: "→"; margin: 0 .7em } .flow b { font-size: 1.4em }
+#advice { font-size: 1.1em } [data-uid] { cursor: pointer }
+#prompt { border-left: 3px solid #0072b2; padding-left: 1em }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
+</style></head><body><h1 id="name"></h1>
+<p><button id="pause">pause</button> <span id="lost"></span></p>
+<p id="head"></p><p class="flow" id="flow"></p><p>What to change: <b id="advice"></b></p>
+<p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
+<button id="later">later</button> <button id="latest">latest</button> A click on a bar or a row shows its prompt.</p>
+<div id="lanes"></div>
+<div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
+<table id="told"></table></div>
+<h2>Who has waited longest</h2><table id="waits"></table>
+<h2>Steps</h2><p id="line"></p><div class="charts" id="charts"></div>
+<h2>GPU seconds by cause</h2><table id="causes"></table>
+<h2>What it showed so far</h2><table id="summary"></table>
+<h2>Warnings, errors and faults</h2><table id="messages"></table>
+<script nonce="NONCE">
+const at = name => document.getElementById(name);
+let paused = false, seconds = 120, back = 0, timer = 0;
+function make(tag, text) { return Object.assign(document.createElement(tag), {textContent: text}); }
+function table(name, rows, uids) {
+  at(name).replaceChildren(...rows.map((cells, number) => {
+    const row = document.createElement("tr");
+    if (uids) row.dataset.uid = uids[number];
+    row.append(...cells.map(cell => make("td", cell)));
+    return row;
+  }));
+}
+function pairs(name, values) {
+  at(name).replaceChildren(...values.map(([label, value]) => {
+    const part = make("span", label + " "); part.append(make("b", value), " "); return part;
+  }));
+}
+async function ask(path, more) {
+  const answer = await fetch(path + location.search + more);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+async function look() {
+  clearTimeout(timer);
+  try {
+    const now = await ask("state", `&window=${seconds}&back=${back}`);
+    at("name").textContent = now.name; at("line").textContent = now.line; at("lost").textContent = "";
+    at("advice").textContent = now.advice;
+    pairs("head", now.head); pairs("flow", now.flow);
+    table("waits", now.waits.map(wait => wait.slice(1)), now.waits.map(wait => wait[0]));
+    table("causes", now.causes); table("summary", now.summary); table("messages", now.messages);
+    at("lanes").innerHTML = now.lanes; at("charts").innerHTML = now.charts;  // drawings, made with escaped texts
+    document.body.dataset.step = now.step;
+  } catch (error) { at("lost").textContent = "no answer from the server: " + error.message; }
+  if (!paused) timer = setTimeout(look, 2000);
+}
+function move(factor, by) {
+  seconds = Math.min(3600, Math.max(1, seconds * factor)); back = Math.max(0, back + by * seconds); look();
+}
+at("pause").onclick = () => {
+  paused = !paused; at("pause").textContent = paused ? "go on" : "pause";
+  if (!paused) look(); else clearTimeout(timer);
+};
+at("in").onclick = () => move(0.5, 0); at("out").onclick = () => move(2, 0);
+at("earlier").onclick = () => move(1, 0.5); at("later").onclick = () => move(1, -0.5);
+at("latest").onclick = () => { back = 0; look(); };
+at("close").onclick = () => { at("prompt").hidden = true; };
+document.body.addEventListener("click", async event => {
+  const found = event.target.closest("[data-uid]");
+  if (!found) return;
+  try {
+    const seen = await ask("prompt", "&uid=" + encodeURIComponent(found.dataset.uid));
+    at("prompt").hidden = false; at("uid").textContent = "prompt " + seen.uid;
+    table("told", seen.left_out ? [...seen.events, ["", "", `and ${seen.left_out} more`]] : seen.events);
+    at("texts").replaceChildren(...seen.texts.flatMap(([score, versions, prompt, response]) =>
+      [make("p", [score, versions].filter(Boolean).join("; ")), make("pre", prompt), make("pre", response)]));
+  } catch (error) { at("lost").textContent = error.message; }
+});
+look();
+</script></body></html>
+"""

@@ -1,0 +1,91 @@
+"""A headless Chromium that tests drive through its DevTools port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import shutil
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+TIMEOUT_S = 120.0
+NEEDS_CHROMIUM = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's package chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1280,1600"]
+UNTIL = """new Promise(done => {{ const look = () => {{ const found = ({expression});
+  if (found) {{ watcher.disconnect(); done(found); }} }};
+  const watcher = new MutationObserver(look);
+  watcher.observe(document, {{subtree: true, childList: true, attributes: true, characterData: true}}); look(); }})"""
+
+
+class Tab:
+    """A page in the browser."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket, self._numbers = socket, itertools.count(1)
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One DevTools call; messages between it and its answer are left out."""
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        while True:
+            answer = await self._socket.receive_json(timeout=TIMEOUT_S)
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    async def open(self, address: str) -> None:
+        """Go to an address, and wait until its page is there."""
+        await self.call("Page.enable")
+        await self._socket.send_json({"id": 0, "method": "Page.navigate", "params": {"url": address}})
+        while (await self._socket.receive_json(timeout=TIMEOUT_S)).get("method") != "Page.loadEventFired":
+            pass
+
+    async def value(self, expression: str) -> Any:
+        """What JavaScript says; a promise is waited for."""
+        answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Wait until an expression is true; it is looked at whenever the page has changed."""
+        return await self.value(UNTIL.format(expression=expression))
+
+    async def picture(self) -> bytes:
+        """A screenshot of the whole page, as PNG."""
+        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
+
+
+@asynccontextmanager
+async def open_page(address: str, profile: Path) -> AsyncIterator[Tab]:
+    """A browser with one page, which ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        "chromium", *FLAGS, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        while b"listening on ws://" not in (line := await asyncio.wait_for(process.stderr.readline(), TIMEOUT_S)):
+            assert line, "chromium ended before it listened"
+        host = line.decode().split("ws://")[1].split("/")[0]
+        drain = asyncio.create_task(process.stderr.read(), name="chromium's messages")
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"http://{host}/json/new?about:blank") as answer:
+                target = (await answer.json())["webSocketDebuggerUrl"]
+            async with session.ws_connect(target, max_msg_size=0) as socket:
+                tab = Tab(socket)
+                await tab.open(address)
+                yield tab
+        process.terminate()
+        await drain
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
