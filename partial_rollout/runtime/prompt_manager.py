@@ -26,6 +26,7 @@ import math
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -36,7 +37,7 @@ from partial_rollout.core.queue.tail import Partial, make_policy
 from partial_rollout.errors import ActorLost, ClusterError, InternalError, RunStopped, StaleClaim, WaitTimeout
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
-from partial_rollout.observability.metrics import ManagerMetrics
+from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.death_watch import DeathWatch, Watched, nothing
 from partial_rollout.types import FinishResult, ManagerStatus
 
@@ -421,9 +422,11 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))
-    more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "events": events_folder(config)}
+    events = events_folder(config)
+    more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "events": events}
+    metrics = partial(ManagerMetrics, run_name(events))
     try:
-        return actor_class.remote(policy, config.max_attempts, metrics=ManagerMetrics, bound=bound, **more)
+        return actor_class.remote(policy, config.max_attempts, metrics=metrics, bound=bound, **more)
     # Two runs that start within the same second both find the cluster free. Ray gives the name to one of them.
     except ValueError as error:
         raise ClusterError(

@@ -74,6 +74,7 @@ from partial_rollout.observability.events import (
     WeightsUpdated,
     events_folder,
 )
+from partial_rollout.observability.metrics import TrainerMetrics, run_name
 from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
@@ -145,6 +146,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._round_kind = ""
         self._checkpoints = CheckpointKeeper(config)
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
+        self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
         self._doing = "was starting"
@@ -370,7 +372,9 @@ class PartialRolloutTrainer(PPOTrainer):
         metrics["partial_rollout/resume_ms"] = timing_raw["resume"] * 1000
         self._uncorrected.look(global_steps, metrics)
         # verl adds nothing to the metrics between this call and its loggers but the time of a rollout dump.
-        self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=numbers(metrics)))
+        shown = numbers(metrics)
+        self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=shown))
+        self._ray_metrics.update(shown)
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict[str, Any], rollout_data_dir: str) -> None:
         """Missing hook: how often verl writes `trainer.rollout_data_dir`; its own trainers do it in every step."""
@@ -396,7 +400,7 @@ class PartialRolloutTrainer(PPOTrainer):
         statistics = self.fleet.statistics()
         running = sum(each.mean_running for each in statistics)
         metrics |= {"partial_rollout/mean_running": running, "partial_rollout/slot_utilisation": running / slots}
-        metrics["partial_rollout/kv_usage"] = max(kv_usage, *(each.load.kv_usage for each in statistics))
+        metrics["partial_rollout/kv_usage"] = max([kv_usage, *(each.load.kv_usage for each in statistics)])
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
             pending = self._ask(self.manager.statistics.remote()).pending

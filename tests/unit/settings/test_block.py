@@ -30,7 +30,7 @@ def test_engines_get_the_defaults_without_the_block():
     [
         (
             {"prefetch_facto": 2},
-            "prefetch_facto: did you mean partial_rollout.prefetch_factor. Known here: events, ",
+            "prefetch_facto: did you mean partial_rollout.prefetch_factor. Known here: dump_every, ",
         ),
         (
             {"timeouts": {"drain": 1}},
