@@ -1,25 +1,42 @@
-"""What each mode is predicted to gain on an engine whose latency curve is stored.
+"""What each mode is predicted to gain on your lengths, before you run it.
 
-    python -m partial_rollout.advise benchmarks/results/gpu/engine_8b_h200.json              # three traces of lengths
-    python -m partial_rollout.advise CURVE --jobs benchmarks/results/gpu/jobs_8b_h200.json # beside measured jobs
+    python -m partial_rollout.advise RUN                                  # a run's folder: its events or metrics
+    python -m partial_rollout.advise DUMP                                 # a folder of verl's trainer.rollout_data_dir
+    python -m partial_rollout.advise DATA.parquet --column lengths        # numbers of tokens, or a list for each prompt
+    python -m partial_rollout.advise ... --curve CURVE --batch 64         # on another engine, with other batches
 
-`python -m partial_rollout.advise.measure` takes the curve of an engine.
+    python -m partial_rollout.advise CURVE                                # three traces of lengths
+    python -m partial_rollout.advise CURVE --jobs benchmarks/results/gpu/jobs_8b_h200.json    # beside measured jobs
+
+`python -m partial_rollout.advise.measure` takes the latency curve of an engine. Without `--curve` it is that of
+Qwen3-8B's shape on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.advise.jobs import jobs_table, predict_jobs, rates
-from partial_rollout.advise.predict import fit, predict_all, table
+from partial_rollout.advise.predict import BASE, COLOCATED, POLLING, fit, predict_all, predict_load, table
 from partial_rollout.advise.result import read_result, store
+from partial_rollout.advise.sources import FEW, Lengths, read_lengths
 from partial_rollout.advise.workload import TRACES
+from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from partial_rollout.advise.scheduler import Speed
+
+STORED_CURVE = Path(__file__).resolve().parents[2] / "benchmarks/results/gpu/engine_8b_h200.json"
+DEFAULT_BATCH = 32
+VERLS = (BASE, COLOCATED, POLLING)
+YOUNG, WORTH = 2, 0.95
+"""Updates up to which tokens count as young; share of sync's time above which the flag is hardly worth it."""
 
 
 def of_traces(curve: dict[str, Any], speed: Speed, options: argparse.Namespace) -> dict[str, Any]:
@@ -45,14 +62,76 @@ def of_jobs(line: argparse.ArgumentParser, speed: Speed, options: argparse.Names
     return {"from_step": first, "jobs": [{**job, "rates": rates(job, first)} for job in jobs]}
 
 
+def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Predict all modes for the lengths of a user's job, and say how far to believe it."""
+    curve_path = options.curve or STORED_CURVE
+    if not curve_path.is_file():
+        line.error(f"--curve {curve_path} is not there: python -m partial_rollout.advise.measure makes one")
+    curve = _curve(line, curve_path)
+    try:
+        found = read_lengths(options.source, options.column, _counter(options.tokenizer))
+    except (DataError, OSError) as error:
+        line.error(str(error))
+    load = found.workload(options.batch or DEFAULT_BATCH, options.group)
+    speed = fit(curve["curve"])
+    rows = predict_load(curve, speed, load)
+    drawn = [tokens for group in found.groups for tokens in group]
+    print(f"{found.num_responses} responses: mean {statistics.fmean(drawn):,.0f}, longest {max(drawn):,} tokens")
+    print(f"batches of {load.batch} prompts x {load.group} responses, {curve['engine']['shape']}\n\n{table(rows)}\n")
+    for sentence in advice(rows, found, curve["engine"]):
+        print(sentence)
+    store({"from": str(options.source), "speed": asdict(speed), "modes": rows}, options.json)
+
+
+def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any]) -> list[str]:
+    """The fastest mode, the fastest one with young tokens, and how far to believe both."""
+    ours = {name: row for name, row in rows.items() if name not in VERLS}
+    fastest = min(ours, key=lambda name: ours[name]["time_ratio"])
+    young = {name: row for name, row in ours.items() if row["staleness_max"] <= YOUNG}
+    said = [f"fastest: {fastest}, {ours[fastest]['time_ratio']:.2f} of the generation time of verl's sync"]
+    if young and (best := min(young, key=lambda name: young[name]["time_ratio"])) != fastest:
+        said.append(f"fastest with tokens at most {YOUNG} updates old: {best}, {young[best]['time_ratio']:.2f}")
+    if ours[fastest]["time_ratio"] > WORTH:
+        said.append("hardly anything to gain: leave the flag out")
+    if full := [name for name, row in ours.items() if row["kv_share"] > 1]:
+        said.append(f"the KV cache would overflow with: {', '.join(full)}")
+    few = f", of {found.num_responses} responses only: the tail is a guess" if found.num_responses < FEW else ""
+    said.append(f"lengths: {found.what}{few}")
+    said.append(
+        f"engine: {engine['shape']}, prompts of {engine['prompt_tokens']} tokens. Generation only, in the mean of many "
+        "steps; docs/results/predictions.md says how well predictions agreed with jobs that ran"
+    )
+    return said
+
+
+def _counter(tokenizer: Path | None) -> Callable[[str], int] | None:
+    if tokenizer is None:
+        return None
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    return lambda text: len(encode(text, add_special_tokens=False)["input_ids"])
+
+
+def _curve(line: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    curve = read_result(path)
+    if not curve.get("curve", {}).get("cell"):
+        line.error(f"{path} has no latency curve: make one with python -m partial_rollout.advise.measure")
+    return curve
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(
         "partial_rollout.advise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    line.add_argument("curve", type=Path, help="result of partial_rollout.advise.measure")
+    line.add_argument("source", type=Path, metavar="LENGTHS", help="where response lengths are, or a latency curve")
+    line.add_argument("--curve", type=Path, help="result of partial_rollout.advise.measure (Qwen3-8B on an H200)")
+    line.add_argument("--group", type=int, help="responses to a prompt (as many as the source has)")
+    line.add_argument("--column", help="of a parquet file: numbers of tokens, or lists of them")
+    line.add_argument("--tokenizer", type=Path, metavar="MODEL", help="counts the tokens of a dump that has texts only")
     line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES), help="(all)")
-    line.add_argument("--batch", type=int, help="prompts of a step; those of the curve's workload unless given")
+    line.add_argument("--batch", type=int, help="prompts of a step (32, or the curve's)")
     line.add_argument("--jobs", type=Path, nargs="+", help="results of benchmarks.jobs, of one workload")
     line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios of jobs (%(default)s)")
     line.add_argument("--json", type=Path, help="also write what is predicted here")
@@ -65,12 +144,15 @@ def main(words: list[str] | None = None) -> None:
     options = line.parse_args(words)
     if options.batch is not None and options.batch < 1:
         line.error(f"--batch {options.batch} is not allowed: at least 1")
-    curve = read_result(options.curve)
-    if not curve.get("curve", {}).get("cell"):
-        line.error(f"{options.curve} has no latency curve: make one with python -m partial_rollout.advise.measure")
+    if options.group is not None and options.group < 2:
+        line.error(f"--group {options.group} is not allowed: at least 2")
+    if options.source.suffix != ".json":
+        of_lengths(line, options)
+        return
+    curve = _curve(line, options.source)
     speed = fit(curve["curve"])
     found = of_jobs(line, speed, options) if options.jobs else of_traces(curve, speed, options)
-    store({"from": options.curve.name, "speed": asdict(speed), **found}, options.json)
+    store({"from": options.source.name, "speed": asdict(speed), **found}, options.json)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,12 @@ def predict_all(
     """A row for each mode, for a trace on the engine of a stored curve; `batch` prompts a step instead of its own."""
     engine, stored = result["engine"], result.get("workloads", {}).get(trace)
     load = Workload(**stored) if stored else workload(engine["shape"], trace)
-    load = replace(load, batch=batch or load.batch)
+    return predict_load(result, speed, replace(load, batch=batch or load.batch))
+
+
+def predict_load(result: dict[str, Any], speed: Speed, load: Workload) -> dict[str, dict[str, float]]:
+    """A row for each mode, for a workload on the engine of a stored curve."""
+    engine = result["engine"]
     compared = modes(load.batch * load.group, load.group)
     rows = {mode.name: predict(mode, speed, load, engine["prompt_tokens"]) for mode in compared}
     for row in rows.values():

@@ -39,6 +39,8 @@ class Workload:
     huge_share: float = 0.0
     """Share of the responses that have `huge` tokens."""
     seed: int = 0
+    observed: tuple[tuple[int, ...], ...] = ()
+    """Lengths of real responses, by prompt; where there are any, prompts are drawn from them and from nothing else."""
 
     @property
     def limit(self) -> int:
@@ -72,6 +74,11 @@ def workload(shape: str, trace: str, **sizes: int) -> Workload:
 def lengths(load: Workload, num_prompts: int) -> np.ndarray:
     """Response lengths, shape (num_prompts, group); the same ones for the same seed and number."""
     rng = np.random.default_rng(load.seed)
+    if load.observed:
+        prompts = rng.integers(len(load.observed), size=num_prompts)
+        if max(map(len, load.observed)) == 1:  # which responses are of one prompt is not known
+            return np.array(load.observed)[rng.integers(len(load.observed), size=(num_prompts, load.group)), 0]
+        return np.array([rng.choice(load.observed[prompt], size=load.group) for prompt in prompts])
     drawn = np.exp(rng.normal(np.log(load.median), load.sigma, size=(num_prompts, load.group)))
     drawn[rng.random(drawn.shape) < load.long_share] = load.longest
     drawn = np.clip(drawn, 1, load.longest)

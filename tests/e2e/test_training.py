@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,12 +56,10 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
     lengths = [LONG if row % 3 == 2 else SHORT + row % 5 for row in range(64)]
     rows = with_lengths(task, tmp_path, lengths)
     options = [FLAG, *rows, "trainer.save_freq=5", "trainer.test_freq=4"]
-    dumps = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "partial_rollout.dump_every=2"]
-    kept = run_job(task, tmp_path, *options, *KEEPING_KV, *dumps, "trainer.total_training_steps=5")
+    kept = run_job(task, tmp_path, *options, *KEEPING_KV, "trainer.total_training_steps=5")
     _check_ended_cleanly(kept, steps=range(1, 6))
     _check_kept_requests_were_saved(kept, tmp_path / "checkpoints/global_step_5")
     _check_the_event_stream_tells_the_same(kept, num_steps=5)
-    _check_dumps(kept, tmp_path / "rollouts")
 
     first = run_job(task, tmp_path, *options, *ABORTING, "trainer.total_training_steps=10")
     _check_ended_cleanly(first, steps=range(6, 11))
@@ -130,24 +128,6 @@ def _check_the_event_stream_tells_the_same(job: Job, *, num_steps: int) -> None:
     ended = {(e.uid, e.session): e.tokens for e in job.stream if isinstance(e, TrajectoryEnded)}
     assert len(ended) >= num_steps * 8 * 4
     assert {key: tokens[key] for key in ended} == ended
-
-
-def _check_dumps(job: Job, folder: Path) -> None:
-    """Every second step in verl's format, with the versions and tokens that the segments of each response had."""
-    assert {path.name for path in folder.iterdir()} == {"2.jsonl", "4.jsonl"}
-    segments: dict[str, Counter[int]] = defaultdict(Counter)
-    for event in job.stream:
-        if isinstance(event, SegmentEnded) and event.tokens:
-            segments[f"{event.uid}_{event.session}_0"][event.version] += event.tokens
-    rows = [json.loads(line) for step in (2, 4) for line in (folder / f"{step}.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * 8 * 4
-    assert all(row["input"] and "score" in row for row in rows)
-    for row in rows:
-        told: Counter[int] = Counter()
-        for version, num_tokens in row["weight_versions"]:
-            told[version] += num_tokens
-        assert told == segments[row["uid"]]
-    assert any(len(row["weight_versions"]) > 1 for row in rows)
 
 
 def _sum(job: Job, name: str) -> float:
