@@ -95,10 +95,12 @@ class Reporter:
         """Send for ever; raises what a call to the manager raises."""
         while True:
             await self._news.wait()
+            # Cleared before sending, not after: news that come while the call is under way must not be lost.
             self._news.clear()
             await self._send()
 
     async def _send(self) -> None:
+        # Swapped before the await: what finishes while the call is under way goes with the next one, and nothing twice.
         finished, self._finished = self._finished, []
         if finished:
             result = await self._manager.finish_many(finished)
@@ -174,10 +176,12 @@ class ClaimLoop:
         """End `run`, cancel what is in flight and give its prompts back; returns their uids."""
         self._stopping = True
         if self._claiming is not None:
+            # The claim loop first: after the groups were cancelled it could claim once more, for a worker that is gone.
             self._claiming.cancel()
             await asyncio.wait({self._claiming})
         if self._supervisor is not None:
             await self._supervisor.cancel()
+        # Last: only when no task of this worker can report any more may its prompts be given to others.
         return await self._manager.release_worker(self._worker_id)
 
     def hold(self, claims: Sequence[Claim]) -> None:
@@ -186,6 +190,8 @@ class ClaimLoop:
 
     async def _claim_for_ever(self, supervisor: Supervisor, num_per_prompt: int) -> None:
         while True:
+            # A claim charges all slots of a prompt at once: groups that had some of their slots could wait for the
+            # rest of them for ever, each for those of the others.
             await self.slots.wait_free(num_per_prompt)
             claims = await self._manager.claim(self._worker_id, self.slots.free, timeout_s=CLAIM_POLL_S)
             for claim in claims:
@@ -235,6 +241,7 @@ class ClaimLoop:
             self._reporter.changed()
 
     async def _report(self, claim: Claim, outcomes: Sequence[list[TrajectorySummary] | BaseException]) -> None:
+        # Before anything that awaits: a hold that arrives during the report would be for a claim that runs nothing.
         self.holds.end(claim.claim_id)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         fatal = next((error for error in errors if isinstance(error, FATAL_ERRORS)), None)
@@ -247,6 +254,8 @@ class ClaimLoop:
         self._worker.forget(claim)
         # The rows go before the claim is given back: from then on another worker may write under these keys.
         await self._store.clear([summary.key for summary in summaries])
+        # RunEnded wins over the other errors of a group: at the end of a run these say nothing of the prompt, and the
+        # attempt must not be charged.
         if any(isinstance(error, RunEnded) for error in errors):
             await self._manager.give_back(claim)
         elif any(isinstance(error, TooStale) for error in errors):

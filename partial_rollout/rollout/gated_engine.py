@@ -122,6 +122,8 @@ class GatedEngine:
             # The caller was cancelled, or the engine failed: without an abort it would generate on for nobody.
             if not has_left:
                 await self._engine.abort(request.queue.request_id, internal=True)
+        # No await lies between the end of the segment and this line: a resume in between would find the request neither
+        # running nor kept, and the engine would generate for nobody.
         if request.is_cut:
             self.kept.keep(request)
             passage.kept_id = request.queue.request_id
@@ -272,6 +274,7 @@ class KeptRequests:
 
     def keep(self, request: EngineRequest) -> None:
         """Note that a request was cut and stays in the engine."""
+        # For its next segment, which may end by itself.
         request.is_cut = False
         self._kept[request.queue.request_id] = request
 

@@ -46,6 +46,7 @@ def call_bounded(
         except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread, whatever it is
             result.set_exception(error)
 
+    # A daemon: a call that never returns must not keep the process from ending.
     threading.Thread(target=run, daemon=True, name=who_waits).start()
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:

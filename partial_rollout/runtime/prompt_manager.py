@@ -169,6 +169,7 @@ class RolloutPromptManager:
             if self._stop_reason:
                 raise RunStopped(self._stop_reason)
             warn_of_long_running(self._queue, self._batch_s)
+            # Still under the lock: an event between the look and the taking could take the groups away.
             result = self._queue.take(num_groups)
             self._queue.require_conserved()
             return result
@@ -218,6 +219,7 @@ class RolloutPromptManager:
         None at the timeout, when the manager is closed, or when `worker_id` is released. A worker that comes back after
         it was lost should use a new id: a call of it that is still on its way is not recognised.
         """
+        # Read before the wait: a release in between ends this poll, also where the worker is known again since.
         num_releases = self._num_releases[worker_id]
 
         def ended() -> bool:

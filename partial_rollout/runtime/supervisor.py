@@ -40,6 +40,7 @@ class Supervisor:
         """Start `coroutine` as a supervised task."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
+        # By a callback: the error is seen when the task ends, whether or not anybody awaits the task.
         task.add_done_callback(self._on_done)
         return task
 
@@ -57,6 +58,7 @@ class Supervisor:
             if self._failure.done():
                 self._failure.result()
             return await waiting
+        # Also when the caller is cancelled: `asyncio.wait` leaves what it waits for running.
         finally:
             waiting.cancel()
 

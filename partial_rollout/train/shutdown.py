@@ -26,7 +26,9 @@ def shutdown_run(trainer: Any) -> None:
     """
     if trainer.is_shut_down:
         return
+    # Set before the first step: an interruption of the steps may lead here again.
     trainer.is_shut_down = True
+    # First: the deaths of actors that end here must not be taken for the failure of the run.
     trainer.watch.stop()
     stop_s = trainer.settings.block.timeouts.stop_s
     for what, share, action in _steps(trainer):
@@ -34,6 +36,7 @@ def shutdown_run(trainer: Any) -> None:
             call_bounded(action, timeout_s=share * stop_s, who_waits=f"trainer waits at the end of the run to {what}")
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
             logger.warning("at the end of the run, could not %s: %r", what, error)
+    # Killed in any case: an actor whose step was late still has its processes and memory.
     for actor in _actors(trainer):
         ray.kill(actor)
 

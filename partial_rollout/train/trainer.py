@@ -248,6 +248,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_step_end(self) -> None:
         """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
         self._doing = f"sent the weights of step {self.global_steps} to the engines"
+        # Before the gates open: after the last step parked requests would begin responses that nobody trains.
         if self.global_steps >= self.total_training_steps:
             self.agent_loop_manager.stop()
             self.fleet.reject_parked()
@@ -332,6 +333,8 @@ class PartialRolloutTrainer(PPOTrainer):
         """
         self._doing = f"saved the checkpoint of step {self.global_steps}"
         self._checkpoints.before_save(self.global_steps)
+        # Tokens before the queue: a group that finishes in between is done in the queue, and needs no tokens. The other
+        # way round its prompt would be ongoing in the queue, and its tokens forgotten.
         tokens, missing = self.agent_loop_manager.tokens_in_flight()
         if missing:
             logger.warning(

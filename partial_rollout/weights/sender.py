@@ -118,6 +118,7 @@ class WeightSender:
         for name, tensor in weights:
             num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
             self._put(buffers, name, tensor)
+        # Nothing follows the last bucket, so nothing else sends it.
         self._flush(buffers)
         buffers.close()  # first, since the receiver frees what it made once it has read that this is all
         self._say(self._machine.finish(num_tensors, num_bytes))
@@ -134,9 +135,11 @@ class WeightSender:
         return buffers
 
     def _put(self, buffers: BufferWriter, name: str, tensor: torch.Tensor) -> None:
+        # Bytes can be viewed of one piece of memory only; a transposed or expanded tensor is copied here.
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for placement in self._plan.place(spec):
+            # A bucket is sent when the next one begins, so that its message carries all of its fragments.
             if placement.bucket != self._bucket:
                 self._flush(buffers)
                 self._bucket = placement.bucket

@@ -6,10 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from partial_rollout.advise.result import read_result
+from tests import preloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.engine
 
@@ -17,19 +23,29 @@ TIMEOUT_S = 600
 ORDERS = ("file", "shuffled")
 
 
-def start(repository, module: str, *words: str) -> None:
-    """Run a module with its command line."""
-    run = subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=repository,
-        env=os.environ | {"PYTHONPATH": str(repository)}, timeout=TIMEOUT_S,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-6000:]
+@pytest.fixture
+def start(repository: Path, nursery: Path) -> Callable[..., None]:
+    """Runs a module with its command line, as a fork of the nursery.
+
+    What it starts are forks too; with `starts_ray` Ray's workers are, and with `is_job` nothing is.
+    """
+
+    def run(module: str, *words: str, starts_ray: bool = False, is_job: bool = False) -> None:
+        plain = [sys.executable if is_job else preloaded.client(nursery), "-m", module, *words]
+        variables = {"PYTHONPATH": str(repository)} | ({} if is_job else preloaded.environment_of_jobs(nursery))
+        done = subprocess.run(
+            plain if starts_ray or is_job else preloaded.module(nursery, module, *words),
+            cwd=repository, env=os.environ | variables, timeout=TIMEOUT_S,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-6000:]
+
+    return run
 
 
-def test_a_whole_job_is_measured(repository, tmp_path):
+def test_a_whole_job_is_measured(start, tmp_path):
     words = ["--shape", "tiny", "--modes", "partial_rollout", "--steps", "4", "--budget-s", str(TIMEOUT_S)]
-    start(repository, "benchmarks.jobs", *words, "--out", str(tmp_path))
+    start("benchmarks.jobs", *words, "--out", str(tmp_path), is_job=True)
     result = read_result(tmp_path / "jobs.json")
     (job,) = result["jobs"]
     assert (job["code"], len(job["first_steps"]), len(job["steps"])) == (0, 2, 2)
@@ -41,44 +57,44 @@ def test_a_whole_job_is_measured(repository, tmp_path):
     assert "| partial_rollout | 2 |" in (tmp_path / "table.md").read_text()
 
 
-def test_a_latency_curve_is_measured_and_predicts(repository, tmp_path):
+def test_a_latency_curve_is_measured_and_predicts(start, tmp_path):
     path = tmp_path / "curve.json"
-    start(repository, "partial_rollout.advise.measure", "--shape", "tiny", "--json", str(path))
+    start("partial_rollout.advise.measure", "--shape", "tiny", "--json", str(path))
     curve = json.loads(path.read_text())
     assert [cell["concurrency"] for cell in curve["curve"]["cell"]] == [8, 2]
     assert all(cell["decode_ms"] > 0 and cell["prefill_tokens_per_s"] > 0 for cell in curve["curve"]["cell"])
     (interruption,) = curve["curve"]["interruption"]
     assert interruption["drain_ms"] > 0
     assert interruption["rest_tokens"] > 0
-    start(repository, "partial_rollout.advise", str(path), "--traces", "uniform", "--json", str(tmp_path / "out.json"))
+    start("partial_rollout.advise", str(path), "--traces", "uniform", "--json", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["traces"]["uniform"]
     assert rows["sync"]["time_ratio"] == 1.0
 
 
-def test_the_weight_channel_is_measured_in_all_steps(repository, tmp_path):
+def test_the_weight_channel_is_measured_in_all_steps(start, tmp_path):
     """On a CPU, with shared memory: equal tensors, and a rate for each mode."""
     path = tmp_path / "weights.json"
-    start(repository, "benchmarks.bench_weights", "--dry-run", "--rounds", "2", "--json", str(path))
+    start("benchmarks.bench_weights", "--dry-run", "--rounds", "2", "--json", str(path))
     found = json.loads(path.read_text())
     assert all(found["equal"][order]["in_order"] and not found["equal"][order]["different"] for order in ORDERS)
     assert all(row["channel"]["gb_per_s"] > 0 and row["verl"]["gb_per_s"] > 0 for row in found["speed"])
     assert found["versions"]["torch"]
 
 
-def test_the_queue_is_measured_through_its_actor(repository, tmp_path):
+def test_the_queue_is_measured_through_its_actor(start, tmp_path):
     path = tmp_path / "queue.json"
     words = ["--prompts", "200", "--batch", "8", "--take", "16", "--seconds", "1"]
-    start(repository, "benchmarks.bench_queue", *words, "--json", str(path))
+    start("benchmarks.bench_queue", *words, "--json", str(path), starts_ray=True)
     found = json.loads(path.read_text())
     assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
     assert all(found[name]["conserved"] for name in ("single", "batched"))
     assert 0 < found["events"]["cpu_percent_of_step"] < 1
 
 
-def test_every_way_to_pack_is_measured(repository, tmp_path):
+def test_every_way_to_pack_is_measured(start, tmp_path):
     sizes = ["--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--rounds=1"]
     path = tmp_path / "result.json"
-    start(repository, "benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
+    start("benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
     result = json.loads(path.read_text())
     assert (result["ended"], result["rounds_whole"]) == ("done", {"packed": 1, "padded": 1})
     assert result["training"]["gradient_checkpointing"]

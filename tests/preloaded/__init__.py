@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests/preloaded/client.py"
@@ -57,6 +58,8 @@ SOCKET, COMMAND = "socket", "python"
 """Files in a nursery's folder: its address, and what stands for `python`."""
 MARK = "PARTIAL_ROLLOUT_TEST_RUN"
 """Variable by which tests find the processes of a job; see `nursery.Mark`."""
+MARKS = (MARK, "BENCHMARK_JOB")
+"""The second is that of benchmarks/training_job.py."""
 LEFT_BY_IMPORTS: dict[str, str] = {}
 """In a nursery and its forks: variables that its imports have set, as they would have in each process by itself."""
 
@@ -100,6 +103,35 @@ def start(folder: Path, owner: int, modules: dict[str, tuple[str, ...]], **envir
 def client(folder: Path) -> str:
     """The command that stands where `python` would."""
     return str(folder / COMMAND)
+
+
+AS_PYTHON = """
+import multiprocessing, runpy, sys
+sys.executable = sys.argv.pop(1)
+multiprocessing.set_executable(sys.executable)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""Code of a fork that runs a module, whose own processes are forks too if it starts them by `multiprocessing` or as
+`sys.executable`. Not for one that starts Ray: Ray's dashboard agent ends when its parent is no raylet."""
+
+
+def module(folder: Path, name: str, *words: str) -> list[str]:
+    """The command of a module that starts jobs or engines; see `AS_PYTHON`."""
+    return [client(folder), "-c", AS_PYTHON, client(folder), name, *words]
+
+
+WORKERS = "PARTIAL_ROLLOUT_TEST_WORKERS"
+"""Variable with the command that stands for Ray's workers; see `with_forks`."""
+
+
+def environment_of_jobs(folder: Path) -> dict[str, str]:
+    """Variables by which the workers of every Ray job below are forks, whatever it gives to `ray.init`."""
+    return {"RAY_RUNTIME_ENV_HOOK": f"{__name__}.{with_forks.__name__}", WORKERS: client(folder)}
+
+
+def with_forks(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Called by `ray.init` with the runtime environment of a job."""
+    return (runtime_env or {}) | {"py_executable": os.environ[WORKERS]}
 
 
 def write_command(path: Path, address: Path) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from setproctitle import setproctitle
 
-from tests.preloaded import FIRST, LEFT_BY_IMPORTS, MARK, ROOM, write_command
+from tests.preloaded import FIRST, LEFT_BY_IMPORTS, MARKS, ROOM, write_command
 
 MAX_FILES = 250
 """Of one message; the kernel allows 253."""
@@ -58,7 +58,7 @@ class Request:
 
 
 class Mark:
-    """The variable `MARK` where others read it: in /proc/PID/environ, which a fork has from the nursery."""
+    """The variables `MARKS` where others read them: in /proc/PID/environ, which a fork has from the nursery."""
 
     def __init__(self) -> None:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -67,10 +67,9 @@ class Mark:
         setproctitle(f"{__spec__.name} {' '.join(sys.argv[3:5])}")
 
     def write(self, environment: dict[str, str]) -> None:
-        """Into this process's memory, if the variable is in its environment."""
-        if MARK in environment:
-            text = f"{MARK}={environment[MARK]}".encode() + bytes(1)
-            ctypes.memmove(self._env_start, text, len(text))
+        """Those of its environment into this process's memory."""
+        text = b"".join(f"{name}={environment[name]}".encode() + bytes(1) for name in MARKS if name in environment)
+        ctypes.memmove(self._env_start, text, len(text))
 
 
 class Nursery:

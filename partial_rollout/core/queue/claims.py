@@ -64,6 +64,8 @@ class ClaimBook:
             goes_on=goes_on,
             source_index=meta.source_index,
         )
+        # Ids are never used again, not even after a restart (`next_id` is in the snapshot): a late report of an earlier
+        # claim must meet StaleClaim and not the claim of somebody else.
         self.next_id += 1
         entry.claim = claim
         self.ongoing[claim.claim_id] = entry
@@ -81,6 +83,7 @@ class ClaimBook:
 
     def end(self, claim: Claim) -> None:
         """Let a current claim end."""
+        # A deferred claim was taken off the count of running trajectories when it was deferred.
         entry = self._deferred.pop(claim.claim_id, None)
         if entry is None:
             entry = self.ongoing.pop(claim.claim_id)
@@ -157,5 +160,6 @@ class ClaimBook:
 
     def _forget_unfetched(self, claim: Claim) -> None:
         unfetched = self._unfetched.get(claim.worker_id, {})
+        # An empty entry would count as something to fetch, and a long poll would return without a claim.
         if unfetched.pop(claim.claim_id, None) is not None and not unfetched:
             del self._unfetched[claim.worker_id]

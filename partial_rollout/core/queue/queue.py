@@ -92,6 +92,7 @@ class PromptQueue:
         self._num_owed = max(0, self._num_owed - num)
         for meta in prompts:
             entry = self._ledger.enter(meta)
+            # In the order of the dataloader, which is the order in which a round starts them.
             entry.move(Event.ADMIT)
             self._rounds.push(entry)
 
@@ -114,6 +115,7 @@ class PromptQueue:
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
         if not self._can_take_now(num_groups):
+            # The trainer may ask more than once for the same batch: what is owed is counted anew, not added up.
             self._num_owed = self._num_missing(num_groups)
             num_filtered, self._num_unreplaced = self._num_unreplaced, 0
             return TakeResult(num_missing=self._num_owed, num_filtered=num_filtered, filtered=self._take_filtered())
@@ -176,6 +178,8 @@ class PromptQueue:
         self._claims.entry(claim)  # a stale claim is refused before its trajectories are looked at
         _require_whole(claim, trajectories)
         shared = shared_metric(trajectories)
+        # Decided here and not by the worker: whoever decides counts the group as missing in the same event, so that the
+        # trainer cannot see a batch that will never be full.
         if shared is not None:
             self.drop(claim, NO_SPREAD)
             self._filtered[shared] += 1
@@ -317,12 +321,14 @@ class PromptQueue:
         """
         queue = cls(policy, max_attempts, clock, bound)
         queue._load(snapshot)
+        # A checkpoint that lost a prompt is refused here; later, a batch would be waited for in vain.
         queue._ledger.require_conserved(queue.statistics())
         return queue
 
     def _load(self, snapshot: QueueSnapshot) -> None:
         unfinished = [self._load_unfinished(meta, snapshot) for meta in snapshot.unfinished]
         num_deferred = len(snapshot.deferred)
+        # Deferred prompts come first in `snapshot.unfinished`; nobody has a claim on them after a restart.
         for entry in unfinished[:num_deferred]:
             entry.move(Event.DEFER)
         self._rounds.defer(unfinished[:num_deferred])
@@ -388,6 +394,7 @@ class PromptQueue:
         if not self.bound.discards:
             return
         self._oldest_allowed = max(self._oldest_allowed, self.bound.oldest(trained_version))
+        # A copy, because expiring takes the entry out of what is iterated.
         for entry in list(self._ledger.done.values()):
             self._expire_if_too_old(entry)
 

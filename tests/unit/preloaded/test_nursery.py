@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests import preloaded
-from tests.preloaded import MARK, nursery
+from tests.preloaded import MARK, MARKS, nursery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(
         *arguments: str, greeting: str = "hello", cwd: Path = tmp_path, niceness: int = 0, **more: str
     ) -> subprocess.Popen[str]:
-        variables = os.environ | {"GREETING": greeting, MARK: RUN} | more
+        variables = os.environ | {"GREETING": greeting, **dict.fromkeys(MARKS, RUN)} | more
         pipe = subprocess.PIPE
         return subprocess.Popen(
             ["nice", "-n", str(niceness), preloaded.client(folder), *arguments],
@@ -110,7 +110,7 @@ def test_client_and_process_end_together_by_the_same_signal(started, tmp_path: P
     for whom in ("client", "process"):
         client = started(str(tmp_path / "script.py"))
         process = psutil.Process(int(client.stdout.readline().split()[0]))
-        assert process.environ()[MARK] == RUN
+        assert [process.environ()[name] for name in MARKS] == [RUN] * len(MARKS)
         (client if whom == "client" else process).send_signal(number)
         assert client.wait(TIMEOUT_S) == -number
         assert psutil.wait_procs([process], timeout=TIMEOUT_S)[1] == []

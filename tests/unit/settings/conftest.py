@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
     """The quickstart's configuration, composed once because that takes seconds; its paths are there."""
     folder = tmp_path_factory.mktemp("task")
