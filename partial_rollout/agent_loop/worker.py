@@ -72,6 +72,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._filter_metric = filter_metric(self.config)
         self._rewards = RewardPool(self.reward_loop_worker_handles or (), wait_s=settings.timeouts.resume_s)
         if self.reward_loop_worker_handles:
+            # verl draws one of its handles for each reward; with the pool as the only one, dead workers are replaced.
             self.reward_loop_worker_handles = [self._rewards]
         self._events = EventWriter(events_folder(settings), worker_id)
         report_to(self._events)
@@ -230,6 +231,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """
         trajectory = self._trajectories.start(claim, session)
         trajectory.row = str(row["index"])
+        # Not reset afterwards: the claim loop runs each trajectory in a task, which has a context of its own.
         CURRENT.set(trajectory)
         try:
             return await self._limits.run(trajectory, self._run(trajectory, row))

@@ -141,6 +141,7 @@ class DeathWatch:
             process = Process(actor.role, actor.name, found.node, found.pid, found.log)
         except (RayActorError, asyncio.TimeoutError):
             pass  # a dead one is told of by its watch; one that is busy is watched without its place
+        # An actor that was started again has the name of the dead one, whose watch may not have ended yet.
         self.forget(actor.name)
         self._watches[actor.name] = asyncio.create_task(self._until_dead(actor.handle, process), name=actor.name)
         return process
@@ -150,6 +151,7 @@ class DeathWatch:
             await self._park(handle)
         except RayActorError as error:
             self._watches.pop(process.name, None)
+            # In a thread: the disk may be slow, and this event loop serves all workers.
             lines = await asyncio.to_thread(last_lines, process.log) if process.log else ""
             doing = self._doing(process.name)
             async with self._told:

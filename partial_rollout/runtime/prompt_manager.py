@@ -197,6 +197,7 @@ class RolloutPromptManager:
 
     async def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs."""
+        # No lock: nothing is awaited, so no event can come in between.
         return self._queue.snapshot()
 
     async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
@@ -287,6 +288,7 @@ class RolloutPromptManager:
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
         async with self._changing(wake_claims=True):
+            # Ends a long poll of the worker that is parked in `claim`.
             self._num_releases[worker_id] += 1
             self._workers.pop(worker_id, None)
             return self._queue.release_worker(worker_id)

@@ -88,6 +88,7 @@ class Interruption:
         self._ended.set()
 
     def _raise(self, _number: int, _frame: Any) -> None:
+        # A signal that was sent before the end began may arrive after it.
         if self._error is not None and not self._begun.is_set():
             raise self._error
 
