@@ -133,6 +133,9 @@ class FakeEngine:
             await asyncio.Event().wait()
         return self.forgets
 
+    async def wait_for_requests_to_drain(self) -> None:
+        """It has no data-parallel engines."""
+
     async def reset_mm_cache(self) -> None:
         self._note("reset mm cache")
 

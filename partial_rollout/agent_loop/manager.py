@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from uuid import uuid4
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from partial_rollout.agent_loop.trajectory import Saved
+    from partial_rollout.train.engine_recovery import EngineRecovery
     from partial_rollout.types import Claim
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._is_running = False
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
         self._num_restarts = 0
+        self.engines: EngineRecovery | None = None
+        """Brings engines back that die in validation; the trainer sets it."""
         self._swapped = threading.Condition()
         """Guards what a restart changes; notified when a worker has taken a dead one's place."""
 
@@ -168,6 +172,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         What a worker had that died is validated by the worker that takes its place.
         """
         validations, self._validations = self._validations, []
+        self._recover_engines([each.ref for each in validations], timeout_s)
         answers = self._ask_living([each.ref for each in validations], "finish validation", timeout_s)
         lost = [each for each, answer in zip(validations, answers, strict=True) if isinstance(answer, RayActorError)]
         for each in lost:
@@ -175,6 +180,14 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             self._validations.append(each._replace(worker=worker, ref=worker.validate.remote(each.prompts)))
         if lost:
             self.wait_validation(timeout_s)
+
+    def _recover_engines(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+        """Until all `refs` are ready, but `timeout_s` at most: bring engines back that die meanwhile."""
+        late, deadline = list(refs), time.monotonic() + timeout_s
+        while self.engines is not None and late and (left_s := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait([*late, *self.engines.deaths], num_returns=1, timeout=left_s)
+            late = [ref for ref in late if ref not in ready]
+            self.engines.look(ready)
 
     def _successor(self, rank: int, dead: ActorHandle) -> ActorHandle:
         with self._swapped:

@@ -153,7 +153,7 @@ class Admission:
             DrainTimeout: after `limit_s`; names the requests that are left. The gate stays shut.
         """
         started_s = self._clock()
-        self._shut()
+        self.shut()
         interrupted = self._gate.in_flight_ids()
         try:
             await asyncio.wait_for(self._empty(pause_engine), limit_s)
@@ -164,6 +164,13 @@ class Admission:
             self._gate.drained()
         self.last_drain_s = self._clock() - started_s
         return interrupted
+
+    def shut(self) -> None:
+        """Let requests wait from now on; a drain has to follow before the gate can be opened."""
+        if self._gate.state is GateState.OPEN:
+            self._mean_running_at_close = self._running.mean(self._clock())
+        self._gate.close()
+        self._gate_moved.notify()
 
     def require_openable(self) -> None:
         """Raise IllegalTransition where `open` would: a drain has not finished."""
@@ -209,12 +216,6 @@ class Admission:
         await self.all_arrived()
         await pause_engine()
         await self._request_moved.wait_for(lambda: self._gate.num_in_flight == 0)
-
-    def _shut(self) -> None:
-        if self._gate.state is GateState.OPEN:
-            self._mean_running_at_close = self._running.mean(self._clock())
-        self._gate.close()
-        self._gate_moved.notify()
 
     def _describe_leftover(self, limit_s: float) -> str:
         ids, counts = self._gate.in_flight_ids(), self.statistics()

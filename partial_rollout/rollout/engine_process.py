@@ -36,6 +36,14 @@ def _is_engine(process: psutil.Process) -> bool:
         return False  # ended meanwhile
 
 
+def title_of(process: psutil.Process) -> str:
+    """Which of the engine's processes it is, by vLLM's own title."""
+    try:
+        return next((word for word in process.cmdline() if TITLE in word), "")
+    except psutil.Error:
+        return ""  # ended meanwhile
+
+
 def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> None:
     """Wait for processes to end by themselves; kill those that do not, and wait for their end."""
     _, left = psutil.wait_procs(processes, timeout=grace_s)

@@ -80,8 +80,20 @@ class GatedEngine:
     engine has accepted a request; the first output may come much later.
     """
 
-    def __init__(self, engine: AsyncLLM, admission: Admission, mode: InterruptMode, meter: EngineMeter) -> None:
-        """Wrap a started engine; `meter` is told of every request and its tokens."""
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        admission: Admission,
+        mode: InterruptMode,
+        meter: EngineMeter,
+        on_death: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wrap a started engine; `meter` is told of every request and its tokens.
+
+        `on_death` is called by each request of an engine that has died. True: the request hands over the tokens that
+        have come, as if it were interrupted. False: it raises EngineDeadError.
+        """
+        self._on_death = on_death
         self._meter = meter
         self._engine = engine
         self._admission = admission
@@ -116,6 +128,11 @@ class GatedEngine:
         try:
             output = await request.segment(lambda num_tokens: self._count(request_id, num_tokens))
             has_left = True
+        except EngineDeadError:
+            has_left = True  # there is nobody to abort it
+            if not self._on_death():
+                raise
+            output = request.received()
         finally:
             self._meter.end(request_id)
             del self._running[request.queue.request_id]
@@ -223,13 +240,15 @@ class EngineRequest:
     """Whether the request has handed over any tokens."""
     is_cut: bool = False
     """Whether the current segment was ended while the request stayed in the engine."""
+    _merged: RequestOutput | None = None
+    """What has come of the current segment."""
 
     async def segment(self, count: Callable[[int], None]) -> RequestOutput:
         """The next segment, to the request's end or to where it is cut.
 
         `count` is told the number of tokens as they come.
         """
-        merged: RequestOutput | None = None
+        merged = self._merged = None
         while merged is None or not merged.finished:
             # The queue's type allows the output of a pooling model, which no request of ours asks for.
             output = cast("RequestOutput", self.queue.get_nowait() or await self.queue.get())
@@ -238,10 +257,18 @@ class EngineRequest:
                 self.has_tokens = self.has_tokens or len(completion.token_ids) > 0
                 count(len(completion.token_ids))
             if merged is None:
-                merged = output
+                merged = self._merged = output
             else:
                 merged.add(output, aggregate=True)
         return merged
+
+    def received(self) -> RequestOutput:
+        """What has come of the segment that was under way when the engine died, as an interrupted segment."""
+        end = _cut_mark(self.queue.request_id)
+        if self._merged is None:
+            return end
+        self._merged.add(end, aggregate=True)
+        return self._merged
 
     def cut(self) -> bool:
         """End the segment here, after all that the engine has sent; False if the request is not worth keeping.

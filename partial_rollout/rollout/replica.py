@@ -74,6 +74,10 @@ class PartialRolloutReplica(vLLMReplica):
         """One entry for each server."""
         return await self._on_all("rollout_statistics", limit_s=self.settings.timeouts.call_s)
 
+    def engine_death(self) -> ray.ObjectRef[str]:
+        """Ready when the engine has died while it generated, with the reason; it is to be relaunched then."""
+        return self.servers[0].engine_death.remote()
+
     async def check_health(self) -> None:
         """Raise EngineDead if an engine has died."""
         await self._on_all("require_health", limit_s=self.settings.timeouts.call_s)

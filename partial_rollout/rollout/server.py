@@ -9,11 +9,15 @@ Two Ray concurrency groups, and so two event-loop threads:
 
 AsyncLLM and the gate belong to the default group's loop, where the engine was launched; a control call hops there. So
 parked requests can use up the concurrency of the default group, and the call that frees them still gets through.
+
+An engine that dies with requests inside: they hand over the tokens that have come, as if they were interrupted, and the
+gate shuts. `engine_death` tells the trainer, which relaunches the engine, sends weights and opens the gate.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.replica import TokenOutput
@@ -25,13 +29,20 @@ from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
 from partial_rollout.errors import DataError, EngineDead, WaitTimeout
-from partial_rollout.observability.events import EventWriter, ProcessFound, events_folder
+from partial_rollout.observability.events import EventWriter, Fault, ProcessFound, events_folder
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
-from partial_rollout.rollout.engine_process import RolloutStatistics, end_processes, engine_load, engine_processes
+from partial_rollout.rollout.engine_process import (
+    RolloutStatistics,
+    end_processes,
+    engine_load,
+    engine_processes,
+    title_of,
+)
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.rollout.progress_watch import ProgressWatch
+from partial_rollout.runtime.death_watch import last_lines, own_log
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer
@@ -41,6 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from partial_rollout.core.interrupt import Retained
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
 HTTP_STOP_S = 5.0
@@ -72,6 +85,9 @@ class PartialRolloutServer(ChannelServer):
         self._meter = EngineMeter()
         self._events = EventWriter(events_folder(settings), f"server-{self.replica_rank}-{self.node_rank}")
         self._watch: ProgressWatch | None = None
+        self._death = asyncio.Event()
+        """Set while the engine is dead and waits to be relaunched."""
+        self._is_ending = False
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
@@ -86,13 +102,17 @@ class PartialRolloutServer(ChannelServer):
         self._engine_loop = asyncio.get_running_loop()
         self._engine_processes = engine_processes()
         # verl sets the engine without a gate first, and then waits for its HTTP server; requests may come meanwhile.
-        self.engine = self._gated = GatedEngine(engine, self._admission, self._interruption.mode, self._meter)
+        self.engine = self._gated = GatedEngine(
+            engine, self._admission, self._interruption.mode, self._meter, self._note_death
+        )
+        self._death.clear()
         self._interruption.unlink_host_memory()
         if self.node_rank == 0:
             self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events)
             self._watch.start(self._load, self._engine_processes)
         for process in self._engine_processes:
-            self._events.write(ProcessFound(role=ENGINE, name=self._name, node=self._server_address, pid=process.pid))
+            name = f"{title_of(process)} of {self._name}"
+            self._events.write(ProcessFound(role=ENGINE, name=name, node=self._server_address, pid=process.pid))
 
     def _load(self) -> tuple[int, int]:
         """Requests that keep the engine busy, and tokens that it has handed over; a paused engine has no requests."""
@@ -101,7 +121,43 @@ class PartialRolloutServer(ChannelServer):
 
     @property
     def _why_dead(self) -> str:
-        return (self._watch.verdict if self._watch else "") or "the engine died"
+        pids = ", ".join(str(process.pid) for process in self._engine_processes)
+        return (self._watch.verdict if self._watch else "") or f"the engine (pid {pids}) died"
+
+    @property
+    def _can_be_relaunched(self) -> bool:
+        """Whether somebody starts a dead engine again and sends it weights, while its requests wait."""
+        weights = self.settings.weights
+        return self.nnodes == 1 and weights.backend != "verl" and weights.relaunches > 0 and not self._is_ending
+
+    def _note_death(self) -> bool:
+        """The engine is dead. True: it will be relaunched, and until then requests wait at the gate."""
+        if self._can_be_relaunched and not self._death.is_set():
+            self._weights.failed(self._why_dead)
+            self._admission.shut()
+            self._death.set()
+            self._tell_death()
+        return self._can_be_relaunched
+
+    def _tell_death(self) -> None:
+        action = "it is started again, and all engines get all weights; its requests wait"
+        logger.error("%s: %s; %s", self._name, self._why_dead, action)
+        if self._watch is None or not self._watch.verdict:  # else it has told of the fault
+            pid = self._engine_processes[0].pid if self._engine_processes else 0
+            name, node = f"replica {self.replica_rank}", self._server_address
+            fault = Fault(role=ENGINE, name=name, node=node, pid=pid, text=f"{name}: {self._why_dead}", action=action)
+            self._events.write(fault)
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Wait for `call`; an engine that has died and will be relaunched need not answer, others raise EngineDead."""
+        if self._death.is_set():
+            call.close()
+            return
+        try:
+            await self._while_alive(call)
+        except EngineDead:
+            if not self._note_death():
+                raise
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         # Before the launch there is no engine whose loop could be another one.
@@ -137,7 +193,7 @@ class PartialRolloutServer(ChannelServer):
 
         Raises:
             DataError: the prompt leaves no room in the context.
-            EngineDead: the engine process is gone, or its last weight update failed.
+            EngineDead: the engine is gone and cannot be relaunched, or its last weight update failed.
         """
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
@@ -156,7 +212,9 @@ class PartialRolloutServer(ChannelServer):
                 self._weights.require_whole(self._name)
                 output = await super().generate(prompt_ids, self._engine_params(sampling_params), request_id, **inputs)
             except EngineDeadError as error:
-                raise EngineDead(f"{self._name}: {self._why_dead} while it held request {request_id!r}") from error
+                if not self._note_death():
+                    raise EngineDead(f"{self._name}: {self._why_dead} while it held request {request_id!r}") from error
+                return self._empty_output(ABORTED)
             finally:
                 CURRENT_PASSAGE.reset(reset)
                 self._admission.leave(ticket)
@@ -228,13 +286,13 @@ class PartialRolloutServer(ChannelServer):
 
         Raises:
             DrainTimeout: requests are left after `drain_s`; names them.
-            EngineDead: the engine died before it had paused.
+            EngineDead: the engine died before it had paused, and cannot be relaunched.
         """
         if self.node_rank != 0:
             return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
-            await self._while_alive(self.engine.interrupt(clear_cache=reset_prefix_cache))
+            await self._unless_dead(self.engine.interrupt(clear_cache=reset_prefix_cache))
 
         async with self._control_lock:
             request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
@@ -290,6 +348,14 @@ class PartialRolloutServer(ChannelServer):
         )
 
     @control
+    async def engine_death(self) -> str:
+        """Wait until the engine dies that will be relaunched; returns the reason. Its requests wait meanwhile."""
+        await self._death.wait()
+        lines = await asyncio.to_thread(last_lines, own_log())
+        told = f". The log of its server ends with:\n{lines}" if lines else ""
+        return f"{self._name}: {self._weights.failure}{told}"
+
+    @control
     async def require_health(self) -> None:
         """Raise EngineDead if the engine is gone or holds half an update. A further node has no engine to ask."""
         if self.node_rank != 0:
@@ -304,6 +370,7 @@ class PartialRolloutServer(ChannelServer):
         Raises:
             WaitTimeout: the HTTP server or the engine did not end in time.
         """
+        self._is_ending = True
         self._admission.reject()
         self._channels.remove()
         if self.node_rank == 0:
@@ -359,16 +426,23 @@ class PartialRolloutServer(ChannelServer):
     release_kv_cache = control(vLLMHttpServer.release_kv_cache)
     resume_kv_cache = control(vLLMHttpServer.resume_kv_cache)
     set_global_steps = control(vLLMHttpServer.set_global_steps)
-    wait_for_requests_to_drain = control(vLLMHttpServer.wait_for_requests_to_drain)
     abort_request = control(vLLMHttpServer.abort_request)
     start_profile = control(vLLMHttpServer.start_profile)
     stop_profile = control(vLLMHttpServer.stop_profile)
 
     @control
+    async def wait_for_requests_to_drain(self) -> None:
+        """Wait until no data-parallel engine has requests; a dead one that will be relaunched has none."""
+        await self._unless_dead(vLLMHttpServer.wait_for_requests_to_drain(self))
+
+    @control
     async def sleep(self) -> None:
-        """Let the engine release its memory, as verl's. Raises EngineDead if it dies before it has."""
+        """Let the engine release its memory, as verl's; a dead one that will be relaunched has none.
+
+        Raises EngineDead if it dies before it has, and cannot be relaunched.
+        """
         if self.node_rank == 0:
-            await self._while_alive(vLLMHttpServer.sleep(self))
+            await self._unless_dead(vLLMHttpServer.sleep(self))
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------------
 

@@ -48,11 +48,16 @@ def describe(_actor: object) -> Process:
 
 def own_process(role: str, name: str) -> Process:
     """The process that calls this."""
+    return Process(role, name, ray.util.get_node_ip_address(), os.getpid(), own_log())
+
+
+def own_log() -> str:
+    """Path of the file that this process writes its errors to; empty where they go elsewhere."""
     try:
         log = os.readlink("/proc/self/fd/2")
     except OSError:  # another operating system than Linux
-        log = ""
-    return Process(role, name, ray.util.get_node_ip_address(), os.getpid(), log if Path(log).is_file() else "")
+        return ""
+    return log if Path(log).is_file() else ""
 
 
 def nothing(_actor: object, _token: object) -> None:

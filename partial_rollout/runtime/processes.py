@@ -39,6 +39,13 @@ TRANSFER_QUEUE_STORAGE = Kind("TransferQueue storage", WATCH, 5.0, Then.ENDS, ST
 TRAINING_RANK = Kind("training rank", WATCH, 5.0, Then.ENDS, STEP)
 AGENT_LOOP_WORKER = Kind("agent-loop worker", WATCH, 5.0, Then.GOES_ON, "the tokens of its unfinished responses")
 REWARD_WORKER = Kind("reward worker", WATCH, 5.0, Then.GOES_ON, "the scoring of the responses that it had")
+ENGINE = Kind(
+    "engine",
+    "its server: the requests in it fail, or generate nothing for `timeouts.stall_s`",
+    5.0,
+    Then.GOES_ON,
+    "up to `stream_interval` tokens of each request in it",
+)
 ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.ENDS, STEP)
 LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.ENDS, STEP)
 PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.ENDS, STEP)
@@ -47,6 +54,7 @@ TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Th
 KINDS = (
     AGENT_LOOP_WORKER,
     REWARD_WORKER,
+    ENGINE,
     ENGINE_SERVER,
     LOAD_BALANCER,
     PROMPT_MANAGER,

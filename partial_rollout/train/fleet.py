@@ -12,6 +12,8 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
+    import ray
+
     from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.settings.block import TimeoutConfig
@@ -46,8 +48,7 @@ class ReplicaFleet:
     def failed_updates(self) -> dict[int, str]:
         """Why the last weight update failed, by the rank of each replica in which it did."""
         failures = self._all("tell of their weights", lambda r: r.weights_failure(), self._timeouts.call_s)
-        ranks = [replica.replica_rank for replica in self._replicas]
-        return {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure is not None}
+        return {rank: failure for rank, failure in zip(self.ranks, failures, strict=True) if failure is not None}
 
     def relaunch(self, ranks: Collection[int]) -> None:
         """Start the engines of these replicas again; they need new weights before they generate.
@@ -59,6 +60,16 @@ class ReplicaFleet:
         failed = [replica for replica in self._replicas if replica.replica_rank in ranks]
         limit_s = self._timeouts.resume_s + self._timeouts.call_s
         self._all("relaunch their engines", lambda r: r.relaunch(), limit_s, failed)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of all replicas."""
+        return [replica.replica_rank for replica in self._replicas]
+
+    def engine_death(self, rank: int) -> ray.ObjectRef[str]:
+        """Ready when the engine of this replica has died and waits to be relaunched; says why."""
+        (replica,) = (each for each in self._replicas if each.replica_rank == rank)
+        return replica.engine_death()
 
     def reject_parked(self) -> None:
         """Turn away every request that waits at a gate."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.settings.block import PartialRolloutConfig
+    from partial_rollout.train.engine_recovery import EngineRecovery
     from partial_rollout.train.stale_mask import StaleTokens
     from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 
@@ -70,12 +71,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         look: Callable[[], None] | None = None,
         on_taken: Callable[[int], None] = lambda num_groups: None,
         events: EventWriter | None = None,
+        engines: EngineRecovery | None = None,
     ) -> None:
         """Hand over the prompt manager, the workers and the run's event stream.
 
         `on_taken` is told of each batch as soon as it has left the queue; `mini_batch` is the number
-        of trajectories in a mini-batch; `look` is called at intervals during waits.
+        of trajectories in a mini-batch; `look` is called at intervals during waits; `engines` brings engines back that
+        die meanwhile.
         """
+        self._engines = engines
         self._events = events or EventWriter(None, "trainer")
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
         self._mini_batch, self._on_taken = mini_batch, on_taken
@@ -210,10 +214,13 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         interval_s = self._settings.slots.interval_s if self._look else REPORT_INTERVAL_S
         while True:
             # The workers' loops too: when one has ended, the batch may never be full.
-            ready, _ = ray.wait([ref, *self._agent_loops.loops], num_returns=1, timeout=interval_s)
+            deaths = self._engines.deaths if self._engines else []
+            ready, _ = ray.wait([ref, *self._agent_loops.loops, *deaths], num_returns=1, timeout=interval_s)
             if ref in ready:
                 return ray.get(ref)
             self._agent_loops.raise_if_ended(ready)
+            if self._engines:
+                self._engines.look(ready)
             if self._look:
                 self._look()
             if time.monotonic() - reported >= REPORT_INTERVAL_S:

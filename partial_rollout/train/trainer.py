@@ -8,6 +8,7 @@ Who is who in the task runner's process, where the training loop runs:
     SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
     DepthTuner                      depth_tuning.py             lets more prompts in where slots run idle
     CheckpointKeeper                checkpoints.py              says which checkpoints are whole; removes old ones
+    EngineRecovery                  engine_recovery.py          brings engines back that die while they generate
     RunWatch                        ../runtime/run_watch.py     hears of dead actors; goes on or ends the run
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
     PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
@@ -93,6 +94,7 @@ from partial_rollout.settings.derived import depth_bounds, depth_may_move, filte
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.depth_tuning import DepthTuner
+from partial_rollout.train.engine_recovery import EngineRecovery
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.train.metrics import numbers, queue_metrics
@@ -144,6 +146,8 @@ class PartialRolloutTrainer(PPOTrainer):
         # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
+        self._version = 0
+        """Weight version that the engines were sent last."""
         self._checkpoints = CheckpointKeeper(config)
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
@@ -173,7 +177,7 @@ class PartialRolloutTrainer(PPOTrainer):
         """Send the loaded weights to the engines. Their gates are open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
         self.fleet = ReplicaFleet(replicas, self.settings.block.timeouts)
-        self._send_weights()
+        self._send_weights(self.global_steps)
         self._report_step("open")
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
@@ -181,6 +185,8 @@ class PartialRolloutTrainer(PPOTrainer):
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
         self.depth_tuner = self._make_depth_tuner()
         look = self.slot_tuner.look if self.slot_tuner else None
+        engines = EngineRecovery(self.fleet, self._bring_back, step=lambda: self.global_steps)
+        agent_loop_manager.engines = engines
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(
@@ -191,6 +197,7 @@ class PartialRolloutTrainer(PPOTrainer):
             look=look,
             on_taken=self._last_checkpoint.taken,
             events=self._events,
+            engines=engines,
         )
         restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
         self.watch.react(restarts.reactions())
@@ -253,7 +260,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.agent_loop_manager.stop()
             self.fleet.reject_parked()
         with marked_timer("update_weights", self.timing_raw, color="red"):
-            self._send_weights()
+            self._send_weights(self.global_steps)
         with marked_timer("resume", self.timing_raw, color="red"):
             self.fleet.resume()
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
@@ -445,34 +452,48 @@ class PartialRolloutTrainer(PPOTrainer):
         )
         self._events.write(moved)
 
-    def _send_weights(self) -> None:
+    def _bring_back(self, ranks: list[int]) -> None:
+        """Relaunch engines that died while they generated; all engines are interrupted, and get the same weights."""
+        doing, version = self._doing, self._version
+        self._doing = f"relaunched engines in step {self.global_steps}"
         started_s = time.monotonic()
-        relaunches = self._update_engines()
-        seconds, version = time.monotonic() - started_s, self.global_steps
-        self._events.write(WeightsUpdated(step=version, version=version, seconds=seconds, relaunches=relaunches))
+        interrupted = self.fleet.drain()
+        self._note_gate(is_open=False, seconds=time.monotonic() - started_s, interrupted=interrupted)
+        self.fleet.relaunch(ranks)
+        self.checkpoint_manager.sleep_replicas()
+        self._send_weights(version, num_relaunched=len(ranks))
+        self.fleet.resume()
+        self._events.write(GateMoved(step=version, version=version, is_open=True))
+        self._doing = doing
 
-    def _update_engines(self) -> int:
-        """Send the weights of this step to all engines; returns how many engines were started again for it."""
+    def _send_weights(self, version: int, num_relaunched: int = 0) -> None:
+        started_s = time.monotonic()
+        num_relaunched += self._update_engines(version)
+        self._version, seconds = version, time.monotonic() - started_s
+        self._events.write(WeightsUpdated(step=version, version=version, seconds=seconds, relaunches=num_relaunched))
+        relaunches = self._pending_sync_metrics.get("partial_rollout/engine_relaunches", 0)
+        self._pending_sync_metrics["partial_rollout/engine_relaunches"] = relaunches + num_relaunched
+
+    def _update_engines(self, version: int) -> int:
+        """Send weights to all engines; returns how many engines were started again for it."""
         timeout_s = self.settings.block.timeouts.resume_s
         if not self.settings.uses_channel:
             call_bounded(
-                lambda: self.checkpoint_manager.update_weights(self.global_steps),
+                lambda: self.checkpoint_manager.update_weights(version),
                 timeout_s=timeout_s,
-                who_waits=f"trainer waits for weight version {self.global_steps} to reach the engines",
+                who_waits=f"trainer waits for weight version {version} to reach the engines",
                 check=self.fleet.require_health,
             )
             return 0
         # The call that checkpoint_manager.update_weights makes too; but that stops waiting when the first rank fails.
-        relaunches = update_engines(
-            lambda: self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"),
+        return update_engines(
+            lambda: self.actor_rollout_wg.update_weights(global_steps=version, mode="naive"),
             self.fleet,
-            version=self.global_steps,
+            version=version,
             relaunches=self.settings.block.weights.relaunches,
             timeout_s=timeout_s,
             before_resend=self.checkpoint_manager.sleep_replicas,
         )
-        self._pending_sync_metrics["partial_rollout/engine_relaunches"] = relaunches
-        return relaunches
 
     def _report_step(self, gate: str) -> None:
         version = self.global_steps - 1 if gate == "closed" else self.global_steps

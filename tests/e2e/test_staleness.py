@@ -71,11 +71,11 @@ def test_groups_past_the_bound_are_dropped_and_an_agent_loop_that_always_fails_e
     assert "RuntimeError: the tool server is down" in job.output
 
 
-def test_groups_past_the_bound_begin_again_and_a_killed_engine_ends_the_run_with_its_name(
+def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_relaunched_ends_the_run_with_its_name(
     task: Path, tmp_path: Path
 ) -> None:
     rows = with_lengths(task, tmp_path, _lengths(64))
-    options = [*_options("restart"), *rows, "trainer.total_training_steps=30"]
+    options = [*_options("restart"), *rows, "trainer.total_training_steps=30", "partial_rollout.weights.relaunches=0"]
     engine = {"process": "VLLM::EngineCore", "number": signal.SIGKILL}
     job = run_job_and_signal(task, tmp_path, *options, after=f"step:{STEPS} ", **engine)
     _check(job)

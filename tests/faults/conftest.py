@@ -24,6 +24,8 @@ __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
 DRIVER = "driver"
 """Stands for the command itself; a client of the nursery passes its signals on."""
+CORE = "EngineCore"
+"""In the name of an engine's first process."""
 LOOK_S = 0.1
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 
@@ -36,6 +38,8 @@ class Blow:
     step: int
     phase: str = GENERATING
     number: signal.Signals = signal.SIGKILL
+    name: str = ""
+    """A part of its name."""
 
     def is_due(self, events: Sequence[AnyEvent]) -> bool:
         """Whether the job has come so far."""
@@ -79,7 +83,7 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow]) -> 
             if due and due[0].is_due(events):
                 at_s.append(time.time())
                 blow = due.pop(0)
-                os.kill(job.pid if blow.role == DRIVER else _pid(blow.role, events), blow.number)
+                os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
             if time.monotonic() > deadline_s:
                 job.kill()
         ended_s = time.time()
@@ -97,12 +101,13 @@ def _has_ended(job: subprocess.Popen[str]) -> bool:
     return True
 
 
-def _pid(role: str, events: Sequence[AnyEvent]) -> int:
-    """Of the process of this role that was found last: a process's title is none in a fork of the nursery."""
-    found = [event.pid for event in events if isinstance(event, ProcessFound) and event.role == role]
-    if not found:
-        raise LookupError(f"the job has found no {role}")
-    return found[-1]
+def _pid(blow: Blow, events: Sequence[AnyEvent]) -> int:
+    """Of the process that was found last: titles of Ray's processes are none in a fork of the nursery."""
+    found = [event for event in events if isinstance(event, ProcessFound) and event.role == blow.role]
+    pids = [event.pid for event in found if blow.name in event.name]
+    if not pids:
+        raise LookupError(f"the job has found no {blow.role} {blow.name}, only {found}")
+    return pids[-1]
 
 
 def options(task: Path, folder: Path) -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import TRAINING, Blow, options, strike
+from tests.faults.conftest import CORE, GENERATING, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 TO_NOTICE_S = 10.0
+FROZEN_TO_NOTICE_S = 60.0
 BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
     Blow(processes.AGENT_LOOP_WORKER.role, 3),
@@ -36,6 +39,34 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
     assert "failed (" not in job.output  # no attempt was charged to a prompt
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
+
+
+def test_an_engine_that_is_killed_or_frozen_is_started_again(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    """Killed while it generates and while the model trains, then frozen while it generates."""
+    blows = [
+        Blow(ENGINE, 2, GENERATING, name=CORE),
+        Blow(ENGINE, 3, TRAINING, name=CORE),
+        Blow(ENGINE, 4, GENERATING, signal.SIGSTOP, name=CORE),
+    ]
+    # One batch in flight: it is never complete when an engine dies at its beginning.
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", "partial_rollout.prefetch_factor=1"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    job = struck.job
+    report |= {"role": ENGINE, "code": job.code, "steps": len(job.steps), "actions": [f.action for f in struck.faults]}
+    report |= {"noticed_s": [round(struck.seconds_to_notice(blow), 1) for blow in (0, 2)]}
+    assert job.code == 0, job.output[-4000:]
+    assert {fault.role for fault in struck.faults} == {ENGINE}
+    assert struck.seconds_to_notice(0) < TO_NOTICE_S
+    assert struck.seconds_to_notice(2) < FROZEN_TO_NOTICE_S
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, WeightsConfig
 from tests.fake_engine import FakeServer
 
 PARAMS = {"max_tokens": 50}
@@ -27,6 +28,10 @@ def start(server: FakeServer, request_id: str = "a", **options) -> asyncio.Task:
 
 def with_mode(name: str) -> PartialRolloutConfig:
     return PartialRolloutConfig(tail=TailConfig(interrupt_mode=name))
+
+
+def without_relaunches(name: str = "abort", **blocks: Any) -> PartialRolloutConfig:
+    return PartialRolloutConfig(tail=TailConfig(interrupt_mode=name), weights=WeightsConfig(relaunches=0), **blocks)
 
 
 async def cut(server: FakeServer, *tokens: int, request_id: str = "a", **options):

@@ -14,7 +14,7 @@ from partial_rollout.rollout import control
 from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeServer, completion
-from tests.unit.rollout.servers import launched, let_run, start
+from tests.unit.rollout.servers import launched, let_run, start, without_relaunches
 
 LONG_S = 20.0
 """Never runs out in a test that passes; the deadlines of these calls are longer."""
@@ -81,7 +81,7 @@ async def test_an_engine_that_keeps_a_request_is_named():
 
 
 async def test_a_dead_engine_is_named_and_leaves_nobody_inside():
-    server = await launched()
+    server = await launched(without_relaunches())
     task = start(server)
     await let_run()
     server.fake.die()
@@ -93,7 +93,7 @@ async def test_a_dead_engine_is_named_and_leaves_nobody_inside():
 @pytest.mark.parametrize("is_busy", [False, True])
 async def test_an_engine_that_dies_while_it_is_paused_is_not_waited_for(monkeypatch, is_busy):
     monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
-    server = await launched()
+    server = await launched(without_relaunches())
     task = start(server) if is_busy else None
     await let_run()
     server.fake.answers_pause = False
@@ -111,7 +111,7 @@ async def test_an_engine_that_dies_while_it_is_paused_is_not_waited_for(monkeypa
 @pytest.mark.parametrize(("call", "engine_call"), [("resume_generation", "resume_generation"), ("sleep", "sleep")])
 async def test_an_engine_that_dies_while_it_resumes_or_goes_to_sleep_is_not_waited_for(monkeypatch, call, engine_call):
     monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
-    server = await launched()
+    server = await launched(without_relaunches())
     server.config.free_cache_engine = True
     await server.abort_all_requests()
     setattr(server.fake, engine_call, never)

@@ -16,7 +16,7 @@ from partial_rollout.rollout import gated_engine
 from partial_rollout.rollout.gated_engine import Interruption
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from tests.fake_engine import FakeServer
-from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode
+from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode, without_relaunches
 
 
 async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
@@ -125,7 +125,7 @@ async def test_rejected_requests_leave_the_engine_too():
 
 
 async def test_an_engine_that_dies_with_kept_requests_is_named():
-    server = await launched(with_mode("keep_kv"))
+    server = await launched(without_relaunches("keep_kv"))
     first = await cut(server, 5)
     waits = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
     await let_run()
@@ -156,8 +156,7 @@ async def test_draining_twice_keeps_what_is_kept():
 
 
 async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
-    server = await launched(with_mode("keep_kv"))
-    server.settings = PartialRolloutConfig(timeouts=TimeoutConfig(drain_s=0.01))
+    server = await launched(without_relaunches("keep_kv", timeouts=TimeoutConfig(drain_s=0.01)))
     server.fake.engine_core.outputs_queue.put_nowait("a message that stays")
     with pytest.raises(DrainTimeout):
         await server.abort_all_requests()

@@ -272,6 +272,38 @@ def test_a_claim_loop_that_ends_while_a_batch_is_waited_for_raises(
     assert world.tq.cleared == []
 
 
+class Engines:
+    """One engine, which has died; `batch` is there when it is back."""
+
+    def __init__(self, batch: Ref) -> None:
+        self.deaths, self._batch = [Ref("replica 0 died")], batch
+
+    def look(self, ready: list[Ref]) -> None:
+        if self.deaths[0] in ready:
+            self.deaths, self._batch.ready = [Ref(ready=False)], True
+
+
+def test_an_engine_that_dies_while_a_batch_is_waited_for_is_brought_back(world: World) -> None:
+    answer = Ref(TakeResult(groups=(group("a", 1),)), ready=False)
+    buffer = world.buffer(answer)
+    buffer._engines = cast("Any", Engines(answer))
+    batch, _ = buffer.sample(STEP, "train", 1)
+    assert batch.keys == ["a_0_0"]
+    assert world.ray.now_s == 0.0
+
+
+def test_an_engine_that_dies_while_validation_is_waited_for_is_brought_back(world: World) -> None:
+    answer = Ref(ready=False)
+    buffer = world.buffer(answer)
+    agent_loops = buffer._agent_loops
+    agent_loops.engines = cast("Any", Engines(answer))
+    worker = cast("Any", SimpleNamespace())
+    agent_loops._validations = [agent_loop_manager._Validation(0, worker, cast("Any", None), cast("Any", answer))]
+    agent_loops.wait_validation(100.0)
+    assert answer.ready
+    assert world.ray.now_s == 0.0
+
+
 def test_a_manager_that_never_answers_is_told_after_the_deadline(world: World) -> None:
     with pytest.raises(WaitTimeout, match="trainer waited 180 s for the prompt manager to answer"):
         world.buffer(Ref(ready=False)).sample(STEP, "train", 2)

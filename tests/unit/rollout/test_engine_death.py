@@ -1,0 +1,146 @@
+"""An engine that dies while it generates: its requests keep their tokens, wait, and go on in the relaunched one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from partial_rollout.core.gate import GateState
+from partial_rollout.core.interrupt import Context
+from partial_rollout.errors import EngineDead
+from partial_rollout.observability.events import EventReader, Fault
+from partial_rollout.rollout import control
+from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
+from tests.unit.rollout.servers import launched, let_run, start, with_mode
+
+if TYPE_CHECKING:
+    from tests.fake_engine import FakeServer
+
+LONG_S = 20.0
+
+
+async def killed(server: FakeServer, *tokens: int, request_id: str = "a"):
+    """Generate, and let the engine die after `tokens`; the segment that came."""
+    task = start(server, request_id)
+    await let_run()
+    if tokens:
+        server.fake.stream(request_id, list(tokens))
+        await let_run()
+    server.fake.die()
+    server.fake.is_dead = True
+    return await asyncio.wait_for(task, LONG_S)
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, 7], []])
+async def test_the_tokens_that_have_come_are_handed_over_as_an_interrupted_segment(tokens: list[int]):
+    server = await launched()
+    await server.set_global_steps(3)
+    segment = await killed(server, *tokens)
+    assert (segment.token_ids, segment.stop_reason) == (tokens, "aborted")
+    assert segment.extra_fields["global_steps"] == 3
+    assert segment.extra_fields["gate_openings"] == 0
+    gate = (await server.rollout_statistics()).gate
+    assert (gate.state, gate.in_flight) == (GateState.DRAINING, 0)
+    assert "abort a" not in server.fake.calls  # a dead engine is asked nothing
+
+
+@pytest.mark.parametrize("mode", ["abort", "reuse_kv", "keep_kv"])
+async def test_requests_wait_for_the_relaunched_engine_and_go_on_in_it(mode: str):
+    server = await launched(with_mode(mode))
+    server.config.free_cache_engine = False
+    death = asyncio.create_task(server.engine_death())
+    first = await killed(server, 5)
+    assert (await asyncio.wait_for(death, LONG_S)).startswith("replica 0 node 0 (fake:1): the engine (pid ) died")
+    goes_on = start(server, "b", is_resumption=True, retained=first.extra_fields["retained"])
+    fresh = start(server, "c")
+    await let_run()
+    assert (await server.rollout_statistics()).gate.parked == 2
+
+    dead = server.fake
+    assert (await server.abort_all_requests())["aborted_count"] == 0
+    assert not any(call.startswith("pause") for call in dead.calls)
+    assert "the engine (pid ) died" in (await server.weights_failure() or "")
+    await server.relaunch()
+    await server.wait_for_requests_to_drain()
+    await server.sleep()
+    with pytest.raises(EngineDead, match="started with after a failed update"):
+        await server.open_submission_gate()  # it has no weights yet
+    await server.receive_weights(update_number=1, version=3)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    server.fake.finish("c", [9])
+    segment = await goes_on
+    assert (segment.token_ids, segment.extra_fields["context"]) == ([6], Context(3, "abort"))
+    assert segment.extra_fields["gate_openings"] == 1
+    assert (await fresh).token_ids == [9]
+    assert not asyncio.create_task(server.engine_death()).done()
+
+
+async def test_a_death_is_an_event_of_the_run(tmp_path):
+    server = await launched(PartialRolloutConfig(events=str(tmp_path)))
+    await killed(server, 5)
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (fault.role, fault.name, fault.text) == ("engine", "replica 0", "replica 0: the engine (pid ) died")
+    assert fault.action == "it is started again, and all engines get all weights; its requests wait"
+
+
+async def test_a_request_that_comes_to_a_dead_engine_waits_as_well():
+    server = await launched()
+
+    async def refuse(*_, **__):
+        raise EngineDeadError
+
+    server.fake.add_request = refuse
+    output = await start(server)
+    assert (output.token_ids, output.stop_reason) == ([], "aborted")
+    later = start(server, "b")
+    await let_run()
+    assert not later.done()
+    later.cancel()
+
+
+async def test_an_engine_that_dies_while_it_is_interrupted_is_left_to_the_next_update(monkeypatch):
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched()
+    server.config.free_cache_engine = True
+    task = start(server)
+    await let_run()
+    server.fake.answers_pause = False
+    drain = asyncio.create_task(server.abort_all_requests())
+    await let_run()
+    server.fake.die()
+    server.fake.is_dead = True
+    assert (await asyncio.wait_for(drain, LONG_S))["aborted_count"] == 1
+    assert (await task).stop_reason == "aborted"
+    await asyncio.wait_for(server.sleep(), LONG_S)
+    assert "died" in (await server.weights_failure() or "")
+    with pytest.raises(EngineDead, match="must be relaunched before new weights"):
+        await server.receive_weights(update_number=1, version=5)
+
+
+@pytest.mark.parametrize("weights", [WeightsConfig(relaunches=0), WeightsConfig(backend="verl")])
+async def test_without_a_relaunch_the_death_is_an_error(weights: WeightsConfig):
+    server = await launched(PartialRolloutConfig(weights=weights))
+    with pytest.raises(EngineDead, match="replica 0 node 0 .*died while it held request 'a'"):
+        await killed(server, 5)
+
+
+async def test_at_the_end_of_the_run_nobody_waits_for_a_relaunch():
+    server = await launched()
+    channels: Any = SimpleNamespace(remove=lambda: None)
+    server._channels = channels
+    task = start(server)
+    await let_run()
+    await server.shutdown()
+    server.fake.die()
+    with pytest.raises(EngineDead):
+        await task
+    assert (await start(server, "late")).extra_fields["rejected"]
