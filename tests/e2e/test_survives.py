@@ -1,4 +1,4 @@
-"""The short form of the fault suite: processes of every kind that others replace die in one job."""
+"""The short form of the fault suite (tests/faults): processes of every kind that others replace die in one job."""
 
 from __future__ import annotations
 
