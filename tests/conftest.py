@@ -16,6 +16,13 @@ from hypothesis import settings
 from partial_rollout.run.cpu_environment import apply_cpu_environment
 from tests import preloaded
 
+QUIET_RAY = {
+    "RAY_prestart_worker_first_driver": "0",  # workers for nobody: those of tests are started by `py_executable`
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",  # no test reads what a node's agent reports
+}
+"""Variables of Ray's own processes, which otherwise compute as much as a short job while tests only wait."""
+
+os.environ.update(QUIET_RAY)
 apply_cpu_environment()  # before any test imports what reads these variables
 
 settings.register_profile("untimed", deadline=None)  # a busy machine makes no test fail

@@ -21,13 +21,27 @@ if TYPE_CHECKING:
     from tests.omni.support import Rig
 
 
+MODULES = {
+    preloaded.FIRST: (
+        "vllm_omni",
+        "vllm_omni.diffusion.data",
+        "diffusers",
+        "peft",
+        "hydra",
+        "partial_rollout.diffusion.qwen_image",
+        "partial_rollout.diffusion.worker_extension",
+        "partial_rollout.diffusion.engine",
+    ),
+    preloaded.JOB: ("ray._private.workers.default_worker", "partial_rollout.diffusion.server"),
+}
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ray's workers have Ray only: vllm-omni changes vLLM when it is imported, and must come first."""
+    """vllm-omni changes vLLM when it is imported, and comes first."""
     from tests.conftest import start_nursery
 
-    modules = {preloaded.FIRST: (), preloaded.JOB: ("ray._private.workers.default_worker",)}
-    return start_nursery(tmp_path_factory, modules)
+    return start_nursery(tmp_path_factory, MODULES)
 
 
 @pytest.fixture(scope="session")

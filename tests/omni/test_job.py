@@ -6,8 +6,9 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from typing import TYPE_CHECKING
+
+from tests import preloaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,15 +18,14 @@ ENDS = 4
 """Training steps at each end whose rewards are compared."""
 
 
-def test_the_recipe_trains(repository: Path, tiny_qwen_image: Path, tmp_path: Path):
+def test_the_recipe_trains(repository: Path, nursery: Path, tiny_qwen_image: Path, tmp_path: Path):
     recipe = repository / "partial_rollout" / "run" / "run_qwen_image_flow_grpo_cpu.sh"
     folder = tmp_path / "venv" / "omni" / "bin"
     folder.mkdir(parents=True)
-    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (folder / "python").chmod(0o755)
+    (folder / "python").symlink_to(preloaded.client(nursery))
     settings = {"VENV": str(tmp_path / "venv"), "SKIP_SETUP": "1", "OUTPUT_DIR": str(tmp_path / "run")}
     command = ["bash", str(recipe), f"trainer.total_training_steps={NUM_STEPS}"]
-    environment = os.environ | settings | {"MODEL_PATH": str(tiny_qwen_image)}
+    environment = os.environ | settings | preloaded.environment_of_jobs(nursery) | {"MODEL_PATH": str(tiny_qwen_image)}
     started_in = tmp_path / "started_in"
     started_in.mkdir()
     done = subprocess.run(
