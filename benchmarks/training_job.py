@@ -28,14 +28,16 @@ METRICS, LOG = "metrics.jsonl", "log.txt"
 """In a job's folder."""
 TRAINING_ONLY = (
     "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
+    "+ray_kwargs.ray_init.include_dashboard=False",
 )  # fmt: skip
-"""Of jobs that neither validate nor leave anything."""
+"""Of jobs that neither validate nor leave anything; a dashboard's twelve processes would be measured too."""
 MARK = "BENCHMARK_JOB"
 """Variable by which all processes of a job are found, also those whose parent has gone."""
 POLL_S = 0.5
 STOP_S = 20.0
 """From asking a job to end to killing it."""
-RUNNING = "vllm:num_requests_running"
+RUNNING, ENGINE = "vllm:num_requests_running", "VLLM::EngineCore"
+"""A gauge, and the title of an engine's process."""
 READ_TIMEOUT_S = 2.0
 SKIP = 2
 """Steps of a job that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
@@ -65,13 +67,18 @@ def of_workers(python: str) -> list[str]:
 
 
 @contextmanager
-def training_job(command: list[str], folder: Path, lane: Lane | None = None) -> Iterator[subprocess.Popen[Any]]:
-    """A job that runs in `folder`, where its log and metrics go; it is over on exit, with all that it has started."""
+def training_job(
+    command: list[str], folder: Path, lane: Lane | None = None, mark: str | None = None
+) -> Iterator[subprocess.Popen[Any]]:
+    """A job that runs in `folder`, where its log and metrics go; it is over on exit, with all that it has started.
+
+    With `mark` its processes can be found (`processes_of`) while it runs.
+    """
     lane = lane or Lane()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    mark = uuid.uuid4().hex
+    mark = mark or uuid.uuid4().hex
     variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths, MARK: mark}
     with (folder / LOG).open("w") as log:
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
@@ -113,11 +120,16 @@ def _end(job: subprocess.Popen[Any], mark: str) -> None:
             job.wait(STOP_S)
         job.kill()
         job.wait()
-    left = [process for process in psutil.process_iter() if _has_mark(process, mark)]
+    left = processes_of(mark)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, STOP_S)
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """All processes of a job, also those whose parent has gone."""
+    return [process for process in psutil.process_iter() if _has_mark(process, mark)]
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
@@ -138,13 +150,12 @@ def run_job(
     ends_s: list[float] = []
     samples: list[list[float]] = []
     engines = RunningRequests()
-    lane = lane or Lane()
-    with training_job(words, folder, lane) as job:
+    lane, mark = lane or Lane(), uuid.uuid4().hex
+    with training_job(words, folder, lane, mark) as job:
         for now_s in until_over(job, lane, limit_s):
             ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
             if ends_s:
-                with suppress(psutil.NoSuchProcess):  # it has just ended
-                    engines.find(psutil.Process(job.pid).children(recursive=True))
+                engines.find(mark)
                 running = engines.sample()
                 samples += [] if running is None else [[round(now_s, 1), running]]
     ended_s, steps = time.monotonic() - started_s, read_steps(folder)
@@ -180,10 +191,11 @@ class RunningRequests:
     def __init__(self) -> None:
         self._pages: set[str] = set()
 
-    def find(self, processes: Iterable[psutil.Process]) -> None:
-        """Look for engine servers among `processes` until there is one."""
+    def find(self, mark: str) -> None:
+        """Look for engine servers among the processes of a job until there is one."""
         if not self._pages:
-            self._pages = {page for process in processes for page in _pages(process) if _read(page) is not None}
+            engines = [process for process in processes_of(mark) if _is_engine(process)]
+            self._pages = {page for engine in engines for page in _pages_of_server(engine)}
 
     def sample(self) -> float | None:
         """The present sum over engines; nothing while none answers."""
@@ -197,10 +209,28 @@ def utilisation(samples: Iterable[float], num_slots: int) -> float | None:
     return sum(busy) / (len(busy) * num_slots) if busy else None
 
 
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return ENGINE in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _pages_of_server(engine: psutil.Process) -> set[str]:
+    """Metrics pages of the process that has started an engine: the nearest of its ancestors that has any."""
+    try:
+        ancestors = engine.parents()
+    except psutil.Error:
+        return set()
+    for ancestor in ancestors:
+        found = {page for page in _pages(ancestor) if _read(page) is not None}
+        if found:
+            return found
+    return set()
+
+
 def _pages(process: psutil.Process) -> set[str]:
     try:
-        if "Server" not in " ".join(process.cmdline()):
-            return set()
         sockets = process.net_connections("tcp")
     except psutil.Error:
         return set()

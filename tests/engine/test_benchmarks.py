@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,18 +24,14 @@ ORDERS = ("file", "shuffled")
 
 @pytest.fixture
 def start(repository: Path, nursery: Path) -> Callable[..., None]:
-    """Runs a module with its command line, as a fork of the nursery.
+    """Runs a module with its command line, as a fork of the nursery; with `starts_ray` its workers are forks only."""
 
-    What it starts are forks too; with `starts_ray` Ray's workers are, and with `is_job` nothing is.
-    """
-
-    def run(module: str, *words: str, starts_ray: bool = False, is_job: bool = False) -> None:
-        plain = [sys.executable if is_job else preloaded.client(nursery), "-m", module, *words]
-        variables = {"PYTHONPATH": str(repository)} | ({} if is_job else preloaded.environment_of_jobs(nursery))
+    def run(module: str, *words: str, starts_ray: bool = False) -> None:
+        plain = [preloaded.client(nursery), "-m", module, *words]
         done = subprocess.run(
-            plain if starts_ray or is_job else preloaded.module(nursery, module, *words),
-            cwd=repository, env=os.environ | variables, timeout=TIMEOUT_S,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            plain if starts_ray else preloaded.module(nursery, module, *words), cwd=repository,
+            env=os.environ | preloaded.environment_of_jobs(nursery) | {"PYTHONPATH": str(repository)},
+            timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:]
 
@@ -45,7 +40,7 @@ def start(repository: Path, nursery: Path) -> Callable[..., None]:
 
 def test_a_whole_job_is_measured(start, tmp_path):
     words = ["--shape", "tiny", "--modes", "partial_rollout", "--steps", "4", "--budget-s", str(TIMEOUT_S)]
-    start("benchmarks.jobs", *words, "--out", str(tmp_path), is_job=True)
+    start("benchmarks.jobs", *words, "--out", str(tmp_path))
     result = read_result(tmp_path / "jobs.json")
     (job,) = result["jobs"]
     assert (job["code"], len(job["first_steps"]), len(job["steps"])) == (0, 2, 2)
