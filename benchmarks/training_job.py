@@ -175,7 +175,7 @@ def stored_jobs(path: Path, *, resume: bool, about: dict[str, Any]) -> list[dict
         return []
     stored = read_result(path)
     for name in ("workload", "engine"):
-        if stored.get(name) != about.get(name):
+        if stored.get(name) != json.loads(json.dumps(about.get(name))):  # a tuple is stored as a list
             raise SystemExit(f"--resume: the jobs of {path} have another {name} than this command; give another place")
     return stored["jobs"]
 
