@@ -118,6 +118,27 @@ async def until_parked(engine: EngineUnderTest) -> None:
     await support.until(engine.replica, lambda now: now.gate.parked == 1)
 
 
+async def resume_and_interrupt_in_a_turn(engine: EngineUnderTest, agent: ToolAgent) -> None:
+    """The engine may end the turn before the abort comes; then the tool waits, and the next turn is tried."""
+    from tests.engine import support
+
+    before = (await statistics(engine)).num_generated_tokens
+    while True:
+        agent.tool_runs.clear()
+        agent.tool_may_end.clear()
+        await engine.replica.resume_generation()
+        await support.until(
+            engine.replica, lambda now, least=before + 3: now.num_generated_tokens >= least or agent.tool_runs.is_set()
+        )
+        await engine.replica.abort_all_requests()
+        now = await support.until(engine.replica, lambda now: now.gate.parked == 1 or agent.tool_runs.is_set())
+        if not agent.tool_runs.is_set():
+            return
+        before = now.num_generated_tokens
+        agent.tool_may_end.set()
+        await until_parked(engine)
+
+
 def stored(saved: Any, folder: Path) -> Any:
     """What a restarted run reads of what this one writes."""
     from partial_rollout.train.queue_checkpoint import load_tokens, save_tokens
@@ -153,10 +174,7 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     await engine.replica.abort_all_requests()
     agent.tool_may_end.set()
     await until_parked(engine)
-    await engine.replica.resume_generation()
-    await until_more_tokens(engine)
-    await engine.replica.abort_all_requests()
-    await until_parked(engine)
+    await resume_and_interrupt_in_a_turn(engine, agent)
 
     # The run is saved in the middle of a turn, and ends.
     saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from setproctitle import setproctitle
 
-from tests.preloaded import FIRST, LEFT_BY_IMPORTS, MARKS, ROOM, write_command
+from tests.preloaded import FIRST, JOB, LEFT_BY_IMPORTS, MARKS, ROOM, write_command
 
 MAX_FILES = 250
 """Of one message; the kernel allows 253."""
@@ -236,6 +236,41 @@ def _own_nursery(folder: Path, mark: Mark) -> Request | None:
     return request
 
 
+def _name_classes_without_rays_random_numbers() -> None:
+    """Let a decorated class have its random name from the kernel.
+
+    Ray's own numbers come from a generator in its library that is seeded once a process: forks of a process that drew
+    one draw the same ones, name their calls alike, and the actor that has two calls of one name aborts.
+    """
+    import ray.actor
+
+    class ActorClassID(ray.actor.ActorClassID):  # pyright: ignore[reportAttributeAccessIssue]
+        @classmethod
+        def from_random(cls) -> Any:
+            return cls(os.urandom(cls.size()))
+
+    ray.actor.ActorClassID = ActorClassID  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_rays_random_numbers() -> None:
+    """Raises RuntimeError if an import has drawn one, so that two forks draw the same."""
+    import ray
+
+    drawn = []
+    for _ in range(2):
+        received, sent = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(sent, ray.ObjectRef.from_random().binary())
+            os._exit(0)
+        drawn.append(os.read(received, ray.ObjectRef.size()))
+        os.waitpid(pid, 0)
+        os.close(received)
+        os.close(sent)
+    if drawn[0] == drawn[1]:
+        raise RuntimeError("one of the imports drew a random number of Ray's: its forks would name their calls alike")
+
+
 def main() -> None:
     """Import, then fork; the listening socket and the owner's file are inherited."""
     mark = Mark()
@@ -243,11 +278,15 @@ def main() -> None:
     listener, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     folder, kind = Path(sys.argv[3]), sys.argv[4]
     before = dict(os.environ)
+    if kind == JOB:
+        _name_classes_without_rays_random_numbers()
     for module in (folder / kind).read_text().split():
         importlib.import_module(module)
     LEFT_BY_IMPORTS.update({name: value for name, value in os.environ.items() if before.get(name) != value})
     if kind == FIRST and "ray" in sys.modules:
         raise ImportError(f"one of {(folder / kind).read_text()} imports Ray, which no job's process may share")
+    if kind == JOB:
+        _check_rays_random_numbers()
     gc.freeze()  # no collection of a fork looks at what was imported, which would copy its memory
     request = Nursery(listener, owner, mark).serve()
     if request is None:

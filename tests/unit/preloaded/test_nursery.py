@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 RUN = "0123456789abcdef" * 2
 SETTING = "tests.unit.preloaded.sets_a_variable"
+DECLARING = "tests.unit.preloaded.declares_an_actor"
 SCRIPT = """
 import os, sys
 has_own_group = os.getpgrp() == os.getpid()
@@ -59,7 +60,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "script.py").write_text(SCRIPT)
     folder = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))  # short: paths of sockets are limited to 107 bytes
     owner = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    nursery = preloaded.start(folder, owner.pid, {"first": ("wave", SETTING), "job": ("colorsys",)})
+    nursery = preloaded.start(folder, owner.pid, {"first": ("wave", SETTING), "job": ("colorsys", DECLARING)})
 
     def start(
         *arguments: str, greeting: str = "hello", cwd: Path = tmp_path, niceness: int = 0, **more: str
@@ -149,6 +150,16 @@ def test_workers_of_one_job_have_a_nursery_that_ends_with_their_raylet(started) 
         nurseries = [psutil.Process(int(words[0])) for words in (said[0], other.split())]
         assert [process.environ()[MARK] for process in nurseries] == [RUN, RUN]
     assert psutil.wait_procs(nurseries, timeout=TIMEOUT_S)[1] == []
+
+
+def test_workers_of_one_job_do_not_name_their_calls_alike(started) -> None:
+    """Ray's library draws the names; an actor that has two calls of one name aborts."""
+    code = "import ray; print(ray.ObjectRef.from_random().hex())"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as raylet:
+        variables = {"RAY_RAYLET_PID": str(raylet.pid), "RAY_JOB_ID": "01000000"}
+        names = [started("-c", code, **variables).communicate("", timeout=TIMEOUT_S)[0] for _ in range(2)]
+    assert len(set(names)) == 2
+    assert all(names)
 
 
 def test_all_tests_share_one_nursery_which_ends_with_its_owner_whenever_that_ends(
