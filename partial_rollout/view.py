@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from partial_rollout.errors import DataError
-from partial_rollout.observability.events import EventReader
+from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.lanes import WINDOW_S, Lanes
 from partial_rollout.observability.page import PAGE
 from partial_rollout.observability.prompt_view import prompt_view
@@ -30,6 +30,7 @@ from partial_rollout.observability.report import STYLE, is_shown, lost_rows, mes
 from partial_rollout.observability.step_line import PREFIX, step_line
 from partial_rollout.observability.summary import duration, next_step, summary_lines
 from partial_rollout.observability.waits import WHAT, Waits
+from partial_rollout.observability.why import Interruptions, step_rows, step_why, would_help
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,6 +43,7 @@ MIN_WINDOW_S = 1.0
 LOOK_S = 1.0
 """The files are read at most once in this time, however many pages are open."""
 NUM_OLDEST = 20
+MAX_PICTURES = 8
 STATES = ("pending", "ongoing", "deferred", "done", "taken")
 
 
@@ -50,14 +52,20 @@ class RunState:
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         """Raises DataError if there is no run at `run`."""
-        load(run)
-        self._clock, self._looked_s = clock, 0.0
+        self._clock, self._looked_s = clock, -math.inf
         self.shown: dict[str, object] = {}
         """What the page shows, as of the last look."""
         self.run, self.record = run, RunRecord(run.resolve().name, keep=is_shown)
         self._reader, self.waits, self.lanes = EventReader(events_folder_of(run)), Waits(), Lanes()
-        self._charts = ""
-        """As of the last step: with thousands of steps they take a while to draw."""
+        self.interruptions = Interruptions()
+        self._metrics_s = 0.0
+        """When the file of verl's `file` logger was written, as of the last look."""
+        self._of_steps: dict[str, object] = {}
+        """What follows from the steps: with thousands of them it takes a while."""
+        self._num_events = 0
+        self.look()
+        if not self._num_events and not self.record.steps:
+            load(run)  # says what is missing
 
     def look(self) -> None:
         """Take in what is new, at most once in `LOOK_S`."""
@@ -66,41 +74,68 @@ class RunState:
             return
         self._looked_s = now_s
         events = self._reader.read()
+        self._num_events += len(events)
         self.waits.add(events)
-        num_steps = len(self.record.steps)
+        has_steps = False
         for event in events:
             self.record.add(event)
             self.lanes.add(event)
-        if not self.record.steps:  # verl's own modes
-            steps = load(self.run).steps.values()
-            for step in steps:
-                self.record.add(step)
-        if len(self.record.steps) > num_steps:
-            self._charts = "".join(f"<figure>{chart}</figure>" for chart in step_charts([self.record]))
-        self.shown = self._state()
+            self.interruptions.add(event)
+            has_steps = has_steps or isinstance(event, StepEnded)
+        if has_steps or self._look_at_metrics() or not self._of_steps:
+            self._of_steps = self._state_of_steps()
+        self.shown = self._of_steps | self._state()
+
+    def _look_at_metrics(self) -> bool:
+        """Take in the steps of verl's own modes, whose only record is verl's file; whether there may be new ones."""
+        if self.record.steps and not self._metrics_s:
+            return False
+        written_s = max((path.stat().st_mtime for path in self.run.glob("metrics*.jsonl")), default=0.0)
+        if written_s == self._metrics_s:
+            return False
+        self._metrics_s = written_s
+        for step in load(self.run).steps.values():
+            self.record.add(step)
+        return True
+
+    def _state_of_steps(self) -> dict[str, object]:
+        record = self.record
+        step = max(record.steps, default=0)
+        return {
+            "step": step,
+            "line": step_line(step, record.total or None, record.last) if step else "no step has ended",
+            "charts": "".join(f"<figure>{chart}</figure>" for chart in step_charts([record])),
+            "advice": next_step(record) if record.steps else "nothing yet, no step has ended",
+            "helps": [[f"{what}?", said] for what, said in would_help(record)],
+            "causes": [list(row) for row in lost_rows(record.series)],
+            "summary": [line.split(maxsplit=1) for line in summary_lines(record)],
+        }
 
     def _state(self) -> dict[str, object]:
         record, waits = self.record, self.waits.now()
-        step = max(record.steps, default=0)
-        metrics = record.last
+        step, metrics = max(record.steps, default=0), record.last
         return {
             "name": record.name,
-            "step": step,
             "head": self._head(step),
             "flow": [[state, f"{metrics.get(f'{PREFIX}/queue/{state}', 0):.0f}"] for state in STATES],
-            "line": step_line(step, record.total or None, metrics) if step else "no step has ended",
+            "num_waits": len(waits),
             "waits": [_row(wait, self._now_s) for wait in waits[:NUM_OLDEST]],
-            "charts": self._charts,
-            "advice": next_step(record) if record.steps else "nothing yet, no step has ended",
-            "causes": [list(row) for row in lost_rows(record.series)],
-            "summary": [line.split(maxsplit=1) for line in summary_lines(record)],
+            "steps": [list(row) for row in step_rows(record, self.interruptions)],
             "messages": [list(row) for row in message_rows(record)],
+            "pictures": [[path.name, path.stat().st_mtime] for path in pictures(self.run)],
         }
+
+    def why(self, step: int | None) -> list[str]:
+        """Sentences about a step, by default about the last one."""
+        if not self.record.steps:
+            return []
+        number = max(self.record.steps) if step is None else step
+        return step_why(self.record, self.interruptions, number) or [f"there is no step {number}"]
 
     @property
     def _now_s(self) -> float:
-        """The present; of a run that has ended its last moment."""
-        return self.lanes.now_s if self.record.ended is not None else self._clock()
+        """When it was looked at; of a run that has ended its last moment."""
+        return self.lanes.now_s if self.record.ended is not None else self._looked_s
 
     def _head(self, step: int) -> list[list[str]]:
         record = self.record
@@ -127,14 +162,21 @@ def _row(wait: Wait, now_s: float) -> list[str]:
     return [wait.uid, row, wait.uid, wait.who, f"response {wait.response}", what, since, has]
 
 
-def _seconds(request: web.Request, name: str, default: float) -> float:
+def _number(request: web.Request, name: str, default: float) -> float:
+    if name not in request.query:
+        return default
     try:
-        seconds = float(request.query.get(name, default))
+        number = float(request.query[name])
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise web.HTTPBadRequest(text=f"{name}={request.query[name]} is not allowed: seconds of at least 0")
-    return seconds
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise web.HTTPBadRequest(text=f"{name}={request.query[name]} is not allowed: a number of at least 0")
+    return number
+
+
+def pictures(run: Path) -> list[Path]:
+    """What an image job has drawn, the latest last."""
+    return sorted(run.glob("*.png"), key=lambda path: path.stat().st_mtime)[-MAX_PICTURES:]
 
 
 def make_app(state: RunState, token: str) -> web.Application:
@@ -152,15 +194,25 @@ def make_app(state: RunState, token: str) -> web.Application:
     async def page(_request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
         text = PAGE.replace("STYLE", STYLE).replace("NONCE", nonce).replace("NAME", "partial rollout")
-        policy = f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
+        own = f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
+        policy = f"default-src 'none'; img-src 'self' data:; connect-src 'self'; {own}"
         headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
         return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def now(request: web.Request) -> web.Response:
         state.look()
-        window_s, back_s = _seconds(request, "window", WINDOW_S), _seconds(request, "back", 0.0)
-        shown = state.shown | {"lanes": state.lanes.svg(max(MIN_WINDOW_S, window_s), back_s)}
+        window_s, back_s = _number(request, "window", WINDOW_S), _number(request, "back", 0.0)
+        step = int(_number(request, "step", -1.0))
+        shown = state.shown | {"why": state.why(step if step >= 0 else None)}
+        shown |= {"lanes": state.lanes.svg(max(MIN_WINDOW_S, window_s), back_s)}
         return web.json_response(shown, headers={"Cache-Control": "no-store"})
+
+    async def picture(request: web.Request) -> web.FileResponse:
+        name = request.query.get("name", "")
+        found = next((path for path in pictures(state.run) if path.name == name), None)
+        if found is None:
+            raise web.HTTPNotFound(text=f"the run has no picture {name!r}")
+        return web.FileResponse(found, headers={"Cache-Control": "no-store"})
 
     async def prompt(request: web.Request) -> web.Response:
         uid = request.query.get("uid", "")
@@ -171,6 +223,7 @@ def make_app(state: RunState, token: str) -> web.Application:
 
     app = web.Application(middlewares=[with_token])
     app.add_routes([web.get("/", page), web.get("/state", now), web.get("/prompt", prompt)])
+    app.add_routes([web.get("/picture", picture)])
     return app
 
 

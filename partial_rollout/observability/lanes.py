@@ -31,7 +31,7 @@ MAX_PROMPTS = 20_000
 """Whose row of the data set is remembered; twice what a run of the largest size has in flight."""
 WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 26
 MAX_ROWS = 64
-"""Slots of an engine that are drawn; what runs beyond them is counted in the label."""
+"""Slots of an engine that are drawn; requests in further ones are counted in the label."""
 GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
 
 
@@ -152,9 +152,11 @@ class _Drawing:
         svg = make_svg(WIDTH, height, f"{title}; grey: gate closed, red: drain, violet: weight update")
         self._draw_bands(svg, height)
         top = TOP
-        for server in servers:
+        for number, server in enumerate(servers, 1):
             hidden = sum(slot >= MAX_ROWS for slot in slots[server].values())
-            text(svg, _short(server) + (f" +{hidden}" if hidden else ""), 8, top + 10, "start")
+            text(svg, f"engine {number}", 8, top + 10, "start")
+            text(svg, f"{hidden} more" if hidden else "", 8, top + 24, "start")
+            ElementTree.SubElement(svg[-2], "title").text = server
             for bar, slot in slots[server].items():
                 if slot < MAX_ROWS:
                     self._draw_bar(svg, bar, top + ROW * slot)
@@ -209,7 +211,3 @@ def packed(bars: Iterable[Bar]) -> dict[Bar, int]:
             free_s.append(0.0)
         free_s[slot], slots[bar] = bar.end_s, slot
     return slots
-
-
-def _short(server: str) -> str:
-    return server if len(server) <= 14 else f"…{server[-13:]}"

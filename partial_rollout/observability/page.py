@@ -1,35 +1,55 @@
 """The HTML of the live page: one file, nothing from the network; texts of a run are set as text, never read as HTML."""
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style nonce="NONCE">STYLE
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
+<style nonce="NONCE">STYLE
 #head { font-size: 1.1em } #head b { margin-right: 1.2em } #lost { color: #b00 }
 .flow span + span::before { content: "→"; margin: 0 .7em } .flow b { font-size: 1.4em }
-#advice { font-size: 1.1em } [data-uid] { cursor: pointer }
+#advice { font-size: 1.1em; font-weight: 600 } #pictures img { max-width: 100% } [data-uid] { cursor: pointer }
 #prompt { border-left: 3px solid #0072b2; padding-left: 1em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
 </style></head><body><h1 id="name"></h1>
 <p><button id="pause">pause</button> <span id="lost"></span></p>
-<p id="head"></p><p class="flow" id="flow"></p><p>What to change: <b id="advice"></b></p>
+<p id="head"></p><p class="flow" id="flow"></p>
+<h2>What to change</h2><p id="advice"></p><table id="helps"></table>
+<h2>Engines</h2>
 <p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
 <button id="later">later</button> <button id="latest">latest</button> A click on a bar or a row shows its prompt.</p>
-<div id="lanes"></div>
+<div id="lanes"></div><figure id="pictures"></figure>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
-<h2>Who has waited longest</h2><table id="waits"></table>
-<h2>Steps</h2><p id="line"></p><div class="charts" id="charts"></div>
+<h2>Who has waited longest</h2><p id="waiting"></p><table id="waits"></table>
+<h2>Steps</h2><p id="line"></p>
+<h3>Why did a step take so long, and what did its interruption cost? Step
+<input id="which" type="number" min="1" placeholder="last" size="6"></h3><ul id="why"></ul>
+<table id="steps"></table><div class="charts" id="charts"></div>
 <h2>GPU seconds by cause</h2><table id="causes"></table>
 <h2>What it showed so far</h2><table id="summary"></table>
 <h2>Warnings, errors and faults</h2><table id="messages"></table>
 <script nonce="NONCE">
 const at = name => document.getElementById(name);
-let paused = false, seconds = 120, back = 0, timer = 0;
+const WAITS = ["row", "prompt", "who", "turn", "waits for", "since", "has"];
+const STEPS = ["step", "seconds", "to the usual", "most above the usual", "interrupted", "cost of it", "slots in use",
+  "pending"];
+const CAUSES = ["cause", "GPU seconds", "share", ""], MESSAGES = ["kind", "text", "", "what to change"];
+let paused = false, seconds = 120, back = 0, timer = 0, drawn = "";
 function make(tag, text) { return Object.assign(document.createElement(tag), {textContent: text}); }
-function table(name, rows, uids) {
-  at(name).replaceChildren(...rows.map((cells, number) => {
-    const row = document.createElement("tr");
+function line(tag, cells) { const row = make("tr", ""); row.append(...cells.map(cell => make(tag, cell))); return row; }
+function table(name, rows, head, uids) {
+  const lines = rows.map((cells, number) => {
+    const row = line("td", cells);
     if (uids) row.dataset.uid = uids[number];
-    row.append(...cells.map(cell => make("td", cell)));
     return row;
+  });
+  at(name).replaceChildren(...(head && rows.length ? [line("th", head)] : []), ...lines);
+}
+function show(pictures) {  // anew only where they have changed
+  if (drawn === JSON.stringify(pictures)) return;
+  drawn = JSON.stringify(pictures);
+  at("pictures").replaceChildren(...pictures.flatMap(([name, time]) => {
+    const image = make("img", "");
+    image.alt = name; image.src = `picture${location.search}&name=${encodeURIComponent(name)}&of=${time}`;
+    return [image, make("figcaption", name)];
   }));
 }
 function pairs(name, values) {
@@ -45,12 +65,16 @@ async function ask(path, more) {
 async function look() {
   clearTimeout(timer);
   try {
-    const now = await ask("state", `&window=${seconds}&back=${back}`);
+    const which = at("which").value ? `&step=${at("which").value}` : "";
+    const now = await ask("state", `&window=${seconds}&back=${back}${which}`);
     at("name").textContent = now.name; at("line").textContent = now.line; at("lost").textContent = "";
     at("advice").textContent = now.advice;
     pairs("head", now.head); pairs("flow", now.flow);
-    table("waits", now.waits.map(wait => wait.slice(1)), now.waits.map(wait => wait[0]));
-    table("causes", now.causes); table("summary", now.summary); table("messages", now.messages);
+    table("waits", now.waits.map(wait => wait.slice(1)), WAITS, now.waits.map(wait => wait[0]));
+    at("waiting").textContent = `${now.num_waits} in all` + (now.waits.length < now.num_waits ? ", the oldest:" : "");
+    at("why").replaceChildren(...now.why.map(said => make("li", said)));
+    table("helps", now.helps); table("steps", now.steps, STEPS); table("causes", now.causes, CAUSES);
+    table("summary", now.summary); table("messages", now.messages, MESSAGES); show(now.pictures);
     at("lanes").innerHTML = now.lanes; at("charts").innerHTML = now.charts;  // drawings, made with escaped texts
     document.body.dataset.step = now.step;
   } catch (error) { at("lost").textContent = "no answer from the server: " + error.message; }
@@ -66,6 +90,7 @@ at("pause").onclick = () => {
 at("in").onclick = () => move(0.5, 0); at("out").onclick = () => move(2, 0);
 at("earlier").onclick = () => move(1, 0.5); at("later").onclick = () => move(1, -0.5);
 at("latest").onclick = () => { back = 0; look(); };
+at("which").onchange = look;
 at("close").onclick = () => { at("prompt").hidden = true; };
 document.body.addEventListener("click", async event => {
   const found = event.target.closest("[data-uid]");

@@ -111,12 +111,12 @@ class RunRecord:
     @property
     def series(self) -> list[dict[str, float]]:
         """The metrics of each step, in order, without those that are no numbers."""
-        return [_numbers(self.steps[number]) for number in sorted(self.steps)]
+        return [numbers(self.steps[number]) for number in sorted(self.steps)]
 
     @property
     def last(self) -> dict[str, float]:
         """The metrics of the last step; empty before it."""
-        return _numbers(self.steps[max(self.steps)]) if self.steps else {}
+        return numbers(self.steps[max(self.steps)]) if self.steps else {}
 
     @property
     def total(self) -> int:
@@ -138,7 +138,8 @@ class RunRecord:
         return sum(values) / len(values) if values else None
 
 
-def _numbers(step: StepEnded) -> dict[str, float]:
+def numbers(step: StepEnded) -> dict[str, float]:
+    """The metrics of a step that are numbers."""
     return {name: value for name, value in step.metrics.items() if value is not None}
 
 

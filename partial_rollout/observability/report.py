@@ -23,7 +23,9 @@ from partial_rollout.observability.comparison import (
 from partial_rollout.observability.gpu_seconds import LOST, THROUGHPUT, gpu_seconds, lost
 from partial_rollout.observability.record import first_steps, load
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
+from partial_rollout.observability.suggestions import suggestion
 from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, next_step, summary_lines
+from partial_rollout.observability.why import LONGEST_RESPONSE, would_help
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,6 +49,7 @@ CHARTS = {
 }
 """By metric: title of the chart, and steps of a running mean."""
 MAX_MESSAGES = 100
+MESSAGE_HEAD = ("kind", "text", "", "what to change")
 REPORT = "report.html"
 """In a run's folder."""
 
@@ -67,7 +70,11 @@ svg .grid { stroke: var(--line) } .verdict { font-size: 1.1em }
 
 def is_shown(metric: str) -> bool:
     """Whether a page shows a metric or something that is computed from it."""
-    return metric in CHARTS or metric in (TOKENS, THROUGHPUT) or metric.startswith(("timing_s/", f"{PREFIX}/"))
+    return (
+        metric in CHARTS
+        or metric in (TOKENS, THROUGHPUT, LONGEST_RESPONSE)
+        or metric.startswith(("timing_s/", f"{PREFIX}/"))
+    )
 
 
 PAGE = """<!doctype html>
@@ -76,13 +83,15 @@ PAGE = """<!doctype html>
 {{ style|safe }}</style></head><body>
 {% macro tables() %}{% for run in runs %}<h2>{{ run.name }}</h2>
 <table>{% for label, text in run.summary %}<tr><th>{{ label }}</th><td>{{ text }}</td></tr>{% endfor %}
+{% for label, text in run.helps %}<tr><th>{{ label }}?</th><td>{{ text }}</td></tr>{% endfor %}
 <tr><th>next</th><td>{{ run.next }}</td></tr></table>
 {% if run.lost %}<h3>GPU seconds by cause</h3>
 <table><tr><th>cause</th><th>GPU seconds</th><th>share</th><th></th></tr>
 {% for row in run.lost %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}
 {% if run.messages %}<h3>Warnings, errors and faults</h3>
-<table>{% for kind, text, count in run.messages %}<tr><td>{{ kind }}</td><td>{{ text }}</td><td>{{ count }}</td></tr>
+<table><tr>{% for cell in message_head %}<th>{{ cell }}</th>{% endfor %}</tr>
+{% for row in run.messages %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}{% endfor %}{% endmacro %}
 <h1>{{ title }}</h1>
 {% if not rows %}{{ tables() }}{% endif %}
@@ -108,6 +117,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP, first: int | Non
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     return template.render(
         style=STYLE,
+        message_head=MESSAGE_HEAD,
         title=" and ".join(record.name for record in records),
         verdicts=[verdict(run, compared[0]) for run in compared[1:]],
         rows=table(compared) if compared else [],
@@ -117,6 +127,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP, first: int | Non
                 "name": record.name,
                 "summary": [(line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()) for line in summary_lines(record)],
                 "next": next_step(record),
+                "helps": would_help(record),
                 "lost": lost_rows(record.series),
                 "messages": message_rows(record),
             }
@@ -180,8 +191,8 @@ def _counts(record: RunRecord, skip: int) -> bool:
     return len(steps) > 1 and STEP_SECONDS in steps[0] and TOKENS in steps[0]
 
 
-def message_rows(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Faults, then warnings and errors; equal texts once, with their number."""
+def message_rows(record: RunRecord) -> list[tuple[str, str, str, str]]:
+    """Faults, then warnings and errors: kind, text, number where it is above 1, what to change. Equal texts once."""
     rows = [
         ("fault", f"{fault.role} {fault.name} {fault.node}: {fault.text} {fault.action}") for fault in record.faults
     ]
@@ -190,4 +201,4 @@ def message_rows(record: RunRecord) -> list[tuple[str, str, str]]:
     for row in rows:
         counts[row] = counts.get(row, 0) + 1
     shown = list(counts.items())[:MAX_MESSAGES]
-    return [(kind, text, f"{count} times" if count > 1 else "") for (kind, text), count in shown]
+    return [(kind, text, f"{count} times" if count > 1 else "", suggestion(text)) for (kind, text), count in shown]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 120.0
-NEEDS_CHROMIUM = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's package chromium")
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs a browser: make setup-browser, or apt-get install chromium"
+)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1280,1600"]
 UNTIL = """new Promise(done => {{ const look = () => {{ const found = ({expression});
   if (found) {{ watcher.disconnect(); done(found); }} }};
@@ -57,6 +59,13 @@ class Tab:
     async def until(self, expression: str) -> Any:
         """Wait until an expression is true; it is looked at whenever the page has changed."""
         return await self.value(UNTIL.format(expression=expression))
+
+    async def memory(self) -> dict[str, float]:
+        """What the page holds after its garbage is collected: `Nodes`, `JSHeapUsedSize` in bytes, and others."""
+        await self.call("Performance.enable")
+        await self.call("HeapProfiler.collectGarbage")
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return {metric["name"]: metric["value"] for metric in metrics}
 
     async def picture(self) -> bytes:
         """A screenshot of the whole page, as PNG."""

@@ -29,7 +29,6 @@ from partial_rollout.observability.record import load
 from partial_rollout.observability.report import lost_rows
 from partial_rollout.observability.summary import next_step, summary_lines
 from partial_rollout.view import RunState, make_app
-from tests.unit.observability.browser import NEEDS_CHROMIUM, open_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -105,8 +104,8 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
     assert dict(first["head"])["left"] == "about 56 s"
     assert first["flow"][0] == ["pending", "3"]
     assert first["waits"][0][:2] == ["a", "row row-a"]
-    assert first["waits"][0][5:] == ["for a tool or its agent loop", "2 min 06 s", "7 tokens, 0 interruptions"]
-    assert first["messages"] == [["warning", EVIL, ""]]
+    assert first["waits"][0][5:] == ["for a tool or its agent loop", "1 min 56 s", "7 tokens, 0 interruptions"]
+    assert first["messages"] == [["warning", EVIL, "", ""]]
     assert (second["step"], dict(second["head"])["health"], second["waits"]) == (3, "ended", [])
 
 
@@ -227,44 +226,3 @@ async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Pat
         assert (await client.get(f"/state?token={TOKEN}")).status == 200
         assert (await client.get(f"/prompt?token={TOKEN}&uid=p77")).status == 200
         assert time.process_time() - began_s < 1.0
-
-
-@NEEDS_CHROMIUM
-async def test_a_browser_draws_the_page_and_shows_text_as_text(tmp_path: Path) -> None:
-    """Live: a step that ends while the page is open comes, except while the page is paused."""
-    now = iter(range(110, 10_000, 2))
-    state = RunState(dumped(a_run(tmp_path, taken(200.0))), clock=lambda: float(next(now)))
-    async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117 - the address is the server's
-        address = str(server.make_url(f"/?token={TOKEN}"))
-        async with open_page(address, tmp_path / "profile") as tab:
-            await tab.until("document.body.dataset.step == '2'")
-            shown = await tab.value("document.body.innerText")
-            assert "step 2/9" in shown
-            assert "pending 3" in shown
-            assert EVIL in shown
-            assert await tab.value("document.querySelectorAll('img').length") == 0
-            bar = "row row-a, trajectory 0: 7 tokens in 1.0 s, weights 2, ended"
-            assert bar in await tab.value("document.getElementById('lanes').textContent")
-
-            await tab.value(
-                "document.querySelector('#lanes [data-uid=a]').dispatchEvent(new Event('click', {bubbles: true}))"
-            )
-            await tab.until("!document.getElementById('prompt').hidden")
-            text = await tab.value("document.getElementById('prompt').innerText")
-            assert "score 1; 4 tokens of weights 2, 3 tokens of weights 3" in text or "score 1.0; 4 tokens" in text
-            assert EVIL in text
-            assert "taken for step 1" in text
-            assert await tab.value("document.querySelectorAll('img').length") == 0
-
-            await tab.value("document.getElementById('out').click()")
-            await tab.until("document.getElementById('lanes').textContent.includes('engines, 240 s')")
-
-            await tab.value("document.getElementById('pause').click()")
-            write(tmp_path, step(3), role="driver")
-            assert (
-                await tab.value("fetch('state' + location.search).then(answer => answer.json()).then(now => now.step)")
-                == 3
-            )
-            assert await tab.value("document.body.dataset.step") == "2"
-            await tab.value("document.getElementById('pause').click()")
-            await tab.until("document.body.dataset.step == '3'")

@@ -1,0 +1,228 @@
+"""Why a step took as long as it did, what its interruption cost, and which settings would help.
+
+What an interruption cost comes from the requests themselves: the next request of an interrupted trajectory says how
+many tokens of its context the engine computed again. They are charged to the step whose end interrupted the trajectory,
+which the weight version of the interrupted request tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability.events import (
+    AnyEvent,
+    GateMoved,
+    PhaseBegan,
+    SegmentEnded,
+    StageBegan,
+)
+from partial_rollout.observability.gpu_seconds import step_causes
+from partial_rollout.observability.record import INTERRUPTED, numbers
+from partial_rollout.observability.step_line import PREFIX, STEP_SECONDS, TOKENS
+from partial_rollout.observability.summary import MANY_AGAIN, MODE_KEY, keep_kv, more_prompts
+
+if TYPE_CHECKING:
+    from partial_rollout.observability.record import RunRecord
+
+NEIGHBOURS = 10
+"""Steps before a step, and after it, that say what is usual."""
+SLOW = 1.15
+"""A step that took more than this times the usual is slow."""
+LONGEST_RESPONSE = "response_length/max"
+PENDING = f"{PREFIX}/queue/pending"
+LAST = 20
+"""Steps that say whether a setting would help."""
+LEAST_SLOTS_KEY = "partial_rollout.slots.least"
+ENOUGH_SLOTS = 0.85
+"""Share of the slots in use above which more prompts find no empty slot."""
+
+
+@dataclass(slots=True)
+class Interruption:
+    """The interruption at the end of a step's generation."""
+
+    requests: int = 0
+    drain_s: float = 0.0
+    tokens_kept: int = 0
+    """Tokens that the interrupted requests had; they are not generated again."""
+    tokens_again: int = 0
+    """Tokens that engines computed again when these trajectories went on, so far."""
+    resumed: int = 0
+    """Interrupted trajectories that have gone on, so far."""
+
+
+@dataclass(slots=True)
+class Interruptions:
+    """Follows the requests; `of(step)` says what the step's interruption cost."""
+
+    _steps: dict[int, int] = field(default_factory=dict)
+    """Weight version that a step's generation ended with."""
+    _found: dict[int, Interruption] = field(default_factory=dict)
+    """By weight version."""
+    _open: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Weight version of the interrupted request, by trajectory that has not gone on yet."""
+
+    def add(self, event: AnyEvent) -> None:
+        """Take in one event, in the order of the events' times."""
+        match event:
+            case GateMoved(is_open=False):
+                self._steps[event.step] = event.version
+                found = self._found.setdefault(event.version, Interruption())
+                found.requests, found.drain_s = event.interrupted, event.seconds
+            case SegmentEnded():
+                self._segment(event)
+            case PhaseBegan(phase="agent" | "ended"):
+                self._open.pop((event.uid, event.session), None)
+            case StageBegan(number=1):
+                self._open.clear()
+            case _:
+                pass
+
+    def _segment(self, event: SegmentEnded) -> None:
+        key = (event.uid, event.session)
+        if (version := self._open.pop(key, None)) is not None:
+            before = self._found.setdefault(version, Interruption())
+            before.tokens_again += max(0, event.prompt_tokens - event.reused_tokens)
+            before.resumed += 1
+        if event.reason == INTERRUPTED and event.tokens:
+            self._open[key] = event.version
+            self._found.setdefault(event.version, Interruption()).tokens_kept += event.tokens
+
+    def of(self, step: int) -> Interruption | None:
+        """None: the gate has not closed in this step."""
+        return self._found.get(self._steps.get(step, -1))
+
+
+def again_seconds(tokens: int, metrics: dict[str, float]) -> float:
+    """What computing tokens again takes, at the speed of the trainer's log-probs in the step; an estimate.
+
+    >>> again_seconds(100, {"timing_s/old_log_prob": 2.0, "perf/total_num_tokens": 400.0})
+    0.5
+    """
+    whole = metrics.get(TOKENS, 0.0)
+    return tokens * metrics.get("timing_s/old_log_prob", 0.0) / whole if whole else 0.0
+
+
+def _neighbours(record: RunRecord, number: int) -> list[dict[str, float]]:
+    near = [each for each in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if each != number]
+    return [numbers(record.steps[each]) for each in near if each in record.steps]
+
+
+def _more_than_usual(record: RunRecord, number: int) -> tuple[float, dict[str, float]]:
+    """Usual seconds of a step, and by how many seconds each cause was above its usual ones, the most first."""
+    others = [step for step in _neighbours(record, number) if STEP_SECONDS in step]
+    if not others:
+        return 0.0, {}
+    usual = [step_causes(step) for step in others]
+    found = step_causes(numbers(record.steps[number]))
+    more = {cause: seconds - median(each.get(cause, 0.0) for each in usual) for cause, seconds in found.items()}
+    return median(step[STEP_SECONDS] for step in others), dict(sorted(more.items(), key=lambda each: -each[1]))
+
+
+def step_why(record: RunRecord, interruptions: Interruptions, number: int) -> list[str]:
+    """Sentences about one step; empty if the run has no such step."""
+    if number not in record.steps:
+        return []
+    metrics = numbers(record.steps[number])
+    seconds = metrics.get(STEP_SECONDS, 0.0)
+    parts = ", ".join(f"{cause} {part:.1f}" for cause, part in step_causes(metrics).items() if part >= 0.05)
+    said = [f"step {number} took {seconds:.1f} s: {parts}"]
+    return [*said, *_slow(record, number, seconds), *_cost(interruptions.of(number), metrics, seconds)]
+
+
+def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
+    usual_s, more = _more_than_usual(record, number)
+    if not usual_s:
+        return []
+    if seconds <= SLOW * usual_s:
+        return [f"no slow step: the steps around it take {usual_s:.1f} s, in the median"]
+    causes = [f"{cause} {part:+.1f} s" for cause, part in more.items() if part > 0.1 * (seconds - usual_s)]
+    said = [f"slow: {seconds - usual_s:.1f} s more than the steps around it; {', '.join(causes[:3])}"]
+    longest = numbers(record.steps[number]).get(LONGEST_RESPONSE)
+    others = [step[LONGEST_RESPONSE] for step in _neighbours(record, number) if LONGEST_RESPONSE in step]
+    if longest is not None and others:
+        said.append(f"its longest response has {longest:,.0f} tokens; around it {median(others):,.0f}, in the median")
+    return said
+
+
+def _cost(cost: Interruption | None, metrics: dict[str, float], seconds: float) -> list[str]:
+    if cost is None:
+        return []
+    if not cost.requests and not cost.resumed:
+        return [f"its end interrupted nothing; the drain took {cost.drain_s:.2f} s"]
+    again_s = again_seconds(cost.tokens_again, metrics)
+    share = (cost.drain_s + again_s) / seconds if seconds else 0.0
+    went_on = (
+        f"{cost.tokens_again:,} tokens computed again when {cost.resumed:,} of their trajectories went on, about "
+        f"{again_s:.2f} s: {share:.0%} of the step's seconds"
+        if cost.resumed
+        else "none of them has gone on yet"
+    )
+    return [
+        f"its end interrupted {cost.requests:,} requests, whose {cost.tokens_kept:,} tokens were kept. Cost: "
+        f"{cost.drain_s:.2f} s of drain; {went_on}"
+    ]
+
+
+def step_rows(record: RunRecord, interruptions: Interruptions, num: int = LAST) -> list[tuple[str, ...]]:
+    """The last steps, the latest first: number, seconds, times the usual, what was most above the usual, interrupted
+    requests, what that cost, slots in use, prompts pending at the end."""
+    return [_row(record, interruptions.of(number), number) for number in sorted(record.steps, reverse=True)[:num]]
+
+
+def _row(record: RunRecord, cost: Interruption | None, number: int) -> tuple[str, ...]:
+    metrics = numbers(record.steps[number])
+    seconds = metrics.get(STEP_SECONDS, 0.0)
+    usual_s, more = _more_than_usual(record, number)
+    most = next(iter(more.items()), None) if usual_s and seconds > SLOW * usual_s else None
+    used, pending = metrics.get(f"{PREFIX}/slot_utilisation"), metrics.get(PENDING)
+    return (
+        str(number),
+        f"{seconds:.1f}",
+        f"{seconds / usual_s:.2f} x" if usual_s else "",
+        "" if most is None else f"{most[0]} {most[1]:+.1f} s",
+        "" if cost is None else f"{cost.requests:,}",
+        "" if cost is None else f"{cost.drain_s + again_seconds(cost.tokens_again, metrics):.2f} s",
+        "" if used is None else f"{used:.0%}",
+        "" if pending is None else f"{pending:.0f}",
+    )
+
+
+def would_help(record: RunRecord) -> list[tuple[str, str]]:
+    """Settings, each with whether it would help and what says so; nothing for verl's own modes."""
+    last = [numbers(record.steps[number]) for number in sorted(record.steps)[-LAST:]]
+    last = [step for step in last if f"{PREFIX}/slot_utilisation" in step]
+    if not last:
+        return []
+    return [("a deeper queue", _deeper(record, last)), ("keeping KV", _kept(record, last))]
+
+
+def _deeper(record: RunRecord, last: list[dict[str, float]]) -> str:
+    used = _used(record, last)
+    lacking = sum(not step.get(PENDING, 0.0) for step in last)
+    seen = f"slots were in use for {used:.0%}, and no prompt was pending at the end of {lacking} of {len(last)} steps"
+    if used >= ENOUGH_SLOTS:
+        return f"no: {seen}"
+    if 2 * lacking <= len(last):
+        return f"no: {seen}, so slots were not empty for want of prompts"
+    chosen = {choice.key: choice for choice in record.choices}
+    if MODE_KEY in chosen and chosen[MODE_KEY].after == "abort":
+        return f"hardly: {seen}, but with abort more prompts in flight are more to compute again (docs/modes.md)"
+    return f"perhaps: {seen}; {more_prompts(record)}"
+
+
+def _used(record: RunRecord, last: list[dict[str, float]]) -> float:
+    """Of the slots at the start, where their number changes: it grows until some are empty."""
+    least = {choice.key: choice.after for choice in record.choices}.get(LEAST_SLOTS_KEY)
+    if isinstance(least, int) and least > 0:
+        return min(1.0, fmean(step.get(f"{PREFIX}/mean_running", 0.0) for step in last) / least)
+    return fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
+
+
+def _kept(record: RunRecord, last: list[dict[str, float]]) -> str:
+    trained = sum(step.get(f"{PREFIX}/response_tokens", 0.0) for step in last)
+    again = sum(step.get(f"{PREFIX}/reprefilled_tokens", 0.0) for step in last) / trained if trained else 0.0
+    seen = f"{again:.0%} as many tokens as were trained were computed again"
+    return f"perhaps: {seen}; {keep_kv(record)}" if again > MANY_AGAIN else f"no: {seen}"

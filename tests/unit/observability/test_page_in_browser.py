@@ -1,0 +1,185 @@
+"""The page in a real browser: live, with 5,000 prompts in flight, open for long, and number by number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from aiohttp.test_utils import TestServer
+
+from partial_rollout import main_diffusion, view
+from partial_rollout.observability.events import EventReader, GateMoved, StepEnded, WeightsUpdated
+from partial_rollout.observability.gpu_seconds import gpu_seconds
+from partial_rollout.observability.record import load
+from partial_rollout.observability.waits import Waits, format_waits
+from partial_rollout.view import RunState, make_app
+from tests.unit.observability.browser import NEEDS_CHROMIUM, Tab, open_page
+from tests.unit.observability.test_view import (
+    EVIL,
+    METRICS,
+    TOKEN,
+    a_run,
+    dumped,
+    phase,
+    segment,
+    step,
+    taken,
+    write,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from partial_rollout.observability.events import AnyEvent
+
+NUM_PROMPTS, NUM_LOOKS = 5_000, 15
+MAX_GROWTH_BYTES = 2_000_000
+CELLS = "[...document.querySelectorAll('#{} tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+PARTS = "[...document.querySelectorAll('#{} span')].map(part => part.textContent.trim())"
+
+
+async def cells(tab: Tab, table: str) -> list[list[str]]:
+    """Texts of a table, row by row."""
+    return await tab.value(CELLS.format(table))
+
+
+@NEEDS_CHROMIUM
+async def test_five_thousand_prompts_in_flight_are_drawn_and_a_page_that_is_left_open_does_not_grow(
+    tmp_path: Path,
+) -> None:
+    def events() -> Iterable[AnyEvent]:
+        yield from (step(number, 300) for number in range(1, 301))
+        for number in range(NUM_PROMPTS):
+            yield phase(f"p{number}", "engine", 1_000.0 + number / 100)
+            yield segment(f"p{number}", 1_090.0 + number / 500, 0.5, f"s{number % 4}")
+
+    now = iter(range(1_100, 100_000, 2))
+    state = RunState(write(tmp_path, *events()), clock=lambda: float(next(now)))
+    async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117 - the address is the server's
+        async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
+            await tab.until("document.body.dataset.step == '300'")
+            assert await tab.value("document.getElementById('waiting').textContent") == "5000 in all, the oldest:"
+            waits = await cells(tab, "waits")
+            assert [row[1] for row in waits[1:]] == [f"p{number}" for number in range(view.NUM_OLDEST)]
+            assert await tab.value("document.querySelectorAll('#lanes [data-uid]').length") > 100
+            took_ms = await tab.value(
+                "(async () => {const a = performance.now(); await look(); return performance.now() - a})()"
+            )
+            assert took_ms < 1000 * 10  # a busy machine; what the server computes is bounded in test_view
+            before = await tab.memory()
+            await tab.value(f"(async () => {{for (let i = 0; i < {NUM_LOOKS}; i++) await look()}})()")
+            after = await tab.memory()
+    assert after["Nodes"] <= before["Nodes"] + 50
+    assert after["JSHeapUsedSize"] <= before["JSHeapUsedSize"] + MAX_GROWTH_BYTES
+
+
+@NEEDS_CHROMIUM
+async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp_path: Path) -> None:
+    """The seconds of a run's steps differ, so that a number of another step would be seen."""
+    more = [
+        StepEnded(t=100.0 + number, step=number, total=9, metrics={**METRICS, **numbers(number)})
+        for number in range(3, 8)
+    ]
+    run = a_run(
+        tmp_path,
+        *more,
+        phase("b", "engine", 104.0),
+        WeightsUpdated(t=107.0, step=7, version=7, seconds=0.1),
+        GateMoved(t=107.0, step=7, version=7, is_open=False, seconds=0.25, interrupted=3),
+    )
+    now = iter(range(110, 10_000, 2))
+    state = RunState(run, clock=lambda: float(next(now)))
+    async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117
+        async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
+            await tab.until("document.body.dataset.step == '7'")
+            head, flow = await tab.value(PARTS.format("head")), await tab.value(PARTS.format("flow"))
+            steps, causes, waits = await cells(tab, "steps"), await cells(tab, "causes"), await cells(tab, "waits")
+            charts = await tab.value("document.querySelectorAll('#charts svg').length")
+            why = await tab.value("document.getElementById('why').innerText")
+            await tab.value("document.getElementById('which').value = 4; document.getElementById('which').onchange()")
+            await tab.until("document.getElementById('why').innerText.startsWith('step 4 ')")
+    metrics = {number: each.metrics for number, each in load(run).steps.items()}
+    last = metrics[7]
+    assert head[:4] == ["step 7/9", "gate closed", "weights 7", "left about 26 s"]  # 2 steps of 13 s, mean of five
+    names = ("pending", "ongoing", "deferred", "done", "taken")
+    assert flow == [f"{name} {last.get(f'partial_rollout/queue/{name}', 0.0):.0f}" for name in names]
+    assert [(row[0], row[1]) for row in steps[1:]] == [
+        (str(number), f"{metrics[number]['timing_s/step']:.1f}") for number in sorted(metrics, reverse=True)
+    ]
+    assert [row[7] for row in steps[1:]] == [
+        f"{metrics[number]['partial_rollout/queue/pending']:.0f}" for number in sorted(metrics, reverse=True)
+    ]
+    assert steps[1][4:6] == ["3", "0.25 s"]
+    seconds = gpu_seconds(load(run).series)
+    assert {row[0]: row[1] for row in causes[1:-1]} == {cause: f"{each:,.1f}" for cause, each in seconds.items()}
+    assert charts == 4
+    assert why.startswith(f"step 7 took {last['timing_s/step']:.1f} s")
+    found = Waits()
+    found.add(EventReader(run / "events").read())
+    told = format_waits(found.now(), 0.0)  # status --why
+    assert [row[1] for row in waits[1:]] == [wait.uid for wait in found.now()]
+    for row in waits[1:]:
+        assert f"{row[0]}, prompt {row[1]}: {row[2]}" in told
+        assert row[4] in told
+    assert (waits[2][4], "for the gate since" in told) == ("for the gate", True)
+
+
+def numbers(number: int) -> dict[str, float]:
+    """Of a step's metrics, different in every step."""
+    return {"timing_s/step": 8.0 + number, "partial_rollout/queue/pending": 10.0 + number}
+
+
+@NEEDS_CHROMIUM
+async def test_an_image_job_has_its_pictures(tmp_path: Path) -> None:
+    run = write(tmp_path, step(1))
+    main_diffusion.save_grid([np.full((8, 8, 3), 200, dtype=np.uint8)] * 2, run / "before.png")
+    (run / "notes.txt").write_text("not a picture")
+    async with TestServer(make_app(RunState(run), TOKEN)) as server:  # noqa: SIM117
+        async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
+            await tab.until("document.querySelector('#pictures img')?.naturalWidth == 18")
+            assert await tab.value("document.getElementById('pictures').textContent") == "before.png"
+            for name in ("notes.txt", "../before.png", "after.png"):
+                answer = f"fetch('picture' + location.search + '&name={name}').then(answer => answer.status)"
+                assert await tab.value(answer) == 404
+
+
+@NEEDS_CHROMIUM
+async def test_a_browser_draws_the_page_and_shows_text_as_text(tmp_path: Path) -> None:
+    """Live: a step that ends while the page is open comes, except while the page is paused."""
+    now = iter(range(110, 10_000, 2))
+    state = RunState(dumped(a_run(tmp_path, taken(200.0))), clock=lambda: float(next(now)))
+    async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117 - the address is the server's
+        address = str(server.make_url(f"/?token={TOKEN}"))
+        async with open_page(address, tmp_path / "profile") as tab:
+            await tab.until("document.body.dataset.step == '2'")
+            shown = await tab.value("document.body.innerText")
+            assert "step 2/9" in shown
+            assert "pending 3" in shown
+            assert EVIL in shown
+            assert await tab.value("document.querySelectorAll('img').length") == 0
+            bar = "row row-a, trajectory 0: 7 tokens in 1.0 s, weights 2, ended"
+            assert bar in await tab.value("document.getElementById('lanes').textContent")
+
+            await tab.value(
+                "document.querySelector('#lanes [data-uid=a]').dispatchEvent(new Event('click', {bubbles: true}))"
+            )
+            await tab.until("!document.getElementById('prompt').hidden")
+            text = await tab.value("document.getElementById('prompt').innerText")
+            assert "score 1; 4 tokens of weights 2, 3 tokens of weights 3" in text or "score 1.0; 4 tokens" in text
+            assert EVIL in text
+            assert "taken for step 1" in text
+            assert await tab.value("document.querySelectorAll('img').length") == 0
+
+            await tab.value("document.getElementById('out').click()")
+            await tab.until("document.getElementById('lanes').textContent.includes('engines, 240 s')")
+
+            await tab.value("document.getElementById('pause').click()")
+            write(tmp_path, step(3), role="driver")
+            assert (
+                await tab.value("fetch('state' + location.search).then(answer => answer.json()).then(now => now.step)")
+                == 3
+            )
+            assert await tab.value("document.body.dataset.step") == "2"
+            await tab.value("document.getElementById('pause').click()")
+            await tab.until("document.body.dataset.step == '3'")

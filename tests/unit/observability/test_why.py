@@ -1,0 +1,170 @@
+"""Why a step was slow, what its interruption cost, and which settings would help, from hand-made streams."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from partial_rollout.observability.events import Choice, GateMoved, PhaseBegan, SegmentEnded, StepEnded
+from partial_rollout.observability.record import RunRecord
+from partial_rollout.observability.suggestions import SUGGESTIONS, suggestion
+from partial_rollout.observability.why import Interruption, Interruptions, step_rows, step_why, would_help
+
+PACKAGE = Path(__file__).resolve().parents[3] / "partial_rollout"
+STEP = {
+    "timing_s/step": 8.0,
+    "timing_s/gen": 5.0,
+    "timing_s/old_log_prob": 1.0,
+    "timing_s/update_actor": 2.0,
+    "perf/total_num_tokens": 1000.0,
+    "partial_rollout/slot_utilisation": 0.5,
+    "partial_rollout/mean_running": 32.0,
+    "partial_rollout/response_tokens": 500.0,
+    "partial_rollout/reprefilled_tokens": 10.0,
+    "partial_rollout/queue/pending": 0.0,
+    "response_length/max": 100.0,
+}
+
+
+def record_of(*changed: dict[str, float]) -> RunRecord:
+    record = RunRecord()
+    for number, more in enumerate(changed, 1):
+        metrics: dict[str, float | None] = {**STEP, **more}
+        record.add(StepEnded(step=number, total=len(changed), metrics=metrics))
+    return record
+
+
+def request(
+    uid: str, *, version: int, prompt: int, tokens: int, reused: int = 0, aborted: bool = False
+) -> SegmentEnded:
+    reason = "aborted" if aborted else "stop"
+    return SegmentEnded(
+        uid=uid, session=0, server="s", version=version, seconds=1.0, prompt_tokens=prompt, tokens=tokens,
+        reused_tokens=reused, reason=reason,
+    )  # fmt: skip
+
+
+def closed(step: int, version: int, *, interrupted: int, seconds: float = 0.5) -> GateMoved:
+    return GateMoved(step=step, version=version, is_open=False, seconds=seconds, interrupted=interrupted)
+
+
+def test_a_step_is_charged_with_what_its_interrupted_trajectories_computed_again():
+    found = Interruptions()
+    for event in (
+        request("a", version=4, prompt=10, tokens=30, aborted=True),
+        request("b", version=4, prompt=10, tokens=20, aborted=True),
+        request("c", version=4, prompt=10, tokens=0, aborted=True),  # had no token, so nothing is computed again
+        closed(5, 4, interrupted=3),
+        request("a", version=5, prompt=40, tokens=5, reused=32),  # 8 again
+        request("b", version=5, prompt=30, tokens=1, aborted=True),  # 30 again, and interrupted again
+        closed(6, 5, interrupted=1, seconds=0.25),
+        request("b", version=6, prompt=31, tokens=1, reused=30),
+        request("c", version=6, prompt=10, tokens=1),
+    ):
+        found.add(event)
+    assert found.of(5) == Interruption(requests=3, drain_s=0.5, tokens_kept=50, tokens_again=38, resumed=2)
+    assert found.of(6) == Interruption(requests=1, drain_s=0.25, tokens_kept=1, tokens_again=1, resumed=1)
+    assert found.of(7) is None
+
+
+def test_an_attempt_that_ended_does_not_go_on():
+    found = Interruptions()
+    for phase in ("ended", "agent"):
+        found.add(request("a", version=4, prompt=10, tokens=30, aborted=True))
+        found.add(PhaseBegan(uid="a", session=0, phase=phase))
+        found.add(request("a", version=5, prompt=10, tokens=30))
+    found.add(closed(5, 4, interrupted=2))
+    cost = found.of(5)
+    assert cost is not None
+    assert (cost.tokens_again, cost.resumed) == (0, 0)
+
+
+def test_a_slow_step_says_what_took_longer_than_around_it():
+    slow = {"timing_s/step": 12.0, "timing_s/gen": 9.0, "response_length/max": 400.0}
+    record = record_of({}, {}, slow, {}, {})
+    said = step_why(record, Interruptions(), 3)
+    assert said[0] == "step 3 took 12.0 s: generating 4.5, waiting for the longest 4.5, training 3.0"
+    assert said[1].startswith("slow: 4.0 s more than the steps around it; ")
+    assert re.findall(r"[a-z -]+ \+[\d.]+ s", said[1]) == [" generating +2.0 s", " waiting for the longest +2.0 s"]
+    assert said[2] == "its longest response has 400 tokens; around it 100, in the median"
+    assert step_why(record, Interruptions(), 2)[1] == "no slow step: the steps around it take 8.0 s, in the median"
+    assert step_why(record, Interruptions(), 9) == []
+    rows = step_rows(record, Interruptions(), 3)
+    assert [row[0] for row in rows] == ["5", "4", "3"]
+    assert rows[2][1:4] == ("12.0", "1.50 x", "generating +2.0 s")
+
+
+def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
+    record, found = record_of({}), Interruptions()
+    found.add(request("a", version=0, prompt=100, tokens=300, aborted=True))
+    found.add(closed(1, 0, interrupted=1))
+    assert step_why(record, found, 1)[-1].endswith("Cost: 0.50 s of drain; none of them has gone on yet")
+    found.add(request("a", version=1, prompt=400, tokens=5))
+    assert step_why(record, found, 1)[-1] == (
+        "its end interrupted 1 requests, whose 300 tokens were kept. Cost: 0.50 s of drain; 400 tokens computed again "
+        "when 1 of their trajectories went on, about 0.40 s: 11% of the step's seconds"
+    )
+    assert step_rows(record, found)[0][4:] == ("1", "0.90 s", "50%", "0")
+    nothing = Interruptions()
+    nothing.add(closed(1, 0, interrupted=0))
+    assert step_why(record, nothing, 1)[-1] == "its end interrupted nothing; the drain took 0.50 s"
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({}, "perhaps: slots were in use for 50%, and no prompt was pending at the end of 3 of 3 steps"),
+        ({"partial_rollout/slot_utilisation": 0.9}, "no: slots were in use for 90%"),
+        ({"partial_rollout/queue/pending": 4.0}, "no: slots were in use for 50%, and no prompt was pending at the end"),
+    ],
+)
+def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed: dict[str, float], answer: str):
+    assert dict(would_help(record_of(changed, changed, changed)))["a deeper queue"].startswith(answer)
+
+
+def chosen(record: RunRecord, key: str, value: object) -> RunRecord:
+    record.add(Choice(step=0, key=key, before="auto", after=value, reason="because"))
+    return record
+
+
+def test_with_abort_a_deeper_queue_hardly_helps_and_growing_slots_are_measured_by_those_at_the_start():
+    aborting = chosen(record_of({}), "partial_rollout.tail.interrupt_mode", "abort")
+    assert dict(would_help(aborting))["a deeper queue"].startswith("hardly: ")
+    growing = chosen(record_of({}), "partial_rollout.slots.least", 32)
+    assert dict(would_help(growing))["a deeper queue"].startswith("no: slots were in use for 100%")
+
+
+def test_kept_kv_helps_where_much_is_computed_again():
+    assert dict(would_help(record_of({})))["keeping KV"] == "no: 2% as many tokens as were trained were computed again"
+    much = {"partial_rollout/reprefilled_tokens": 400.0, "partial_rollout/kv_usage": 0.02}
+    assert "interrupt_mode=auto" in dict(would_help(record_of(much)))["keeping KV"]
+    reusing = chosen(record_of(much), "partial_rollout.tail.interrupt_mode", "reuse_kv")
+    assert "never more than 2% full, so nothing was evicted" in dict(would_help(reusing))["keeping KV"]
+    full = chosen(
+        record_of(much | {"partial_rollout/kv_usage": 0.99}), "partial_rollout.tail.interrupt_mode", "reuse_kv"
+    )
+    assert "KV was evicted" in dict(would_help(full))["keeping KV"]
+
+
+def test_verls_own_modes_have_no_such_settings():
+    record = RunRecord()
+    record.add(StepEnded(step=1, total=1, metrics={"timing_s/step": 3.0, "timing_s/gen": 2.0}))
+    assert would_help(record) == []
+    assert step_why(record, Interruptions(), 1) == ["step 1 took 3.0 s: generating, waiting included 2.0, idle 1.0"]
+
+
+def test_each_suggestion_is_for_a_message_that_some_code_writes():
+    """Or verl, vLLM or Ray, whose names are in it."""
+    others = {"RotaryEmbedding: Failed to load weights"}
+    texts = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "suggestions.py")
+    joined = re.sub(r'"\s+f?"', "", texts)
+    for pattern in SUGGESTIONS.keys() - others:
+        words = re.split(r"\\d\+|\.\*|\|", pattern.replace("\\", ""))
+        assert any(word.strip(" ()") in joined for word in words), pattern
+
+
+def test_a_suggestion_is_that_of_the_first_pattern():
+    assert suggestion("engine 3 holds 4 requests and has generated nothing for 31 s").endswith("timeouts.stall_s")
+    assert suggestion("something that nobody knows") == ""
