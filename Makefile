@@ -13,7 +13,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni check format test tell-time test-unit test-ray test-engine test-omni e2e faults matrix bench docs config clean
+.PHONY: help setup setup-omni setup-browser check format test tell-time test-unit test-ray test-engine test-omni e2e faults matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,6 +27,10 @@ setup-omni: ## the CPU environment, and on top of it one with vllm-omni, for ima
 ifneq ($(SKIP_SETUP),1)
 	@PARTIAL_ROLLOUT_DEV=1 PARTIAL_ROLLOUT_OMNI=1 bash scripts/setup_cpu.sh $(VENV)
 endif
+
+setup-browser: ## Debian's Chromium for the tests of the page, if it is missing and you are root; make test installs none
+	@command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || \
+	  { echo "the tests of the page need chromium: as root, apt-get install chromium"; exit 1; }
 
 check: setup-omni ## ruff, format and types
 	$(VENV_PYTHON) -m ruff check .

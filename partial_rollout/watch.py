@@ -28,7 +28,9 @@ from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.observability.summary import next_step, summary_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    StageSeconds = Mapping[str, tuple[float, float]]
 
 CLOCK_S = 2.0
 """A process may have started, as the system tells it, a little before it was asked for, as the clock tells it."""
@@ -43,8 +45,11 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Watch:
     """Reads the files of one run, and hands what is new to the view."""
 
-    def __init__(self, run: Path, screen: Screen, *, since_s: float = 0.0) -> None:
-        """Events before `since_s`, in seconds since 1970, are those of earlier starts of the run."""
+    def __init__(self, run: Path, screen: Screen, *, since_s: float = 0.0, first_s: StageSeconds | None = None) -> None:
+        """Events before `since_s`, in seconds since 1970, are those of earlier starts of the run.
+
+        `first_s` says what stages usually take, at least and at most, where no earlier start tells it.
+        """
         self.run, self.record, self._since_s = run, RunRecord(run.resolve().name), since_s
         self._screen = screen
         self._events = EventReader(events_folder_of(run))
@@ -53,7 +58,7 @@ class Watch:
         self.metrics = _metrics_file(run)
         self._num_rows = 0
         self._has_events = False
-        usual_s = usual_seconds(events_folder_of(run), before_s=since_s or time.time())
+        usual_s = {**(first_s or {}), **usual_seconds(events_folder_of(run), before_s=since_s or time.time())}
         self.view = LiveView(screen, self.record, usual_s)
 
     def look(self) -> None:
@@ -108,10 +113,13 @@ def _metrics_file(run: Path) -> Path | None:
     return max(run.glob("metrics*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def follow(command: Sequence[str], run: Path, screen: Screen) -> int:
-    """Run `command` with its output in the run's log; returns its exit code, 128 + number for a signal."""
+def follow(command: Sequence[str], run: Path, screen: Screen, first_s: StageSeconds | None = None) -> int:
+    """Run `command` with its output in the run's log; returns its exit code, 128 + number for a signal.
+
+    `first_s` says what the stages of its start usually take, at least and at most, where no earlier start tells it.
+    """
     run.mkdir(parents=True, exist_ok=True)
-    watch = Watch(run, screen, since_s=time.time() - CLOCK_S)
+    watch = Watch(run, screen, since_s=time.time() - CLOCK_S, first_s=first_s)
     screen.line(f"starting; the raw output is in {watch.log}")
     with watch.log.open("ab") as log:
         # In a session of its own a signal reaches the command once: from here.

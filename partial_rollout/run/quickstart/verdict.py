@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability import stages
 from partial_rollout.observability.comparison import SKIP, as_text, compare, table, verdict
 from partial_rollout.observability.live import Screen
-from partial_rollout.observability.record import first_steps, load
+from partial_rollout.observability.record import events_folder_of, first_steps, load
 from partial_rollout.observability.report import REPORT, write_report
+from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.watch import METRICS_VARIABLE, follow
 
 if TYPE_CHECKING:
@@ -28,6 +31,14 @@ STEPS = "trainer.total_training_steps"
 FOLDERS = {"trainer.default_local_dir": "checkpoints", "partial_rollout.events": "events", "hydra.run.dir": "hydra"}
 OPTIONAL_FOLDERS = {"trainer.rollout_data_dir": "rollouts", "trainer.validation_data_dir": "validation"}
 """Moved too, where the command has them: both runs would write the same files."""
+FIRST_START_S = {
+    stages.CONFIGURATION: (26.0, 109.0),
+    stages.RAY: (26.0, 105.0),
+    stages.TRAINING: (36.0, 76.0),
+    stages.ENGINES: (79.0, 140.0),
+    stages.FIRST_STEP: (12.0, 23.0),
+}
+"""Seconds of each stage, at least and at most, in three starts on 2 cores that did other work too. Quiet ones: less."""
 SHARE, LEAST = 3, 4
 """A short run gets a baseline of a third of its steps; below 4 steps nothing is left without the first ones."""
 WITHOUT = "without the flag"
@@ -89,7 +100,7 @@ def main(words: list[str] | None = None) -> int:
     command, screen = given[given.index("--") + 1 :], Screen(sys.stdout)
     run, baseline = options.run, options.run / "baseline"
     try:
-        code = follow(command, run, screen)
+        code = follow(command, run, screen, FIRST_START_S)
         steps = num_baseline_steps(command, options.baseline_steps)
         if code == 0 and steps and not any(baseline.glob("metrics*.jsonl")):
             code = _run_baseline(command, baseline, steps, screen)
@@ -105,7 +116,8 @@ def _run_baseline(command: Sequence[str], baseline: Path, steps: int, screen: Sc
     screen.line("")
     screen.line(f"now {steps} steps of the same job without the flag, to compare (BASELINE_STEPS=0 leaves them out)")
     os.environ[METRICS_VARIABLE] = str(baseline / "metrics.jsonl")
-    return follow(without_the_flag(command, baseline, steps), baseline, screen)
+    first_s = usual_seconds(events_folder_of(baseline.parent), before_s=time.time())
+    return follow(without_the_flag(command, baseline, steps), baseline, screen, first_s)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 120.0
+HAS_CHROMIUM = shutil.which("chromium") is not None
 NEEDS_CHROMIUM = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="needs a browser: make setup-browser, or apt-get install chromium"
+    not HAS_CHROMIUM, reason="needs a browser: make setup-browser, or apt-get install chromium"
 )
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1280,1600"]
 UNTIL = """new Promise(done => {{ const look = () => {{ const found = ({expression});
   if (found) {{ watcher.disconnect(); done(found); }} }};
   const watcher = new MutationObserver(look);
   watcher.observe(document, {{subtree: true, childList: true, attributes: true, characterData: true}}); look(); }})"""
+
+CELLS = "[...document.querySelectorAll('#{} tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+PARTS = "[...document.querySelectorAll('#{} span')].map(part => part.textContent.trim())"
 
 
 class Tab:
@@ -33,12 +37,12 @@ class Tab:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
 
-    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    async def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **parameters: Any) -> dict[str, Any]:
         """One DevTools call; messages between it and its answer are left out."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while True:
-            answer = await self._socket.receive_json(timeout=TIMEOUT_S)
+            answer = await self._socket.receive_json(timeout=timeout_s)
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -50,15 +54,24 @@ class Tab:
         while (await self._socket.receive_json(timeout=TIMEOUT_S)).get("method") != "Page.loadEventFired":
             pass
 
-    async def value(self, expression: str) -> Any:
+    async def value(self, expression: str, *, timeout_s: float = TIMEOUT_S) -> Any:
         """What JavaScript says; a promise is waited for."""
-        answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        options = {"awaitPromise": True, "returnByValue": True}
+        answer = await self.call("Runtime.evaluate", timeout_s=timeout_s, expression=expression, **options)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
+    async def until(self, expression: str, *, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until an expression is true; it is looked at whenever the page has changed."""
-        return await self.value(UNTIL.format(expression=expression))
+        return await self.value(UNTIL.format(expression=expression), timeout_s=timeout_s)
+
+    async def cells(self, table: str) -> list[list[str]]:
+        """Texts of a table, row by row."""
+        return await self.value(CELLS.format(table))
+
+    async def parts(self, name: str) -> list[str]:
+        """Texts of the parts of a line."""
+        return await self.value(PARTS.format(name))
 
     async def memory(self) -> dict[str, float]:
         """What the page holds after its garbage is collected: `Nodes`, `JSHeapUsedSize` in bytes, and others."""

@@ -13,7 +13,7 @@ from partial_rollout.observability.gpu_seconds import gpu_seconds
 from partial_rollout.observability.record import load
 from partial_rollout.observability.waits import Waits, format_waits
 from partial_rollout.view import RunState, make_app
-from tests.unit.observability.browser import NEEDS_CHROMIUM, Tab, open_page
+from tests.unit.observability.browser import NEEDS_CHROMIUM, open_page
 from tests.unit.observability.test_view import (
     EVIL,
     METRICS,
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 NUM_PROMPTS, NUM_LOOKS = 5_000, 15
 MAX_GROWTH_BYTES = 2_000_000
-CELLS = "[...document.querySelectorAll('#{} tr')].map(row => [...row.cells].map(cell => cell.textContent))"
-PARTS = "[...document.querySelectorAll('#{} span')].map(part => part.textContent.trim())"
-
-
-async def cells(tab: Tab, table: str) -> list[list[str]]:
-    """Texts of a table, row by row."""
-    return await tab.value(CELLS.format(table))
 
 
 @NEEDS_CHROMIUM
@@ -60,7 +53,7 @@ async def test_five_thousand_prompts_in_flight_are_drawn_and_a_page_that_is_left
         async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
             await tab.until("document.body.dataset.step == '300'")
             assert await tab.value("document.getElementById('waiting').textContent") == "5000 in all, the oldest:"
-            waits = await cells(tab, "waits")
+            waits = await tab.cells("waits")
             assert [row[1] for row in waits[1:]] == [f"p{number}" for number in range(view.NUM_OLDEST)]
             assert await tab.value("document.querySelectorAll('#lanes [data-uid]').length") > 100
             took_ms = await tab.value(
@@ -93,8 +86,8 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117
         async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
             await tab.until("document.body.dataset.step == '7'")
-            head, flow = await tab.value(PARTS.format("head")), await tab.value(PARTS.format("flow"))
-            steps, causes, waits = await cells(tab, "steps"), await cells(tab, "causes"), await cells(tab, "waits")
+            head, flow = await tab.parts("head"), await tab.parts("flow")
+            steps, causes, waits = await tab.cells("steps"), await tab.cells("causes"), await tab.cells("waits")
             charts = await tab.value("document.querySelectorAll('#charts svg').length")
             why = await tab.value("document.getElementById('why').innerText")
             await tab.value("document.getElementById('which').value = 4; document.getElementById('which').onchange()")

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.run.quickstart.verdict import FLAG, STEPS, num_baseline_steps, without_the_flag
+from partial_rollout.run.quickstart.verdict import (
+    FIRST_START_S,
+    FLAG,
+    STEPS,
+    num_baseline_steps,
+    without_the_flag,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,10 +36,18 @@ rows = [{"step": n, "data": step | {"timing_s/step": step["timing_s/gen"] + n % 
 metrics.write_text("".join(json.dumps(row) + "\\n" for row in rows))
 sys.exit(int(words.get("code", "0")))
 """
+STAGES = """
+import os
+from pathlib import Path
+from partial_rollout.observability.events import EventWriter, StageBegan
+writer = EventWriter(Path(os.environ["VERL_FILE_LOGGER_PATH"]).parent / "events", "driver")
+writer.write(StageBegan(number=1, total=5, name="configuration"))
+writer.write(StageBegan(number=2, total=5, name="Ray"))
+"""
 
 
-def run(folder: Path, *words: str, most: int = 20) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", JOB, FLAG, *words]
+def run(folder: Path, *words: str, most: int = 20, job: str = JOB) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", job, FLAG, *words]
     line = [sys.executable, "-m", "partial_rollout.run.quickstart.verdict", str(folder), "--baseline-steps", str(most)]
     variables = os.environ | {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
     return subprocess.run(
@@ -89,3 +103,13 @@ def test_the_baseline_is_the_same_command_in_a_folder_of_its_own(tmp_path: Path)
     assert num_baseline_steps(words, 20) == 6
     assert num_baseline_steps([f"{STEPS}=5000"], 20) == 20
     assert num_baseline_steps([], 20) == 20
+
+
+def test_a_first_start_says_what_stages_took_elsewhere_and_the_second_run_what_they_took_here(tmp_path: Path) -> None:
+    done = run(tmp_path, f"{STEPS}=12", job=STAGES + JOB)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    first, second = (FIRST_START_S[name] for name in ("configuration", "Ray"))
+    usual = [f"usually {least:.0f} to {most:.0f})" for least, most in (first, first, second, second)]
+    assert [line.rpartition(" (")[2] for line in said[:4]] == usual
+    assert said[4] == "[1/5] configuration ... (usually 0 to 0)"
