@@ -22,15 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from partial_rollout.advise.result import circumstances, store
+from partial_rollout.run.cpu_environment import apply_cpu_environment
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
 MODES = {
     "whole, one by one": {"step_execution": False, "max_num_seqs": 1},
     "whole, batched": {"step_execution": False, "max_num_seqs": 8},
@@ -104,7 +97,7 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
     """Interrupt all requests once; seconds until all are done, and the denoise steps that came to nothing."""
     steps_before = await server.count_steps.remote()
     started_s = time.perf_counter()
-    tasks = [asyncio.ensure_future(to_future(server.generate.remote(request))) for request in requests]
+    images = [server.generate.remote(request) for request in requests]
     await asyncio.sleep(after_s)
     stop: Any = server.hold if way == "hold" else server.drain
     go_on: Any = server.release if way == "hold" else server.resume
@@ -114,10 +107,10 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
         await stop.remote()
         await go_on.remote()
         pause_s = time.perf_counter() - begun_s
-    outcomes = await asyncio.gather(*tasks)
+    outcomes = await asyncio.gather(*images)
     again = [(item, out) for item, out in zip(requests, outcomes, strict=True) if hasattr(out, "snapshot")]
     kept = [item.resumed_from(out.snapshot if way == "snapshot" else None) for item, out in again]
-    await asyncio.gather(*(to_future(server.generate.remote(request)) for request in kept))
+    await asyncio.gather(*(server.generate.remote(request) for request in kept))
     seconds = time.perf_counter() - started_s
     computed, needed = await server.count_steps.remote() - steps_before, sum(item.num_steps for item in requests)
     return {
@@ -128,11 +121,6 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
         "wasted_steps": computed - needed,
         "wasted_share": (computed - needed) / needed,
     }
-
-
-async def to_future(reference: Any) -> Any:
-    """An object reference as a coroutine."""
-    return await reference
 
 
 async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -160,32 +148,25 @@ async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[
 
 def summary(rounds: dict[str, Any]) -> dict[str, Any]:
     """Median, least and most over rounds of every number."""
-    return {
-        name: {
-            key: {
-                field: [statistics.median(values), min(values), max(values)]
-                for field in rows[0]
-                for values in [[row[field] for row in rows]]
-            }
-            for key, rows in block.items()
-        }
-        for name, block in rounds.items()
-    }
+
+    def over_rounds(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+        columns = {field: [row[field] for row in rows] for field in rows[0]}
+        return {field: [statistics.median(values), min(values), max(values)] for field, values in columns.items()}
+
+    return {name: {key: over_rounds(rows) for key, rows in block.items()} for name, block in rounds.items()}
 
 
 def ratios(rounds: dict[str, Any]) -> dict[str, Any]:
     """The same of every timed number divided by that of the block's first way in the same round."""
-    divided = {
-        name: {
-            key: [
-                {field: row[field] / first[field] for field in TIMED if field in row}
-                for row, first in zip(rows, next(iter(block.values())), strict=True)
-            ]
-            for key, rows in block.items()
-        }
-        for name, block in rounds.items()
-    }
-    return summary(divided)
+
+    def divided(rows: list[dict[str, float]], by: list[dict[str, float]]) -> list[dict[str, float]]:
+        pairs = zip(rows, by, strict=True)
+        return [{field: row[field] / first[field] for field in TIMED if field in row} for row, first in pairs]
+
+    blocks = {name: (block, next(iter(block.values()))) for name, block in rounds.items()}
+    return summary(
+        {name: {key: divided(rows, first) for key, rows in block.items()} for name, (block, first) in blocks.items()}
+    )
 
 
 def main() -> None:
@@ -196,7 +177,8 @@ def main() -> None:
     parser.add_argument("--gap-s", type=float, default=0.1, help="mean time between arrivals, when they are spread")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    apply_cpu_environment()
 
     import ray
 

@@ -45,11 +45,12 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
-from benchmarks.packing_steps import NUM_RANKS, SMALL, Trainee, cost_model, packed_step, padded_step, training
+from benchmarks.packing_steps import MAX_POSITIONS, NUM_RANKS, SMALL, Trainee, packed_step, padded_step, training
 from partial_rollout.advise.result import circumstances, devices, store, versions
 from partial_rollout.advise.shapes import SHAPES
 from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
 from partial_rollout.packing import attention as varlen_attention
+from partial_rollout.packing.batch import cost_of
 from partial_rollout.packing.plan import sample_padding_share
 from partial_rollout.packing.planners import PaddedPlanner
 
@@ -134,13 +135,13 @@ def as_plan(micro_batches: list[list[list[int]]]) -> Plan:
 
 def packed_methods(options: argparse.Namespace) -> dict[str, Method]:
     """Strided first: the base of the ratios."""
-    budget = options.token_budget
+    budget, cost = options.token_budget, cost_of(SHAPES[options.shape].config(MAX_POSITIONS))
     return {
         "strided": strided(options.per_row),
         "verl": verl_path(budget),
         "fixed": FixedCountPlanner(per_rank_batch_size=options.per_row).plan,
         "budget": TokenBudgetPlanner(token_budget=budget, equal_counts=True).plan,
-        "global": GlobalPlanner(token_budget=budget, equal_counts=True, cost=cost_model(options.shape)).plan,
+        "global": GlobalPlanner(token_budget=budget, equal_counts=True, cost=cost).plan,
     }
 
 

@@ -8,9 +8,8 @@ Steps (`--steps`): `equal`: every tensor of both orders is what was sent, all of
 the receiver numbering the GPU by its UUID; `speed`: interleaved rounds of
 
 - `copy_flat`: all bytes in one copy on the device: the reference;
-- `copy_tensors`: each tensor into one that exists;
 - `channel`: ours, to a receiver that drops every tensor; `channel_load`: to one that copies it into a parameter;
-- `verl`: verl's own channel, tensors cloned on receipt; `verl_load`: copied into a parameter instead.
+- `verl`: verl's own channel, tensors cloned on receipt.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import statistics
-import sys
 import time
 import zlib
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
-from benchmarks.child import Child, serve
 from partial_rollout.advise.result import about_run, store
+from partial_rollout.advise.shapes import SHAPES, Shape
 from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
@@ -39,37 +40,27 @@ from partial_rollout.weights.transport import CUDA_BUFFER_BYTES, NUM_BUFFERS, Tr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MODULE = "benchmarks.bench_weights"
-MODES = ("copy_flat", "copy_tensors", "channel", "channel_load", "verl", "verl_load")
-SMALL = {"hidden": 1024, "intermediate": 3072, "vocabulary": 151_936}
-"""Qwen3-0.6B's."""
-LARGE = {"hidden": 2560, "intermediate": 9728, "vocabulary": 151_936}
-"""Qwen3-4B's."""
+MODES = ("copy_flat", "channel", "channel_load", "verl")
 LARGE_FROM_GB = 4.0
-DRY = {"hidden": 64, "intermediate": 192, "vocabulary": 10_000}
+"""From here on tensors have the sizes of Qwen3-4B's, below those of Qwen3-0.6B's."""
+DRY = Shape(hidden=64, intermediate=192, layers=2, heads=4, kv_heads=2, vocabulary=10_000)
 DRY_GIGABYTES = 0.01
 MEBIBYTE = 1 << 20
-TIMEOUT_S = 60.0
+TIMEOUT_S, ANSWER_S = 60.0, 300.0
+"""Of an end of the channel; of the second process, which imports vLLM first, on a machine that may be busy."""
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 Weights = list[tuple[str, torch.Tensor]]
 
 
-def sizes_of(gigabytes: float) -> dict[str, int]:
-    """Dimensions of the model that has about this size."""
-    if gigabytes <= DRY_GIGABYTES:
-        return DRY
-    return LARGE if gigabytes >= LARGE_FROM_GB else SMALL
-
-
-def qwen_shapes(
-    gigabytes: float, *, hidden: int, intermediate: int, vocabulary: int
-) -> list[tuple[str, tuple[int, ...]]]:
+def qwen_shapes(gigabytes: float) -> list[tuple[str, tuple[int, ...]]]:
     """As many layers as make `gigabytes` of bf16, after the embedding."""
-    shapes: list[tuple[str, tuple[int, ...]]] = [("embed_tokens", (vocabulary, hidden))]
+    model = DRY if gigabytes <= DRY_GIGABYTES else SHAPES["4b" if gigabytes >= LARGE_FROM_GB else "qwen3-0.6b"]
+    hidden, intermediate = model.hidden, model.intermediate
+    shapes: list[tuple[str, tuple[int, ...]]] = [("embed_tokens", (model.vocabulary, hidden))]
     layer = [("qkv", (2 * hidden, 2 * hidden)), ("o", (hidden, 2 * hidden)), ("norm", (hidden,))]
     layer += [("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))]
-    total, wanted = vocabulary * hidden * 2, gigabytes * 1e9
+    total, wanted = model.vocabulary * hidden * 2, gigabytes * 1e9
     while total < wanted:
         shapes += [(f"layers.{len(shapes)}.{name}", shape) for name, shape in layer]
         total += sum(2 * torch.Size(shape).numel() for _, shape in layer)
@@ -86,7 +77,7 @@ def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def make_weights(gigabytes: float) -> Weights:
     """All tensors of a model."""
-    return [(name, make_tensor(name, shape)) for name, shape in qwen_shapes(gigabytes, **sizes_of(gigabytes))]
+    return [(name, make_tensor(name, shape)) for name, shape in qwen_shapes(gigabytes)]
 
 
 def wait_for_device() -> None:
@@ -133,15 +124,12 @@ def take_channel(update_number: int, loads: bool) -> None:
     wait_for_device()
 
 
-def take_verl(update_number: int, loads: bool) -> None:
+def take_verl(update_number: int) -> None:
     """One update over verl's channel."""
 
     def take(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-        for name, tensor in weights:
-            if loads:
-                load(name, tensor)
-            else:
-                tensor.clone()
+        for _, tensor in weights:
+            tensor.clone()
         weights.clear()
 
     address = verl_socket(ChannelAddress.inherited(), update_number)
@@ -161,8 +149,17 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-ACTIONS: dict[str, Callable[..., Any]] = {action.__name__: action for action in (take_channel, take_verl, compare)}
-"""What the second process, which receives, is asked to do."""
+@contextmanager
+def second_process() -> Iterator[ProcessPoolExecutor]:
+    """The process that receives; it has imported what it needs."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            pool.submit(os.getpid).result(ANSWER_S)
+            yield pool
+        except BaseException:
+            for child in multiprocessing.active_children():  # it may wait for ever for this end of a channel
+                child.kill()
+            raise
 
 
 class Bench:
@@ -189,18 +186,17 @@ class Bench:
 
 def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
     """File order and shuffled order, to a process that names the GPU in its own way."""
-    environment = dict(os.environ)
-    if HAS_GPU:
-        environment["CUDA_VISIBLE_DEVICES"] = "GPU-" + Transports().identify(DEVICE).removeprefix("GPU-")
+    if HAS_GPU:  # of processes from here on; this one has counted its GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-" + Transports().identify(DEVICE).removeprefix("GPU-")
     weights = make_weights(gigabytes)
     shuffled = [weights[i] for i in torch.randperm(len(weights), generator=torch.Generator().manual_seed(0)).tolist()]
     rows = {}
-    with Child(MODULE, environment) as child:
+    with second_process() as child:
         for order, tensors in (("file", weights), ("shuffled", shuffled)):
             bench.update_number += 1
-            child.ask("compare", update_number=bench.update_number)
+            compared = child.submit(compare, bench.update_number)
             bench.send(tensors)
-            answer = child.answer()
+            answer = compared.result(ANSWER_S)
             in_order = answer["names"] == [name for name, _ in tensors]
             rows[order] = {"tensors": len(answer["names"]), "in_order": in_order, "different": answer["different"]}
     return {"largest_bytes": max(tensor.nbytes for _, tensor in weights), **rows}
@@ -209,12 +205,10 @@ def check_equality(bench: Bench, gigabytes: float) -> dict[str, Any]:
 class Speed:
     """All modes of one model's size, between this process and its child."""
 
-    def __init__(self, bench: Bench, gigabytes: float) -> None:
-        self.bench, self.weights = bench, make_weights(gigabytes)
+    def __init__(self, bench: Bench, gigabytes: float, child: ProcessPoolExecutor) -> None:
+        self.bench, self.weights, self.child = bench, make_weights(gigabytes), child
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.weights)
         self.flat = torch.ones(2, self.num_bytes, dtype=torch.uint8, device=DEVICE)
-        self.copies = [(tensor, torch.empty_like(tensor)) for _, tensor in self.weights]
-        self.child = Child(MODULE)
         self.stream_s: list[float] = []
 
     def run(self, mode: str) -> float:
@@ -222,35 +216,25 @@ class Speed:
         self.bench.update_number += 1
         wait_for_device()
         started = time.perf_counter()
-        if mode.startswith("copy"):
-            getattr(self, mode)()
+        if mode == "copy_flat":
+            self.flat[1].copy_(self.flat[0])
+        elif mode == "verl":
+            taken = self.child.submit(take_verl, self.bench.update_number)
+            self.bench.send_verl(self.weights)
+            taken.result(ANSWER_S)
         else:
-            transport, _, loads = mode.partition("_")
-            self.child.ask(f"take_{transport}", update_number=self.bench.update_number, loads=bool(loads))
-            getattr(self, transport)()
-            self.child.answer()
+            taken = self.child.submit(take_channel, self.bench.update_number, mode == "channel_load")
+            self.stream_s.append(self.bench.send(self.weights))
+            taken.result(ANSWER_S)
         wait_for_device()
         return time.perf_counter() - started
-
-    def copy_flat(self) -> None:
-        self.flat[1].copy_(self.flat[0])
-
-    def copy_tensors(self) -> None:
-        for tensor, copy in self.copies:
-            copy.copy_(tensor)
-
-    def channel(self) -> None:
-        self.stream_s.append(self.bench.send(self.weights))
-
-    def verl(self) -> None:
-        self.bench.send_verl(self.weights)
 
 
 def measure_speed(bench: Bench, gigabytes: float, rounds: int) -> dict[str, Any]:
     """Seconds of each mode, interleaved."""
-    speed = Speed(bench, gigabytes)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    with speed.child:
+    with second_process() as child:
+        speed = Speed(bench, gigabytes, child)
         for _ in range(2):
             for mode in MODES:
                 speed.run(mode)  # page tables, code, the allocator
@@ -309,4 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve(ACTIONS) if "--serve" in sys.argv else main()
+    main()

@@ -16,14 +16,11 @@ steps. Everything else is verl's trainer. `--dry-run` shows the jobs' commands.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import shlex
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,19 +29,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lanes import Lane, make_lanes, run_all
 from benchmarks.training_job import (
     ROOT,
-    SKIP,
     TRAINING_ONLY,
-    kept,
     of_workers,
     run_job,
-    stored_jobs,
     training_command,
-    utilisation,
 )
-from partial_rollout.advise.jobs import in_pairs, response_tokens
-from partial_rollout.advise.predict import markdown
-from partial_rollout.advise.result import about_run, store
-from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model, write_prompts
+from partial_rollout.advise.measured import SKIP, generation, kept, parts, rates_table, slots_in_use, summarise
+from partial_rollout.advise.result import about_run, store, stored_jobs
+from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model, write_prompts, write_weights
 from partial_rollout.advise.workload import TRACES, workload
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.flag import PACKED_ATTENTION
@@ -55,27 +47,11 @@ if TYPE_CHECKING:
     from partial_rollout.advise.workload import Workload
 
 COMPARED = ("sync", "partial_rollout", "colocate_async", "partial_reuse_kv")
-BASELINES = ("sync", "sync_fast_poll", "colocate_async", "colocate_async_fast_poll")
 ON_A_CPU = ("tiny", "small")
 """Shapes that are trained on a CPU, with the quickstart's configuration."""
 CPU_PROMPT_TOKENS = 32
 ROW_TOKENS = 12_288
 """Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
-OWN_METRICS = (
-    "slot_utilisation",
-    "depth",
-    "interruptions",
-    "reprefilled_tokens",
-    "resumed_share",
-    "staleness_steps/mean",
-    "stale_token_share",
-    "old_kv_token_share",
-)
-STALENESS = "training/off_policy/trajectory_staleness_worst"
-"""verl's own count of the steps since a response was begun, which all modes have."""
-DEPTH, RUNNING = "partial_rollout/depth", "partial_rollout/mean_running"
-COUNTED = ("response_tokens", "reprefilled_tokens")
-"""Of a batch; what is computed again is the engine's own count."""
 ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.bypass_mode=True")
 """Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 FLAG = "+async_training.partial_rollout=True"
@@ -137,23 +113,6 @@ def mode_options(mode: str, slots: int) -> list[str]:
     return [option.format(slots=slots, twice_slots=2 * slots) for option in MODES[mode]]
 
 
-def write_weights(path: Path, shape: str, max_positions: int) -> None:
-    """Random bf16 weights beside the configuration, made in a process that gives the GPU's memory back."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(_write_weights, path, shape, max_positions).result()
-
-
-def _write_weights(path: Path, shape: str, max_positions: int) -> None:
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(SHAPES[shape].config(max_positions))
-    model.save_pretrained(path)
-
-
 def settings(folder: Path, load: Workload, prompt_tokens: int) -> list[str]:
     """The load: what all jobs share."""
     rollout = "actor_rollout_ref.rollout"
@@ -206,111 +165,6 @@ def command(
     main = [python, "-m", "partial_rollout.main_ppo", "--config-name", "partial_rollout", "+recipe=grpo"]
     places = [f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"]
     return [*main, *gpu, *places, *of_workers(python), *own]
-
-
-def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
-    """Share of the slots that ran over the measured steps, while any did."""
-    since_s = job["ends_s"][SKIP - 1] if len(job["ends_s"]) >= SKIP else float("inf")
-    return utilisation([running for at_s, running in job["samples"] if at_s >= since_s], num_slots)
-
-
-def summarise(jobs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By mode, whole steps: mean seconds, tokens/s, ratios of both to verl's modes, and means of our metrics."""
-    modes = dict.fromkeys(job["mode"] for job in jobs)
-    rows = {mode: _mode_summary([job for job in jobs if job["mode"] == mode]) for mode in modes}
-    for base in (mode for mode in BASELINES if mode in rows):
-        for row in rows.values():
-            row[f"gen_ratio_to_{base}"] = row["gen_s"] / rows[base]["gen_s"]
-            row[f"token_rate_ratio_to_{base}"] = row["tokens_per_s"] / rows[base]["tokens_per_s"]
-    return rows
-
-
-def _mode_summary(jobs: list[dict[str, Any]]) -> dict[str, float]:
-    steps = [step for job in jobs for step in job["steps"]]
-    in_use = [job["slots_in_use"] for job in jobs if job["slots_in_use"] is not None]
-    gen = [step["timing_s/gen"] for step in steps]
-    quartiles = statistics.quantiles(gen, n=4)
-    total_s = sum(step["timing_s/step"] for step in steps)
-    row: dict[str, float] = {
-        "num_steps": len(steps),
-        "gen_s": statistics.fmean(gen),
-        **dict(zip(("gen_s_q1", "gen_s_median", "gen_s_q3"), quartiles, strict=True)),
-        "step_s": statistics.fmean(step["timing_s/step"] for step in steps),
-        "tokens_per_s": sum(step["perf/total_num_tokens"] for step in steps) / total_s,
-    }
-    if in_use:
-        row["slots_in_use"] = statistics.fmean(in_use)
-    named = ((name, f"partial_rollout/{name}") for name in OWN_METRICS)
-    values = {name: [step[key] for step in steps if key in step] for name, key in named}
-    return row | {name: statistics.fmean(found) for name, found in values.items() if found}
-
-
-def generation(jobs: list[dict[str, Any]], load: Workload, prompt_tokens: int) -> dict[str, dict[str, float]]:
-    """By mode, response tokens of the batches for each second of generation, and the time for equal ones to verl's.
-
-    Of each job an even number of steps is counted.
-    """
-    rows: dict[str, dict[str, float]] = {}
-    for mode in dict.fromkeys(job["mode"] for job in jobs):
-        steps = [step for job in jobs if job["mode"] == mode for step in in_pairs(job["steps"])]
-        tokens = sum(response_tokens(step, load, prompt_tokens) for step in steps)
-        seconds = sum(step["timing_s/gen"] for step in steps)
-        rows[mode] = {"num_steps": len(steps), "seconds": seconds, "tokens_per_s": tokens / seconds}
-    for base in (mode for mode in BASELINES if mode in rows):
-        for row in rows.values():
-            row[f"time_ratio_to_{base}"] = rows[base]["tokens_per_s"] / row["tokens_per_s"]
-    return rows
-
-
-def filling_steps(job: dict[str, Any]) -> int:
-    """Steps in which slots fill: the first ones of each job, and with a depth that moves those up to its last move.
-
-    In the step after a move the prompts that it let in begin.
-    """
-    depths = [step.get(DEPTH) for step in job["first_steps"] + job["steps"]]
-    last = next((place for place in range(len(depths) - 1, 0, -1) if depths[place] != depths[place - 1]), 0)
-    return max(len(job["first_steps"]), last + 1 if last else 0)
-
-
-def parts(jobs: list[dict[str, Any]], load: Workload) -> dict[str, dict[str, dict[str, float]]]:
-    """By mode, the steps in which slots fill and the others, each counted for itself."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for mode in dict.fromkeys(job["mode"] for job in jobs):
-        pairs = [(job["first_steps"] + job["steps"], filling_steps(job)) for job in jobs if job["mode"] == mode]
-        filling = [step for steps, number in pairs for step in steps[:number]]
-        full = [step for steps, number in pairs for step in steps[number:]]
-        named = (("filling", filling), ("full", full))
-        found[mode] = {name: _part(steps, load) for name, steps in named if steps}
-    return found
-
-
-def _part(steps: list[dict[str, Any]], load: Workload) -> dict[str, float]:
-    """Of these steps: seconds of generation and, where our metrics say it, slots in use and tokens computed again.
-
-    A slot counts as one that the job starts with, also where their number moves; each step weighs as long as it takes.
-    """
-    seconds = sum(step["timing_s/gen"] for step in steps)
-    row: dict[str, float] = {"num_steps": len(steps), "gen_s": seconds / len(steps)}
-    if all(RUNNING in step for step in steps):
-        running = sum(step[RUNNING] * step["timing_s/gen"] for step in steps) / seconds
-        row["slots_in_use"] = running / (load.batch * load.group)
-    tokens, again = (sum(step.get(f"partial_rollout/{name}", 0) for step in steps) for name in COUNTED)
-    return row | ({"reprefilled_per_1000_tokens": 1000 * again / tokens} if tokens else {})
-
-
-def rates_table(rates: dict[str, dict[str, float]], jobs: list[dict[str, Any]]) -> str:
-    """Markdown: of each mode its rate, the time for equal tokens to verl's modes, and how old what it trained was."""
-    bases = [base for base in BASELINES if base in rates]
-    head = ["mode", "steps", "generation, s a step", "tokens/s", *(f"time, {base} = 1" for base in bases)]
-    lines = [[*head, "staleness mean", "max"], ["---"] * (len(head) + 2)]
-    for mode, row in rates.items():
-        steps = [step for job in jobs if job["mode"] == mode for step in job["steps"] if f"{STALENESS}/max" in step]
-        shown = [f"{row['num_steps']:.0f}", f"{row['seconds'] / row['num_steps']:.1f}", f"{row['tokens_per_s']:,.0f}"]
-        shown += [f"{row[f'time_ratio_to_{base}']:.2f}" for base in bases]
-        mean = f"{statistics.fmean(step[f'{STALENESS}/mean'] for step in steps):.1f}" if steps else ""
-        most = f"{max(step[f'{STALENESS}/max'] for step in steps):.0f}" if steps else ""
-        lines.append([mode, *shown, mean, most])
-    return markdown(lines)
 
 
 class Jobs:

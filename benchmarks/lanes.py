@@ -6,15 +6,13 @@ import os
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
-T = TypeVar("T")
 CORES_EACH = 2
 """What the quickstart is made for."""
 
@@ -59,29 +57,22 @@ def make_lanes(number: int) -> list[Lane]:
 
 
 def run_all(jobs: Sequence[Callable[[Lane], None]], lanes: Sequence[Lane]) -> None:
-    """As `side_by_side`, of jobs that keep what they find themselves, also when they are ended."""
-    with closing(side_by_side(jobs, lanes)) as ended:
-        for _ in ended:
-            pass
+    """Run jobs, which keep what they find themselves; each takes the first lane that is free.
 
-
-def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> Generator[T]:
-    """Results as jobs end; each takes the first lane that is free.
-
-    When this ends early, by an error or an interruption, jobs that have not started never do, and the others' lanes
-    say that they have ended. Close it (`contextlib.closing`), so that an error between two results ends it, too.
+    When an error or an interruption ends this early, jobs that have not started never do, and the others' lanes say
+    that they have ended.
 
     Raises:
-        SystemExit: some commands have failed; the other results came first.
+        SystemExit: some commands have failed; the other jobs have ended first.
     """
     free: SimpleQueue[Lane] = SimpleQueue()
     for lane in lanes:
         free.put(lane)
 
-    def in_a_lane(job: Callable[[Lane], T]) -> T:
+    def in_a_lane(job: Callable[[Lane], None]) -> None:
         lane = free.get_nowait()  # as many threads as lanes
         try:
-            return job(lane)
+            job(lane)
         finally:
             free.put(lane)
 
@@ -91,7 +82,7 @@ def side_by_side(jobs: Sequence[Callable[[Lane], T]], lanes: Sequence[Lane]) -> 
         try:
             for future in as_completed(futures):
                 try:
-                    yield future.result()
+                    future.result()
                 except subprocess.CalledProcessError as error:
                     print(error, flush=True)
                     failed.append(str(error))

@@ -12,25 +12,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from contextlib import closing
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.jobs import CPU_MODES, mode_options
-from benchmarks.lanes import Lane, make_lanes, side_by_side
+from benchmarks.lanes import Lane, make_lanes, run_all
 from benchmarks.training_job import (
     ROOT,
     read_steps,
     require_success,
-    stored_jobs,
     training_command,
     training_job,
     until_over,
 )
-from partial_rollout.advise.result import circumstances, store
+from partial_rollout.advise.result import circumstances, store, stored_jobs
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.runtime.termination import heed_termination
 
@@ -136,11 +133,17 @@ def main(words: list[str] | None = None) -> None:
     jobs = stored_jobs(options.json, resume=options.resume, about={})
     ended_before = {(job["mode"], job["seed"]) for job in jobs}
     wanted = [(mode, seed) for seed in options.seeds for mode in options.modes if (mode, seed) not in ended_before]
-    runs = [partial(run, task, options, mode, seed) for mode, seed in wanted]
-    with closing(side_by_side(runs, make_lanes(options.at_once))) as ended:
-        for job in tqdm(ended, desc="jobs", total=len(runs)):
-            jobs = sorted([*jobs, job], key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
+    storing = threading.Lock()
+
+    def run_one(mode: str, seed: int, lane: Lane) -> None:
+        job = run(task, options, mode, seed, lane)
+        with storing:
+            jobs.append(job)
+            jobs.sort(key=lambda each: (options.modes.index(each["mode"]), each["seed"]))
             store({**about, "summary": summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
+            print(f"{mode}, seed {seed}: job {len(jobs)} of {len(ended_before) + len(wanted)}", flush=True)
+
+    run_all([partial(run_one, *each) for each in wanted], make_lanes(options.at_once))
     for mode, row in summarise(jobs).items():
         print(mode, row)
 

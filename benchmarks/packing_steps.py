@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from partial_rollout.advise.shapes import SHAPES
-from partial_rollout.packing import CostModel
 from partial_rollout.packing.attention import Sample, pack
 
 if TYPE_CHECKING:
@@ -30,20 +29,6 @@ GPU_TIMEOUT = timedelta(seconds=60)
 """Of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
 LOSS_CHUNK = 8192
 """Tokens whose log-probs are computed at once; with 151,936 logits each, fewer than 2**31 numbers."""
-
-
-def cost_model(shape: str) -> CostModel:
-    """What a row costs a model of one of `SHAPES`."""
-    sizes = SHAPES[shape]
-    return CostModel.from_model(
-        hidden_size=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate,
-        vocab_size=sizes.vocabulary,
-    )
 
 
 @dataclass(frozen=True)

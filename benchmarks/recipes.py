@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import without_flash_attention, write_weights
+from benchmarks.jobs import without_flash_attention
 from benchmarks.lanes import Lane, run_all
-from benchmarks.training_job import ROOT, kept, run_job
+from benchmarks.training_job import ROOT, run_job
+from partial_rollout.advise.measured import kept
 from partial_rollout.advise.result import about_run, store
-from partial_rollout.advise.shapes import SHAPES, write_model
+from partial_rollout.advise.shapes import SHAPES, write_model, write_weights
 from partial_rollout.run.data import dapo_math, gsm8k
 from partial_rollout.runtime.termination import heed_termination
 

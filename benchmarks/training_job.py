@@ -18,10 +18,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lanes import Lane
-from partial_rollout.advise.result import read_result
+from partial_rollout.advise.measured import SKIP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS, LOG = "metrics.jsonl", "log.txt"
@@ -39,12 +39,6 @@ STOP_S = 20.0
 RUNNING, ENGINE = "vllm:num_requests_running", "VLLM::EngineCore"
 """A gauge, and the title of an engine's process."""
 READ_TIMEOUT_S = 2.0
-SKIP = 2
-"""Steps of a job that are left out: the primer's and, of asynchronous modes, one in which contexts grow."""
-TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
-KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
-KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
-"""Metrics of a job that are stored: these, and all whose names begin so."""
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 
 
@@ -165,26 +159,6 @@ def run_job(
     return {**times, "code": job.returncode, **first, "steps": steps[skip:], "samples": samples}
 
 
-def stored_jobs(path: Path, *, resume: bool, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The jobs that the benchmark of `path` has stored before, if it is to go on from them; else none.
-
-    Raises:
-        SystemExit: they were of other sizes than these.
-    """
-    if not resume or not path.exists():
-        return []
-    stored = read_result(path)
-    for name in ("workload", "engine"):
-        if stored.get(name) != json.loads(json.dumps(about.get(name))):  # a tuple is stored as a list
-            raise SystemExit(f"--resume: the jobs of {path} have another {name} than this command; give another place")
-    return stored["jobs"]
-
-
-def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics of steps that are stored."""
-    return [{name: step[name] for name in step if name in KEPT or name.startswith(KEPT_GROUPS)} for step in steps]
-
-
 class RunningRequests:
     """vLLM's own gauge of a job's engines; needs `rollout.disable_log_stats=False`."""
 
@@ -201,12 +175,6 @@ class RunningRequests:
         """The present sum over engines; nothing while none answers."""
         running = [value for value in map(_read, self._pages) if value is not None]
         return sum(running) if running else None
-
-
-def utilisation(samples: Iterable[float], num_slots: int) -> float | None:
-    """Mean share of slots in use, over the samples in which any is."""
-    busy = [running for running in samples if running > 0]
-    return sum(busy) / (len(busy) * num_slots) if busy else None
 
 
 def _is_engine(process: psutil.Process) -> bool:

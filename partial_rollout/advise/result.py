@@ -87,6 +87,21 @@ def store(result: dict[str, Any], path: Path | None, raw: Collection[str] = ()) 
     _replace(path, (_text(shown) + "\n").encode())
 
 
+def stored_jobs(path: Path, *, resume: bool, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The jobs that the benchmark of `path` has stored before, if it is to go on from them; else none.
+
+    Raises:
+        SystemExit: they were of other sizes than these.
+    """
+    if not resume or not path.exists():
+        return []
+    stored = read_result(path)
+    for name in ("workload", "engine"):
+        if stored.get(name) != json.loads(json.dumps(about.get(name))):  # a tuple is stored as a list
+            raise SystemExit(f"--resume: the jobs of {path} have another {name} than this command; give another place")
+    return stored["jobs"]
+
+
 def _replace(path: Path, content: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(content)

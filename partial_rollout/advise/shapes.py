@@ -1,9 +1,11 @@
-"""Models of known shapes without weights, and prompts whose responses have recorded lengths."""
+"""Models of known shapes, with made-up weights or none, and prompts whose responses have recorded lengths."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import string
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,6 +81,26 @@ def write_model(path: Path, shape: Shape, max_positions: int) -> PreTrainedToken
     GenerationConfig(bos_token_id=0, eos_token_id=3, pad_token_id=0).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return tokenizer
+
+
+def write_weights(path: Path, shape: str, max_positions: int) -> None:
+    """Random bf16 weights beside the configuration, made in a process that gives the GPU's memory back.
+
+    `shape` is a name in `SHAPES`.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(_write_weights, path, shape, max_positions).result()
+
+
+def _write_weights(path: Path, shape: str, max_positions: int) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(SHAPES[shape].config(max_positions))
+    model.save_pretrained(path)
 
 
 def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:

@@ -142,7 +142,7 @@ def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_ro
     logger.info("packing: rows of at most %d tokens, from %s", budget, source)
     if pads_rows:
         return PaddedPlanner(mini_batch_size=mini_batch_size, token_budget=budget)
-    cost = _cost_model(config)
+    cost = cost_of(_text_config(config))
     return GlobalPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True, cost=cost)
 
 
@@ -165,8 +165,8 @@ def token_budget(config: DictConfig, given: int | None) -> tuple[int, str]:
     return limit * devices, f"{source} x {devices} devices that share a row"
 
 
-def _cost_model(config: DictConfig) -> CostModel:
-    model = _text_config(config)
+def cost_of(model: Any) -> CostModel:
+    """What a row costs a model, from its configuration of transformers; verl's cost model where that lacks a size."""
     missing = [size for size in MODEL_SIZES if not getattr(model, size, None)]
     if missing:
         logger.warning("packing: %s does not say %s; using verl's cost model", type(model).__name__, ", ".join(missing))

@@ -17,20 +17,15 @@ from benchmarks.jobs import (
     CPU_PROMPT_TOKENS,
     MODES,
     ROLLOUT_ONLY,
-    STALENESS,
     Jobs,
     command,
-    filling_steps,
-    generation,
     on_a_gpu,
     parser,
-    parts,
-    rates_table,
     settings,
-    slots_in_use,
     without_flash_attention,
 )
-from benchmarks.training_job import LOG, SKIP, run_job
+from benchmarks.training_job import LOG, run_job
+from partial_rollout.advise.measured import SKIP
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.workload import workload
 from partial_rollout.settings.flag import is_enabled
@@ -145,25 +140,6 @@ def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monke
         Jobs(parser().parse_args([*words, "--trace", "uniform"]))
 
 
-def test_steps_in_which_slots_fill_are_counted_apart():
-    def step(depth, running, seconds=1.0, again=0):
-        named = {"depth": depth, "mean_running": running, "response_tokens": 100, "reprefilled_tokens": again}
-        return {f"partial_rollout/{name}": value for name, value in named.items()} | {"timing_s/gen": seconds}
-
-    load = workload("tiny", "long_tail", batch=5, group=2)
-    first, steps = [step(2, 1), step(2, 1)], [step(2, 5), step(3, 7), step(3, 10, 3.0, 5), step(3, 6)]
-    job = {"mode": "flag", "first_steps": first, "steps": steps}
-    assert filling_steps(job) == 4
-    rows = parts([job], load)["flag"]
-    assert rows["filling"] == {
-        "num_steps": 4, "gen_s": 1, "slots_in_use": 14 / 40, "reprefilled_per_1000_tokens": 0,
-    }  # fmt: skip
-    assert rows["full"] == {"num_steps": 2, "gen_s": 2, "slots_in_use": 36 / 40, "reprefilled_per_1000_tokens": 25}
-    verls = {"mode": "sync", "first_steps": [{"timing_s/gen": 9.0}], "steps": [{"timing_s/gen": 2.0}]}
-    assert filling_steps(verls) == 1
-    assert parts([verls], load)["sync"]["full"] == {"num_steps": 1, "gen_s": 2}
-
-
 def job_of(steps: list) -> dict:
     """As `run_job` returns it."""
     return {
@@ -194,21 +170,6 @@ def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
     assert [job["mode"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == ["sync"]
 
 
-def test_the_table_has_rates_and_staleness_of_each_mode():
-    def job(mode, *steps):
-        names = ("timing_s/gen", "perf/total_num_tokens", f"{STALENESS}/mean", f"{STALENESS}/max")
-        return {"mode": mode, "steps": [dict(zip(names, step, strict=False)) for step in steps]}
-
-    load = workload("tiny", "long_tail", batch=5, group=2)
-    jobs = [job("sync", (10, 1100), (10, 1100)), job("partial_rollout", (4, 900, 1.0, 1), (6, 1300, 1.5, 3))]
-    lines = rates_table(generation(jobs, load, prompt_tokens=10), jobs).splitlines()
-    assert lines[0].count("|") == lines[1].count("|") == 8
-    assert lines[2:] == [
-        "| sync | 2 | 10.0 | 100 | 1.00 |  |  |",
-        "| partial_rollout | 2 | 5.0 | 200 | 0.50 | 1.2 | 3 |",
-    ]
-
-
 def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp_path):
     """And all jobs have what was asked for."""
     given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
@@ -231,17 +192,6 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
     words.remove("--rollout-only")
     Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
     assert not set(ROLLOUT_ONLY) & set(given[-1][0])
-
-
-def test_generation_is_compared_for_equal_response_tokens_of_pairs_of_steps():
-    def job(mode, *steps):
-        return {"mode": mode, "steps": [{"timing_s/gen": s, "perf/total_num_tokens": n} for s, n in steps]}
-
-    load = workload("tiny", "long_tail", batch=5, group=2)
-    sync, ours = job("sync", (10, 1100), (10, 1100), (90, 9000)), job("partial_rollout", (4, 900), (6, 1300))
-    rows = generation([sync, ours], load, prompt_tokens=10)
-    assert rows["sync"] == {"num_steps": 2, "seconds": 20, "tokens_per_s": 100, "time_ratio_to_sync": 1}
-    assert rows["partial_rollout"] == {"num_steps": 2, "seconds": 10, "tokens_per_s": 200, "time_ratio_to_sync": 0.5}
 
 
 def test_a_limit_of_no_seconds_is_refused(tmp_path):
@@ -286,12 +236,6 @@ def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="no job got to a measured step"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
     assert [job["code"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == [7]
-
-
-def test_slots_in_use_are_those_of_the_measured_steps_while_any_runs():
-    samples = [[1.0, 1], [6.0, 8], [7.0, 0], [8.0, 4]]
-    assert slots_in_use({"ends_s": [2.0, 5.0, 9.0], "samples": samples}, 8) == 0.75
-    assert slots_in_use({"ends_s": [2.0], "samples": samples}, 8) is None
 
 
 def test_a_job_is_ended_at_its_limit_with_what_it_started(tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from contextlib import closing
 from functools import partial
 
 import pytest
 
-from benchmarks.lanes import CORES_EACH, Lane, make_lanes, side_by_side
+from benchmarks.lanes import CORES_EACH, Lane, make_lanes, run_all
 
 
 def test_lanes_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,24 +36,28 @@ def test_jobs_at_the_same_time_have_lanes_of_their_own() -> None:
     lanes = [Lane((0,)), Lane((1,))]
     both = threading.Barrier(2, timeout=20)
 
-    def job(lane: Lane) -> Lane:
-        both.wait()
-        return lane
-
     for _ in range(2):
-        assert sorted(side_by_side([job, job], lanes), key=lambda lane: lane.cores) == lanes
+        seen: list[Lane] = []
+
+        def job(lane: Lane, seen: list[Lane] = seen) -> None:
+            both.wait()
+            seen.append(lane)
+
+        run_all([job, job], lanes)
+        assert sorted(seen, key=lambda lane: lane.cores) == lanes
 
 
-def test_a_failed_job_is_told_after_all_results() -> None:
-    def job(number: int, _lane: Lane) -> int:
+def test_a_failed_job_is_told_after_all_others_have_ended() -> None:
+    ended: list[int] = []
+
+    def job(number: int, _lane: Lane) -> None:
         if number == 1:
             raise subprocess.CalledProcessError(3, "the second job")
-        return number
+        ended.append(number)
 
-    ending = side_by_side([partial(job, number) for number in range(4)], [Lane()])
-    assert sorted(next(ending) for _ in range(3)) == [0, 2, 3]
     with pytest.raises(SystemExit, match="the second job"):
-        next(ending)
+        run_all([partial(job, number) for number in range(4)], [Lane()])
+    assert sorted(ended) == [0, 2, 3]
 
 
 def test_a_lane_of_gpus_shows_its_jobs_no_others():
@@ -79,21 +82,5 @@ def test_an_error_ends_the_jobs_beside_it_and_those_that_wait() -> None:
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        list(side_by_side([long, broken, waits, lambda _lane: seen.append("started")], [Lane((0,)), Lane((1,))]))
+        run_all([long, broken, waits, lambda _lane: seen.append("started")], [Lane((0,)), Lane((1,))])
     assert set(seen) == {"ended"}
-
-
-def test_who_stops_asking_for_results_ends_the_job_that_runs() -> None:
-    seen: list[bool] = []
-    running = threading.Event()
-
-    def long(lane: Lane) -> None:
-        running.set()
-        seen.append(lane.ended.wait(20))
-
-    def short(_lane: Lane) -> None:
-        running.wait(20)
-
-    with closing(side_by_side([short, long], [Lane((0,)), Lane((1,))])) as ended:
-        next(ended)
-    assert seen == [True]

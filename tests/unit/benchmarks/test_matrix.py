@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import matrix
-from benchmarks.matrix import CASES, Case, run_case, table
+from benchmarks.matrix import run_case, table
 from partial_rollout.doctor import diagnose
 from tests.e2e import conftest
+from tests.e2e.cases import CASES, Case
 from tests.e2e.conftest import FLAG, Job
 
 if TYPE_CHECKING:
