@@ -4,6 +4,7 @@
     python -m partial_rollout.advise DUMP                                 # a folder of verl's trainer.rollout_data_dir
     python -m partial_rollout.advise DATA.parquet --column lengths        # numbers of tokens, or a list for each prompt
     python -m partial_rollout.advise ... --curve CURVE --batch 64         # on another engine, with other batches
+    python -m partial_rollout.advise ... --replicas 8                     # on eight such engines together
 
     python -m partial_rollout.advise CURVE                                # three traces of lengths
     python -m partial_rollout.advise CURVE --jobs benchmarks/results/gpu/jobs_8b_h200.json    # beside measured jobs
@@ -73,11 +74,13 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     except (DataError, OSError) as error:
         line.error(str(error))
     load = found.workload(options.batch or DEFAULT_BATCH, options.group)
-    speed = fit(curve["curve"])
+    speed = fit(curve["curve"]).of_replicas(options.replicas)
+    curve["engine"]["kv_tokens"] *= options.replicas
     rows = predict_load(curve, speed, load)
     drawn = [tokens for group in found.groups for tokens in group]
     print(f"{found.num_responses} responses: mean {statistics.fmean(drawn):,.0f}, longest {max(drawn):,} tokens")
-    print(f"batches of {load.batch} prompts x {load.group} responses, {curve['engine']['shape']}\n\n{table(rows)}\n")
+    engines = f"{options.replicas} engine{'s' if options.replicas > 1 else ''} of {curve['engine']['shape']}"
+    print(f"batches of {load.batch} prompts x {load.group} responses, {engines}\n\n{table(rows)}\n")
     for sentence in advice(rows, found, curve["engine"]):
         print(sentence)
     store({"from": str(options.source), "speed": asdict(speed), "modes": rows}, options.json)
@@ -132,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--tokenizer", type=Path, metavar="MODEL", help="counts the tokens of a dump that has texts only")
     line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES), help="(all)")
     line.add_argument("--batch", type=int, help="prompts of a step (32, or the curve's)")
+    line.add_argument("--replicas", type=int, default=1, help="engines that share a batch (%(default)s)")
     line.add_argument("--jobs", type=Path, nargs="+", help="results of benchmarks.jobs, of one workload")
     line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios of jobs (%(default)s)")
     line.add_argument("--json", type=Path, help="also write what is predicted here")
@@ -146,6 +150,8 @@ def main(words: list[str] | None = None) -> None:
         line.error(f"--batch {options.batch} is not allowed: at least 1")
     if options.group is not None and options.group < 2:
         line.error(f"--group {options.group} is not allowed: at least 2")
+    if options.replicas < 1:
+        line.error(f"--replicas {options.replicas} is not allowed: at least 1")
     if options.source.suffix != ".json":
         of_lengths(line, options)
         return

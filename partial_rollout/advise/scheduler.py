@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,6 +39,15 @@ class Speed:
     prefill_tokens_per_s: float
     interruption_s: float
     """Seconds of one interruption: draining the engine, and resuming."""
+
+    def of_replicas(self, number: int) -> Speed:
+        """So many engines together, each with an equal share of the requests, as the load balancer gives them.
+
+        >>> Speed(0.004, 0.002, 0.0, prefill_tokens_per_s=1000.0, interruption_s=0.0).of_replicas(2).request
+        0.001
+        """
+        prefill = self.prefill_tokens_per_s * number
+        return replace(self, request=self.request / number, token=self.token / number, prefill_tokens_per_s=prefill)
 
     def decode_s(self, steps: int, requests: int, kv: int) -> float:
         """Seconds of `steps` decode steps of the same requests, whose KV cache holds `kv` tokens at the beginning."""

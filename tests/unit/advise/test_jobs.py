@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from partial_rollout.advise.__main__ import main
 from partial_rollout.advise.jobs import job_modes, predict_jobs, rates
 from partial_rollout.advise.predict import COLOCATED, fit
 from partial_rollout.advise.result import read_result, store
+from partial_rollout.advise.scheduler import Group, Rollout
+from partial_rollout.advise.shapes import PROMPT_TOKENS
+from partial_rollout.advise.workload import LARGE, primed_lengths
 
 RESULTS = "benchmarks/results/gpu"
 FAST_POLL = f"{COLOCATED}_fast_poll"
@@ -71,6 +75,28 @@ def test_every_other_step_of_verl_s_mode_waits_for_few(repository, name, mode):
     """All requests of two batches are in the engine at once."""
     for seconds in np.array(predicted_jobs(repository, name)[mode]["seconds"]).T:
         assert min(seconds[::2]) > 3 * max(seconds[1::2])
+
+
+TWO_REPLICAS = {
+    "sync": (34, 40, 42, 38, 40, 40, 40),
+    COLOCATED: (49, 11, 52, 11, 54, 13, 46),
+    "partial_reuse_kv_prefetch_3": (62, 15, 23, 36, 22, 25, 26),
+    "partial_rollout": (48, 18, 43, 22),
+}
+"""Seconds of generation from the second step on, on two H200s (docs/results/gpu.md). Nothing was fitted to them."""
+
+
+@pytest.mark.parametrize("mode", TWO_REPLICAS)
+def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(repository, mode):
+    curve = read_result(repository / RESULTS / "engine_4b_h200.json")
+    load = replace(LARGE, batch=64, seed=7)
+    drawn = primed_lengths(load, 20 * load.batch)
+    speed = fit(curve["curve"]).of_replicas(2)
+    rollout = Rollout(job_modes(512, 8)[mode], speed, load, PROMPT_TOKENS, (Group(row.tolist()) for row in drawn))
+    measured = TWO_REPLICAS[mode]
+    predicted = [rollout.step()["seconds"] for _ in range(len(measured) + 1)][1:]
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.04)
+    assert predicted == pytest.approx(measured, abs=8.5)
 
 
 def test_the_names_are_those_of_jobs():

@@ -27,6 +27,23 @@ def test_a_batch_without_prompts_is_an_error(capsys):
     assert "--batch 0 is not allowed: at least 1" in capsys.readouterr().err
 
 
+def test_engines_that_share_a_batch_are_faster_together(monkeypatch, repository, tmp_path, capsys):
+    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1), Mode("ours", slots, 1)])
+    dump = tmp_path / "1.jsonl"
+    dump.write_text("".join(json.dumps({"uid": f"{n}_0_0", "weight_versions": [[0, 900]]}) + "\n" for n in range(4)))
+    found = {}
+    for replicas in (1, 8):
+        words = [str(tmp_path), "--batch", "64", "--group", "8", "--replicas", str(replicas)]
+        main([*words, "--json", str(tmp_path / f"{replicas}.json")])
+        found[replicas] = json.loads((tmp_path / f"{replicas}.json").read_text())["modes"]["sync"]
+    assert "8 engines of 8b" in capsys.readouterr().out
+    assert found[8]["seconds"] < found[1]["seconds"]
+    assert found[8]["kv_share"] < found[1]["kv_share"] / 4
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--replicas", "0"])
+    assert "--replicas 0 is not allowed: at least 1" in capsys.readouterr().err
+
+
 def test_a_result_without_a_curve_is_an_error(capsys, repository):
     path = repository / "benchmarks/results/gpu/engine_8b_modes_h200.json"
     with pytest.raises(SystemExit):
