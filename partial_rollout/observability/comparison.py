@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import DataError
-from partial_rollout.observability.gpu_seconds import CAUSES, LOST, gpu_seconds, lost
+from partial_rollout.observability.gpu_seconds import CAUSES, LOST, UNDIVIDED, gpu_seconds, lost
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
 
 if TYPE_CHECKING:
@@ -232,8 +232,13 @@ def table(runs: Sequence[Compared]) -> list[list[str]]:
         row(f"  {cause}{' (lost)' if cause in LOST else ''}", lambda run, cause=cause: _seconds(run.lost_s.get(cause)))
         for cause in causes
     ]
-    rows.append(row("  lost in all", lambda run: _seconds(lost(run.lost_s))))
+    rows.append(row("  lost in all", lambda run: lost_in_all(run.lost_s, ".2f")))
     return rows
+
+
+def lost_in_all(causes: Mapping[str, float], form: str) -> str:
+    """Seconds that are lost; where generation is not divided, those of waiting for the longest come on top."""
+    return f"{'at least ' if UNDIVIDED in causes else ''}{lost(causes):{form}}"
 
 
 def part_names(runs: Iterable[Mapping[str, float]]) -> list[str]:

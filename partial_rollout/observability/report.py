@@ -15,6 +15,7 @@ from partial_rollout.observability.comparison import (
     SKIP,
     compare,
     counted_steps,
+    lost_in_all,
     lost_seconds,
     part_names,
     table,
@@ -158,9 +159,11 @@ def lost_rows(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str,
     """All steps of a run: cause, GPU seconds, share of all of them, whether they are lost; the sum of the lost ones."""
     causes = gpu_seconds(step for step in steps if STEP_SECONDS in step)
     whole = sum(causes.values())
-    rows = [(cause, seconds, "lost" if cause in LOST else "") for cause, seconds in causes.items()]
-    rows += [("lost in all", lost(causes), "")] if causes else []
-    return [(cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", kind) for cause, seconds, kind in rows]
+    rows = [
+        (cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", "lost" if cause in LOST else "")
+        for cause, seconds in causes.items()
+    ]
+    return [*rows, ("lost in all", lost_in_all(causes, ",.1f"), f"{lost(causes) / whole:.1%}", "")] if rows else []
 
 
 def _charts(records: Sequence[RunRecord], counted: Sequence[RunRecord], skip: int) -> list[str]:

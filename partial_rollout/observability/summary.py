@@ -185,7 +185,7 @@ def more_prompts(record: RunRecord) -> str:
     """What fills empty slots."""
     choice = _chosen(record, DEPTH_KEY)
     if choice is None:
-        return "partial_rollout.prefetch_factor=3 fills them, for older tokens (docs/modes.md)"
+        return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
     return (
         f"auto keeps {choice.after} batches in flight ({choice.reason}); a partial_rollout.prefetch_factor set by hand "
         "may fill them, for older tokens (docs/modes.md)"

@@ -32,8 +32,8 @@ SLOW = 1.15
 """A step that took more than this times the usual is slow."""
 LONGEST_RESPONSE = "response_length/max"
 PENDING = f"{PREFIX}/queue/pending"
-LAST = 20
-"""Steps that say whether a setting would help."""
+LAST, SKIP = 20, 2
+"""Steps that say whether a setting would help, and first steps that do not: in them the queue fills."""
 LEAST_SLOTS_KEY = "partial_rollout.slots.least"
 ENOUGH_SLOTS = 0.85
 """Share of the slots in use above which more prompts find no empty slot."""
@@ -192,7 +192,8 @@ def _row(record: RunRecord, cost: Interruption | None, number: int) -> tuple[str
 
 def would_help(record: RunRecord) -> list[tuple[str, str]]:
     """Settings, each with whether it would help and what says so; nothing for verl's own modes."""
-    last = [numbers(record.steps[number]) for number in sorted(record.steps)[-LAST:]]
+    steps = sorted(record.steps)
+    last = [numbers(record.steps[number]) for number in (steps[SKIP:] or steps)[-LAST:]]
     last = [step for step in last if f"{PREFIX}/slot_utilisation" in step]
     if not last:
         return []

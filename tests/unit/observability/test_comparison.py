@@ -16,7 +16,7 @@ from partial_rollout.observability.charts import MAX_POINTS, Line, bar_chart, li
 from partial_rollout.observability.comparison import Estimate, as_text, compare, table, verdict
 from partial_rollout.observability.events import EventWriter, Fault, StepEnded, Warned
 from partial_rollout.observability.record import RunRecord
-from partial_rollout.observability.report import report_at_end, report_page
+from partial_rollout.observability.report import lost_rows, report_at_end, report_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +82,14 @@ def test_too_few_steps_say_nothing_and_none_is_an_error() -> None:
         image.add(StepEnded(step=number, total=8, metrics={"reward/mean": 1.0}))
     with pytest.raises(DataError, match="timing_s/step"):
         compare([image, image])
+
+
+def test_what_modes_of_verl_lose_is_a_lower_bound() -> None:
+    """They do not say how long they waited for the longest response."""
+    ours = run("ours", 24, changed={"partial_rollout/slot_utilisation": 0.5})
+    rows = {row[0].strip(): row[1:] for row in table(compare([run("sync", 24), ours]))}
+    assert rows["lost in all"] == ["at least 40.00", "70.00"]
+    assert lost_rows(run("sync", 24).series)[-1][1] == "at least 96.0"
 
 
 def test_a_higher_reward_is_told() -> None:

@@ -199,7 +199,7 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
     [
         ({}, "prompt_too_long"),
         ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefilled_tokens": 900}, "reuse_kv"),
-        ({"partial_rollout/dropped/prompt_too_long": 0}, "prefetch_factor=3"),
+        ({"partial_rollout/dropped/prompt_too_long": 0}, "a higher partial_rollout.prefetch_factor"),
         ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/slot_utilisation": 0.9}, "without the flag"),
     ],
 )
@@ -229,7 +229,7 @@ def test_the_next_step_is_not_what_the_run_chose_already(
     chosen = Choice(step=0, key=key, before="auto", after=after, reason="because", seen="seen")
     advice = next_step(recorded(*steps(1, **changed), chosen))
     assert told in advice
-    assert "prefetch_factor=3" not in advice
+    assert "a higher partial_rollout.prefetch_factor" not in advice
     assert "interrupt_mode=" not in advice
 
 

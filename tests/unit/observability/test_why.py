@@ -115,13 +115,14 @@ def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
 @pytest.mark.parametrize(
     ("changed", "answer"),
     [
-        ({}, "perhaps: slots were in use for 50%, and no prompt was pending at the end of 3 of 3 steps"),
+        ({}, "perhaps: slots were in use for 50%, and no prompt was pending at the end of 1 of 1 steps"),
         ({"partial_rollout/slot_utilisation": 0.9}, "no: slots were in use for 90%"),
         ({"partial_rollout/queue/pending": 4.0}, "no: slots were in use for 50%, and no prompt was pending at the end"),
     ],
 )
 def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed: dict[str, float], answer: str):
-    assert dict(would_help(record_of(changed, changed, changed)))["a deeper queue"].startswith(answer)
+    """The first two steps, in which the queue fills, do not count."""
+    assert dict(would_help(record_of({}, {}, changed)))["a deeper queue"].startswith(answer)
 
 
 def chosen(record: RunRecord, key: str, value: object) -> RunRecord:
