@@ -73,6 +73,8 @@ class Lanes:
         self.drains: deque[tuple[float, float]] = deque(maxlen=max_segments)
         self.updates: deque[tuple[float, float, int]] = deque(maxlen=max_segments)
         """From when to when, and the version of the weights that came."""
+        self._opened: dict[int, float] = {}
+        """When the gate was first opened for a weight version."""
         self._rows: dict[str, str] = {}
         """Row of the data set by uid, of the prompts that moved last."""
         self.now_s = 0.0
@@ -90,8 +92,14 @@ class Lanes:
                 self.drains.append((event.t - event.seconds, event.t))
             case WeightsUpdated():
                 self.updates.append((event.t - event.seconds, event.t, event.version))
-            case GateMoved() | CommandEnded() | StageBegan(number=1) if self.closed and self.closed[-1][1] is None:
-                self.closed[-1] = (self.closed[-1][0], event.t)
+            case GateMoved():
+                self._end_closed(event.t)
+                self._opened.setdefault(event.version, event.t)
+                if len(self._opened) > MAX_SEGMENTS:
+                    del self._opened[next(iter(self._opened))]
+            case CommandEnded() | StageBegan(number=1):
+                self._end_closed(event.t)
+                self._opened.clear()
             case PhaseBegan(row=row) if row:
                 self._rows.pop(event.uid, None)
                 self._rows[event.uid] = row
@@ -100,9 +108,13 @@ class Lanes:
             case _:
                 pass
 
+    def _end_closed(self, at_s: float) -> None:
+        if self.closed and self.closed[-1][1] is None:
+            self.closed[-1] = (self.closed[-1][0], at_s)
+
     def _bar(self, event: SegmentEnded) -> Bar | None:
         """None: it was refused at the gate."""
-        start_s = self._entered_s(event.t - event.seconds)
+        start_s = self._entered_s(event.t - event.seconds, event.version)
         if start_s is None or start_s >= event.t:
             return None
         return Bar(
@@ -119,8 +131,12 @@ class Lanes:
             reason=event.reason,
         )
 
-    def _entered_s(self, asked_s: float) -> float | None:
-        """When a request that was made at `asked_s` passed the gate; None: the gate has not been opened since."""
+    def _entered_s(self, asked_s: float, version: int) -> float | None:
+        """When a request that was made at `asked_s` passed the gate; None: the gate has not been opened since.
+
+        A request that was on its way when the gate closed has none but the weights that the next opening brought.
+        """
+        asked_s = max(asked_s, self._opened.get(version, asked_s))
         for closed_s, opened_s in reversed(self.closed):
             if opened_s is not None and opened_s <= asked_s:
                 break

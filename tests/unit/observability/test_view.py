@@ -183,6 +183,17 @@ def test_bands_are_closed_gates_drains_and_updates_and_the_window_can_be_moved()
     assert lanes.svg(window_s=10.0, back_s=40.0) == ""
 
 
+def test_a_request_that_was_on_its_way_when_the_gate_closed_began_with_the_weights_that_it_has() -> None:
+    lanes = Lanes()
+    for event in (
+        GateMoved(t=11.0, step=1, version=1, is_open=False, seconds=0.5),
+        GateMoved(t=14.0, step=1, version=2, is_open=True),
+        segment("a", 15.0, 4.6),  # asked for at 10.4, just before the gate closed at 10.5; its weights are 2
+    ):
+        lanes.add(event)
+    assert [bar.start_s for bar in lanes.bars] == [14.0]
+
+
 def dumped(run: Path) -> Path:
     """A dump of step 1, as verl writes it, with our column."""
     (run / "rollouts").mkdir(parents=True)
