@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLD_TIMEOUT_S = 60.0
-"""A worker answers at once: it only notes which claims are held back."""
+"""A worker answers at once: it only notes which claims are held back. One that is frozen is killed after `claim_s`."""
 TOKENS_TIMEOUT_S = 300.0
 """Tokens of all trajectories in flight travel through Ray's object store."""
 STOP_TIMEOUT_S = 60.0
@@ -297,10 +297,12 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _settle(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         return settle_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
 
-    @classmethod
-    def _ask_living(cls, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-        """As `_wait_all`, but the answer of a dead worker is its RayActorError: another one takes its place."""
-        answers = cls._settle(refs, what, timeout_s)
+    def _ask_living(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+        """As `_wait_all`, but the answer of a dead worker is its RayActorError: another one takes its place.
+
+        A frozen worker is dead after `timeouts.claim_s`, for which this waits too.
+        """
+        answers = self._settle(refs, what, timeout_s + self._settings.timeouts.claim_s)
         for answer in answers:
             if isinstance(answer, WaitTimeout):
                 raise answer

@@ -30,6 +30,7 @@ from partial_rollout.observability.events import (
     events_folder,
 )
 from partial_rollout.observability.log import report_to
+from partial_rollout.runtime.heartbeat import Pulse
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import RemoteActor
 from partial_rollout.settings.derived import filter_metric
@@ -67,6 +68,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             worker=self,
             num_slots=num_slots,
         )
+        self._pulse = Pulse(
+            lambda count: handle.beat.remote(worker_id, count).future().result(call_s), settings.timeouts.claim_s
+        )
         self._trajectories = Trajectories()
         self._limits = PhaseLimits({phase: getattr(settings.timeouts, key) for phase, key in KEYS.items()})
         self._filter_metric = filter_metric(self.config)
@@ -82,7 +86,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self.llm_client = CountingClient(client, self._enter)
 
     async def ping(self) -> str:
-        """Answer once the constructor has succeeded."""
+        """Answer once the constructor has succeeded; from now on the manager hears whether the worker is alive."""
+        self._pulse.begin()
         return self._worker_id
 
     async def run(self) -> None:
@@ -149,6 +154,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if trajectory is None or not trajectory.enter(phase, time.monotonic()):
             return
         self._limits.enter(trajectory, phase)
+        self._pulse.goes_on()
         claim = trajectory.claim
         began = PhaseBegan(
             uid=claim.uid,

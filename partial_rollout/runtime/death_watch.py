@@ -9,7 +9,9 @@ so the calls are made by a process that asks these actors nothing else: the prom
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +71,14 @@ async def ask_where(handle: Any) -> Process:
     return await handle.__ray_call__.remote(describe)
 
 
+def end_actor(handle: Any, process: Process) -> None:
+    """Kill an actor that may be frozen: Ray forgets it at once, but asks its process to end by itself."""
+    ray.kill(handle)
+    if process.pid and process.node == ray.util.get_node_ip_address():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def last_lines(log: str) -> str:
     """The last lines of a log file; empty where there is none, as on another node."""
     try:
@@ -93,7 +103,7 @@ def how_it_died(error: RayActorError) -> str:
 class DeathWatch:
     """Watches actors, and tells of each death once.
 
-    watch -> watched -> dead -> told by `next_death`
+    watch -> watched -> dead, by itself or by `kill` -> told by `next_death`
                      -> forgotten by `forget`: its death is told nobody
 
     Lives in an event loop. `park` waits until an actor dies, which it tells by a RayActorError, or until the run ends;
@@ -105,10 +115,15 @@ class DeathWatch:
         park: Callable[[Any], Awaitable[Any]],
         doing: Callable[[str], str],
         ask: Callable[[Any], Awaitable[Process]] = ask_where,
+        end: Callable[[Any, Process], None] = end_actor,
     ) -> None:
-        """`doing` says of a name what the process was occupied with; empty where nothing is known."""
-        self._park, self._ask, self._doing = park, ask, doing
+        """`doing` says of a name what the process was occupied with; empty where nothing is known. `end` kills."""
+        self._park, self._ask, self._doing, self._end_actor = park, ask, doing, end
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._places: dict[str, tuple[Any, Process]] = {}
+        """Handle and place of each watched actor."""
+        self._verdicts: dict[str, str] = {}
+        """Why actors were killed by `kill`."""
         self._deaths: deque[Death] = deque()
         self._told = asyncio.Condition()
 
@@ -119,8 +134,20 @@ class DeathWatch:
     def forget(self, name: str) -> None:
         """The end of this actor is no death: somebody has asked for it."""
         watch = self._watches.pop(name, None)
+        self._places.pop(name, None)
         if watch is not None:
             watch.cancel()
+
+    def kill(self, name: str, why: str) -> bool:
+        """Kill a watched actor, whose death is told of with `why` as its cause. False: nobody of this name is watched.
+
+        What the actor was asked and has not answered raises RayActorError at whoever waits for it.
+        """
+        if name not in self._watches:
+            return False
+        self._verdicts[name] = why
+        self._end_actor(*self._places[name])
+        return True
 
     async def next_death(self, timeout_s: float) -> Death | None:
         """Wait for a death that was not told yet; None if there is none in time, or if the watch ends."""
@@ -148,6 +175,7 @@ class DeathWatch:
             pass  # a dead one is told of by its watch; one that is busy is watched without its place
         # An actor that was started again has the name of the dead one, whose watch may not have ended yet.
         self.forget(actor.name)
+        self._places[actor.name] = actor.handle, process
         self._watches[actor.name] = asyncio.create_task(self._until_dead(actor.handle, process), name=actor.name)
         return process
 
@@ -156,9 +184,11 @@ class DeathWatch:
             await self._park(handle)
         except RayActorError as error:
             self._watches.pop(process.name, None)
+            self._places.pop(process.name, None)
+            cause = self._verdicts.pop(process.name, "") or how_it_died(error)
             # In a thread: the disk may be slow, and this event loop serves all workers.
             lines = await asyncio.to_thread(last_lines, process.log) if process.log else ""
             doing = self._doing(process.name)
             async with self._told:
-                self._deaths.append(Death(process, how_it_died(error), doing, lines))
+                self._deaths.append(Death(process, cause, doing, lines))
                 self._told.notify_all()

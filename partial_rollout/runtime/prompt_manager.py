@@ -10,7 +10,8 @@
 |         |                               | or one of its own that goes on    | begin_round                            |
 | worker  | finish_many, fail, expire,    | nothing                           |                                        |
 |         | drop, give_back               |                                   |                                        |
-| trainer | next_death (long poll)        | the death of a watched actor      | Ray, close                             |
+| worker  | beat                          | nothing                           |                                        |
+| trainer | next_death (long poll)        | the death of a watched actor      | Ray, beats that do not come, close     |
 | anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
@@ -39,6 +40,7 @@ from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.death_watch import DeathWatch, Watched, nothing
+from partial_rollout.runtime.heartbeat import Silence
 from partial_rollout.types import FinishResult, ManagerStatus
 
 if TYPE_CHECKING:
@@ -97,11 +99,13 @@ class RolloutPromptManager:
         bound: StalenessBound = UNBOUNDED,
         *,
         batch_s: float = math.inf,
+        claim_s: float = math.inf,
         events: Path | None = None,
     ) -> None:
         """`metrics` is called here, in the manager's own process, to make what shows the manager's status.
 
         When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
+        A watched worker that gives no sign of life for `claim_s` is killed.
         Warnings go into the run's event stream, whose folder is `events`.
         """
         self._events = "" if events is None else str(events)
@@ -124,6 +128,7 @@ class RolloutPromptManager:
         self._last_failure = ""
         self._closed = self._stop_reason = ""
         self._deaths = DeathWatch(self._park, self._doing)
+        self._silence = Silence(claim_s, clock, self._end_silent)
         self._never: ray.ObjectRef[None] | None = None
 
     # ---- trainer ----
@@ -291,12 +296,17 @@ class RolloutPromptManager:
             # Ends a long poll of the worker that is parked in `claim`.
             self._num_releases[worker_id] += 1
             self._workers.pop(worker_id, None)
+            self._silence.forget(worker_id)
             return self._queue.release_worker(worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics."""
         self._workers[worker_id] = status
         self._schedule_export()
+
+    async def beat(self, worker_id: str, count: int) -> None:
+        """A sign of life of a worker, which puts off the deadline of its claims if `count` is not that of before."""
+        self._silence.beat(worker_id, count)
 
     # ---- deaths ----
 
@@ -346,9 +356,15 @@ class RolloutPromptManager:
         """
         async with self._changing(wake_claims=True):
             self._closed = self._closed or reason or "closed"
+        self._silence.stop()
         await self._deaths.end()
 
     # ---- inside ----
+
+    def _end_silent(self, worker_id: str, why: str) -> None:
+        """The deadline of a worker's claims has passed: what it reports late is refused, before and after it dies."""
+        if self._deaths.kill(worker_id, why):
+            self._queue.fence_worker(worker_id)
 
     @asynccontextmanager
     async def _changing(self, *, wake_claims: bool = False) -> AsyncIterator[None]:
@@ -427,7 +443,7 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> Actor
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))
     events = events_folder(config)
-    more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "events": events}
+    more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "claim_s": config.timeouts.claim_s, "events": events}
     metrics = partial(ManagerMetrics, run_name(events))
     try:
         return actor_class.remote(policy, config.max_attempts, metrics=metrics, bound=bound, **more)

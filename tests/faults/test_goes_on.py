@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TO_NOTICE_S = 10.0
 FROZEN_TO_NOTICE_S = 60.0
+CLAIM_S = 10.0
+TO_REPLACE_S = 30.0
 BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
     Blow(processes.AGENT_LOOP_WORKER.role, 3),
@@ -35,6 +37,30 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path
     }
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == roles
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
+
+
+def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+    """Frozen while it generates, and while the model trains."""
+    role = processes.AGENT_LOOP_WORKER.role
+    blows = [Blow(role, 2, GENERATING, signal.SIGSTOP), Blow(role, 4, TRAINING, signal.SIGSTOP)]
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", f"partial_rollout.timeouts.claim_s={CLAIM_S}"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    job = struck.job
+    report |= {"role": role, "code": job.code, "steps": len(job.steps), "actions": [f.action for f in struck.faults]}
+    report |= {
+        "known_and_replaced_s": [round(f.t - at_s, 1) for f, at_s in zip(struck.faults, struck.at_s, strict=False)]
+    }
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in struck.faults] == [role] * len(blows)
+    assert all("no sign of life" in fault.text for fault in struck.faults)
+    assert struck.seconds_to_notice(0) < CLAIM_S + TO_REPLACE_S
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0

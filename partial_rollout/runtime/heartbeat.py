@@ -1,0 +1,138 @@
+"""Claims have a deadline, which a sign of life of their worker puts off: a frozen worker is told from a slow one.
+
+    worker: its event loop turns, or a trajectory goes on ──> counted ──thread──> beat ──> prompt manager: deadline
+
+Ray tells nothing of a process that is alive and does nothing. The thread sends the count also while one tool after the
+other keeps the event loop busy; a count that stays the same puts nothing off, so a worker that hangs is silent too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from concurrent.futures import TimeoutError as LateAnswer
+from typing import TYPE_CHECKING
+
+from ray.exceptions import RayActorError
+
+from partial_rollout.core.deadlines import Deadlines, Late
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+"""Between two signs of life: far below the deadline, and little work for a manager of a thousand workers."""
+BEATS = 10
+"""Signs of life within the time of a deadline, at least."""
+BLOCKED_S = 1.0
+"""A timer that is so late says that the manager was blocked: signs of life wait for it meanwhile."""
+SILENT = "sign of life"
+
+
+class Pulse:
+    """A worker's end: counts what goes on in it, and sends the count.
+
+    begin -> sends for ever, until the process ends or the manager has died
+    """
+
+    def __init__(self, send: Callable[[int], None], claim_s: float) -> None:
+        """`send` is called in a thread and returns when the manager has answered."""
+        self._send, self._interval_s = send, min(BEAT_S, claim_s / BEATS)
+        self._count = 0
+
+    def begin(self) -> None:
+        """Call this once, in the event loop of the worker."""
+        self._turn(asyncio.get_running_loop())
+        threading.Thread(target=self._run, daemon=True, name="pulse").start()
+
+    def goes_on(self) -> None:
+        """A trajectory of the worker goes on."""
+        self._count += 1
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.goes_on()
+        loop.call_later(self._interval_s, self._turn, loop)
+
+    def _run(self) -> None:
+        between = threading.Event()
+        while not between.wait(self._interval_s):
+            try:
+                self._send(self._count)
+            except LateAnswer:
+                logger.warning("the prompt manager has not answered a sign of life of this worker; it gets another one")
+            except RayActorError:
+                return  # the manager has died, which ends the run
+
+
+class Silence:
+    """The manager's end: who has been silent, in the event loop of the manager.
+
+    beat -> heard of -> named in a warning, after a tenth of the time -> silent: `end` is called
+      ^        |
+      +--------+ a beat with another count
+    """
+
+    def __init__(self, claim_s: float, clock: Callable[[], float], end: Callable[[str, str], None]) -> None:
+        """`end` is called with the name of a worker that was silent for `claim_s`, and with that in words."""
+        self._deadlines = Deadlines[str]({SILENT: claim_s})
+        self._clock, self._end = clock, end
+        self._counts: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    def beat(self, worker_id: str, count: int) -> None:
+        """A sign of life; one with the same count as before is none."""
+        if self._counts.get(worker_id) != count:
+            self._counts[worker_id] = count
+            self._deadlines.begin(worker_id, SILENT, self._clock())
+            self._arm()
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is lost or has stopped."""
+        self._counts.pop(worker_id, None)
+        self._deadlines.end(worker_id)
+
+    def stop(self) -> None:
+        """The run ends: nobody's silence matters."""
+        for worker_id in list(self._counts):
+            self.forget(worker_id)
+
+    def _arm(self) -> None:
+        next_s = self._deadlines.next_s
+        if self._timer is not None:
+            if self._due_s <= next_s:
+                return
+            self._timer.cancel()
+        self._timer, self._due_s = None, next_s
+        if next_s < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(next_s - self._clock(), self._look)
+
+    def _look(self) -> None:
+        self._timer, now_s = None, self._clock()
+        if now_s - self._due_s > BLOCKED_S:
+            self._deadlines.put_off(now_s - self._due_s)
+        for late in self._deadlines.look(now_s):
+            if late.is_over:
+                # Its count is kept: the thread of a worker that hangs goes on to send it.
+                self._end(late.key, _describe(late))
+            else:
+                logger.warning(
+                    "%s has given no sign of life for %.0f s, nor have %d others; after %g s "
+                    "(partial_rollout.timeouts.claim_s) it is killed and started again",
+                    late.key,
+                    late.waited_s,
+                    late.num_late - 1,
+                    late.limit_s,
+                )
+        self._arm()
+
+
+def _describe(late: Late[str]) -> str:
+    return (
+        f"it was killed, because it had given no sign of life for {late.waited_s:.0f} s, longer than "
+        f"partial_rollout.timeouts.claim_s={late.limit_s:g} allows"
+    )

@@ -1,0 +1,194 @@
+"""A frozen worker is told from a slow one, by the signs of life that it gives; time is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import TimeoutError as LateAnswer
+from typing import TYPE_CHECKING
+
+import pytest
+from ray.exceptions import RayActorError
+from virtual_time import run_virtual
+
+from partial_rollout.core.queue.tail import Partial
+from partial_rollout.errors import StaleClaim
+from partial_rollout.runtime.heartbeat import Pulse, Silence
+from partial_rollout.runtime.prompt_manager import RolloutPromptManager
+from partial_rollout.types import Process, PromptMeta, TrajectorySummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLAIM_S = 300.0
+A_WHILE_S = 20.0
+LIMIT_S = 10.0
+
+
+class Ended:
+    """Who was ended, and when."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+        self.silence = Silence(CLAIM_S, asyncio.get_running_loop().time, self._end)
+
+    def _end(self, worker_id: str, why: str) -> None:
+        assert "no sign of life for 300 s, longer than partial_rollout.timeouts.claim_s=300" in why
+        self.told.append((worker_id, asyncio.get_running_loop().time()))
+
+    async def beat(self, worker_id: str, counts: list[int]) -> None:
+        """A sign of life every 20 s, and the last one 20 s ago."""
+        for count in counts:
+            self.silence.beat(worker_id, count)
+            await asyncio.sleep(A_WHILE_S)
+
+
+def test_a_worker_that_falls_silent_is_ended_once_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        ended = Ended()
+        await asyncio.gather(ended.beat("alive", list(range(40))), ended.beat("frozen", [0, 1]))
+        assert ended.told == [("frozen", A_WHILE_S + CLAIM_S)]
+
+    run_virtual(main())
+    assert "frozen has given no sign of life for 30 s" in caplog.text  # a tenth of the time
+    assert "alive" not in caplog.text
+
+
+def test_a_worker_that_hangs_is_silent_although_its_thread_sends() -> None:
+    async def main() -> None:
+        ended = Ended()
+        await ended.beat("hangs", [1, 2] + [3] * 40)
+        assert ended.told == [("hangs", 2 * A_WHILE_S + CLAIM_S)]
+
+    run_virtual(main())
+
+
+def test_a_worker_that_is_lost_otherwise_or_a_run_that_ends_is_not_waited_for() -> None:
+    async def main() -> None:
+        ended = Ended()
+        ended.silence.beat("lost", 0)
+        ended.silence.forget("lost")
+        ended.silence.beat("at the end", 0)
+        ended.silence.stop()
+        await asyncio.sleep(2 * CLAIM_S)
+        assert ended.told == []
+
+    run_virtual(main())
+
+
+def test_time_in_which_the_manager_was_blocked_counts_for_nobody() -> None:
+    async def main() -> None:
+        loop, blocked_s = asyncio.get_running_loop(), 0.0
+        told: list[float] = []
+        silence = Silence(CLAIM_S, lambda: loop.time() + blocked_s, lambda name, why: told.append(loop.time()))
+        silence.beat("alive", 0)
+        blocked_s = 10 * CLAIM_S
+        await asyncio.sleep(CLAIM_S / 2)  # a sign of life has waited for the manager, and would come now
+        assert told == []
+
+    run_virtual(main())
+
+
+def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> None:
+    killed: list[str] = []
+
+    class Killing(RolloutPromptManager):
+        """The worker's actor stands in: it dies when it is killed."""
+
+        async def _park(self, handle: asyncio.Event) -> None:
+            await handle.wait()
+            raise RayActorError(error_msg="The actor is dead because it was killed by `ray.kill`.")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        manager, end = Killing(Partial(4), 2, loop.time, claim_s=CLAIM_S), asyncio.Event()
+        deaths = manager._deaths
+
+        async def ask(handle: object) -> Process:
+            return Process("", "", "10.0.0.7", 4711)
+
+        def kill(handle: asyncio.Event, process: Process) -> None:
+            killed.append(process.name)
+            handle.set()
+
+        deaths._ask, deaths._end_actor = ask, kill
+        await manager.admit([PromptMeta("a", 1, 1)])
+        await manager.watch([("agent-loop worker", "w0", end)])  # pyright: ignore[reportArgumentType]
+        (claim,) = await manager.claim("w0", 1, timeout_s=0.0)
+        await manager.beat("w0", 1)
+        death = await manager.next_death(2 * CLAIM_S)
+        assert loop.time() == CLAIM_S
+        assert death is not None
+        assert str(death).startswith(
+            "agent-loop worker w0 (pid 4711 on node 10.0.0.7) died: it was killed, because it had given no sign of life"
+        )
+        assert death.doing == "generated 1 prompts, a among them"
+        late = TrajectorySummary("a_0_0", prompt_len=3, response_len=5, min_version=0, max_version=0)
+        assert (await manager.finish_many([(claim, [late])])).stale == ("a",)
+        with pytest.raises(StaleClaim):
+            await manager.give_back(claim)
+        assert await manager.release_worker("w0") == ["a"]
+        assert (await manager.statistics()).pending == 1
+
+    run_virtual(main())
+    assert killed == ["w0"]
+
+
+def _pulse(answer: Callable[[int], None]) -> list[int]:
+    """What a pulse sends until `answer` says that the manager has died."""
+    sent: list[int] = []
+    over = threading.Event()
+
+    def send(count: int) -> None:
+        sent.append(count)
+        try:
+            answer(len(sent))
+        except RayActorError:
+            over.set()
+            raise
+
+    async def main() -> None:
+        Pulse(send, claim_s=0.01).begin()
+        assert await asyncio.to_thread(over.wait, LIMIT_S)
+
+    asyncio.run(main())
+    return sent
+
+
+def test_a_pulse_counts_the_turns_of_its_event_loop_until_the_manager_has_died() -> None:
+    def answer(num: int) -> None:
+        if num == 3:
+            raise LateAnswer
+        if num == 20:
+            raise RayActorError
+
+    sent = _pulse(answer)
+    assert len(sent) == 20
+    assert sent == sorted(sent)
+    assert len(set(sent)) > 1
+
+
+def test_a_pulse_of_a_blocked_event_loop_counts_only_trajectories_that_go_on() -> None:
+    sent: list[int] = []
+    heard = threading.Condition()
+
+    def send(count: int) -> None:
+        with heard:
+            sent.append(count)
+            heard.notify_all()
+
+    def wait_for(num: int) -> None:
+        with heard:
+            assert heard.wait_for(lambda: len(sent) >= num, LIMIT_S)
+
+    async def main() -> None:
+        pulse = Pulse(send, claim_s=0.01)
+        pulse.begin()
+        wait_for(3)  # blocks the event loop, as a tool may
+        before = set(sent)
+        pulse.goes_on()
+        wait_for(len(sent) + 2)
+        assert len(before) == 1
+        assert set(sent) - before == {before.pop() + 1}
+
+    asyncio.run(main())
