@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 """Between two signs of life: far below the deadline, and little work for a manager of a thousand workers."""
-BEATS = 10
-"""Signs of life within the time of a deadline, at least."""
+BEATS = 40
+"""Signs of life within the time of a deadline, at least: four before the first warning."""
 BLOCKED_S = 1.0
 """A timer that is so late says that the manager was blocked: signs of life wait for it meanwhile."""
 SILENT = "sign of life"
