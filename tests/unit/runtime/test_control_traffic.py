@@ -11,6 +11,7 @@ from partial_rollout.agent_loop.limits import PhaseLimits
 from partial_rollout.agent_loop.trajectory import Trajectories
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.observability.events import EventWriter
+from partial_rollout.runtime.heartbeat import Pulse
 from partial_rollout.types import Claim
 
 GROUP = 4
@@ -25,6 +26,7 @@ class Worker(PartialRolloutAgentLoopWorker):
     def __init__(self, response_len: int) -> None:
         self._response_len = response_len
         self._trajectories, self._events, self._limits = Trajectories(), EventWriter(None, "w0"), PhaseLimits({})
+        self._pulse = Pulse(lambda count: None, claim_s=300.0)
         self.rollout_config: Any = SimpleNamespace(
             temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True, prompt_length=64
         )
