@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
 CLUSTER_FOLDERS = ("ray", "engine")
-ONE_JOB_EACH = "tests/e2e/test_training.py"
+ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
+"""Files whose tests start all their processes themselves, and share none."""
 LONGEST_FIRST = ("test_fifteen_steps", "test_reorder", "test_staleness", "test_killed_engine", "test_adaptive")
 """Of the training jobs, so that no process waits at the end for one that the other began late."""
 RAY_LOGICAL_CPUS = 16
@@ -45,9 +46,9 @@ def _folder(item: pytest.Item) -> str:
 def scheduling_scope(nodeid: str) -> str:
     """Tests of one scope go to one process: all on the shared Ray cluster; a training job; a file."""
     path, _, name = nodeid.partition("::")
-    if Path(path).parts[1] in CLUSTER_FOLDERS:
-        return "cluster"
-    return name if path == ONE_JOB_EACH else path
+    if path in ONE_JOB_EACH:
+        return name
+    return "cluster" if Path(path).parts[1] in CLUSTER_FOLDERS else path
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.conftest import ONE_JOB_EACH, ROOT, scheduling_scope
@@ -14,6 +12,7 @@ from tests.conftest import ONE_JOB_EACH, ROOT, scheduling_scope
     [
         ("tests/ray/test_parked_server.py::test_a", "cluster"),
         ("tests/engine/test_shutdown.py::test_b[1]", "cluster"),
+        ("tests/engine/test_benchmarks.py::test_b", "test_b"),
         ("tests/e2e/test_training.py::test_c", "test_c"),
         ("tests/e2e/test_killed_engine.py::test_d", "tests/e2e/test_killed_engine.py"),
         ("tests/unit/core/test_gate.py::test_e[a::b]", "tests/unit/core/test_gate.py"),
@@ -23,5 +22,6 @@ def test_scope(nodeid: str, scope: str) -> None:
     assert scheduling_scope(nodeid) == scope
 
 
-def test_the_file_whose_tests_are_spread_is_there() -> None:
-    assert (ROOT / Path(ONE_JOB_EACH)).is_file()
+def test_the_files_whose_tests_are_spread_are_there_and_start_no_cluster() -> None:
+    for path in ONE_JOB_EACH:
+        assert "ray_cluster" not in (ROOT / path).read_text()
