@@ -94,6 +94,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         worker_id = self.worker_ids[rank]
         actor_class: Any = ray.remote(PartialRolloutAgentLoopWorker).options(
             name=f"{worker_id}_{uuid4().hex[:8]}",
+            # Soft: the node may be lost before the worker starts.
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
         )
         return actor_class.remote(
@@ -120,6 +121,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             loops, self.loops = self.loops, {}
         if not loops:
             return
+        # Before `stop` is asked for, after which all of them end: these have ended by themselves.
         ended, _ = ray.wait(list(loops), num_returns=len(loops), timeout=0)
         self._ask_living([worker.stop.remote() for worker in self.agent_loop_workers], "stop", STOP_TIMEOUT_S)
         for answer in settle_all(ended, timeout_s=STOP_TIMEOUT_S, who_waits="trainer waits for claim loops to end"):
@@ -134,6 +136,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         dead = self.worker_ids[rank]
         self._give_back(dead)
         with self._swapped:
+            # A new id: the prompt manager takes nothing more from the old one.
             self._num_restarts += 1
             self.worker_ids[rank] = f"agent_loop_worker_{rank}_again_{self._num_restarts}"
             share = self._slot_shares[rank]
@@ -142,6 +145,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._wait_all([worker.ping.remote()], "start again", WORKER_START_TIMEOUT_S)
         with self._swapped:
             self.agent_loop_workers[rank] = worker
+            # Before `run`: the claim loop must not begin what this step holds back.
             calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
             if self._is_running:
                 self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
@@ -317,6 +321,7 @@ def clear_trajectories(uids: Sequence[str], timeout_s: float) -> None:
 
     def clear() -> None:
         rows = (tq.kv_list(PARTITION) or {}).get(PARTITION, {})
+        # `{uid}_{session}_{index}`; a uid may have underscores too, and is the key of the prompt's own row.
         keys = [key for key in rows if key.count("_") >= 2 and key.rsplit("_", 2)[0] in owners]
         if keys:
             tq.kv_clear(keys=keys, partition_id=PARTITION)

@@ -102,6 +102,7 @@ class Gate:
         self._next_number = 0
         # Insertion order is arrival order, so the first entry is the oldest.
         self._parked: dict[int, Ticket] = {}
+        # Counted apart from `_in_flight`: an abort does nothing to a request that the engine has not got yet.
         self._arriving: dict[int, Ticket] = {}
         self._in_flight: dict[int, Ticket] = {}
 
@@ -154,6 +155,7 @@ class Gate:
         """Free the request's place, wherever it had come to."""
         if self._in_flight.pop(ticket.number, None) is None:
             raise IllegalTransition(f"request {ticket.request_id!r} is not in flight: it cannot leave")
+        # Its caller may have given up while it was on its way.
         self._arriving.pop(ticket.number, None)
 
     def close(self) -> None:

@@ -80,6 +80,7 @@ def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, lengths: list[int
     if kernel is None:
         raise ConfigError(f"{NAME}: torch {torch.__version__} has no kernel for sequences of different lengths")
     ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32, non_blocking=True)
+    # The kernel takes as many heads of keys and values as of queries.
     repeats = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value))
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))

@@ -93,6 +93,7 @@ class ResumingLLMServerClient(LLMServerClient):
         prompt_ids = normalize_token_ids(prompt_ids)
         budget = self._budget(len(prompt_ids), sampling_params)
         seen = {key: inputs[key] for key in SEEN if _is_given(inputs.get(key))}
+        # In a thread: all trajectories of a worker share this loop.
         digests = await asyncio.to_thread(_digests, seen) if seen else {}
         generation = _generation(prompt_ids, budget, sampling_params, digests)
         if sampling_params.get("stop"):
@@ -132,7 +133,7 @@ class ResumingLLMServerClient(LLMServerClient):
                 **inputs,
                 **options,
             )
-        except RayActorError as error:
+        except RayActorError as error:  # of the server: `_acquire_server` names a dead load balancer
             raise EngineDead(f"server {_SERVER_ID.get()} died while it held request {request_id!r}: {error}") from error
         if output.extra_fields.get("rejected"):
             raise RunEnded(f"request {request_id!r}: turned away by server {_SERVER_ID.get()}")
@@ -179,6 +180,7 @@ class MergedFields:
 
     def add(self, output: TokenOutput) -> None:
         """Take in one segment."""
+        # Later segments find in the cache what this response itself has left there, which says nothing of its prompt.
         if self._last is None:
             self._num_cached_tokens = output.extra_fields.get("num_cached_tokens")
         self._last = output
@@ -198,6 +200,7 @@ class MergedFields:
     def complete(self, generation: ResumableGeneration) -> TokenOutput:
         """Build the result of a finished generation."""
         fields = dict(self._last.extra_fields) if self._last else {}
+        # Between server and client only: verl would carry them along in every batch.
         for name in ("gate_openings", "context", "stop_string"):
             fields.pop(name, None)
         fields |= {

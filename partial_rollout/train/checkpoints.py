@@ -63,6 +63,7 @@ class CheckpointKeeper:
         self._keep: int | None = None
         if self._removes:
             self._keep = _largest(config)
+            # verl removes an old one while it saves the next, which then may never be whole.
             with open_dict(config):
                 config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
                 config.trainer.remove_previous_ckpt_in_save = False
@@ -275,5 +276,6 @@ def write_durably(path: Path, content: bytes) -> None:
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
+        # Before the rename: after a crash of the machine the name could stand for an empty file.
         os.fsync(file.fileno())
     os.replace(partial, path)

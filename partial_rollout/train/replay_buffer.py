@@ -99,6 +99,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             return super().sample(global_steps, partition_id, batch_size)
         groups, filtered = self._take(batch_size, global_steps - 1, partition_id)
         self._events.write(_taken(global_steps, groups))
+        # The prompts' own rows; those of their trajectories are what is trained.
         self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
         self.version_spans = {

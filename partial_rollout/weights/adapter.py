@@ -113,10 +113,12 @@ class ChannelAdapter(ServerAdapter):
         self._update_number += 1
         gathering = Gathering(weights)
         await self._unless_failed(self._send(gathering, version=global_steps, peft_config=peft_config))
+        # First: a rank that cannot gather has failed itself, whatever became of the engine.
         if gathering.error is not None:
             raise gathering.error
         if self.failure is not None:
             await self._give_up(self.failure)
+            # Each tensor is a collective: the other ranks would wait in it for this one.
             with torch.no_grad():
                 for _ in gathering:
                     pass
@@ -127,7 +129,7 @@ class ChannelAdapter(ServerAdapter):
 
     async def _unless_failed(self, action: Coroutine[Any, Any, None]) -> None:
         if self.failure is not None:
-            action.close()
+            action.close()  # Python warns of a coroutine that nobody has awaited
             return
         try:
             await action
@@ -152,6 +154,7 @@ class ChannelAdapter(ServerAdapter):
 
         with torch.no_grad(), self._sender(address, raise_failed_update) as sender:
             if self._has_server:
+                # Not awaited: the server answers when it has received what `send` sends, and `send` asks meanwhile.
                 update = self._server.receive_weights.remote(update_number=self._update_number, **options).future()
             sender.send(weights)
         if update is not None:

@@ -68,6 +68,7 @@ class CudaBufferWriter:
         if len(handles) != self.offer.num_buffers:
             raise WeightProtocolError(f"the receiver made {len(handles)} buffers, not {self.offer.num_buffers}")
         for handle in handles:
+            # Kept at once: `close` lets go of it, whatever fails next.
             self._pointers.append(self._runtime.open(self._device, handle))
             memory = DeviceMemory(self._pointers[-1], self.offer.buffer_bytes)
             self._buffers.append(self._runtime.tensor(self._device, memory))
@@ -95,6 +96,7 @@ class _Block:
 
     def __init__(self, runtime: CudaRuntime, device: torch.device, num_bytes: int) -> None:
         self.pointer = runtime.allocate(device, num_bytes)
+        # Not at the end of the process: CUDA may be gone by then, and the driver frees all of its memory.
         weakref.finalize(self, runtime.free, device, self.pointer).atexit = False
 
 
@@ -243,6 +245,6 @@ class CudaRuntime:
     def _require(self, error: Any, call: str) -> None:
         if error == self._runtime.cudaError_t.cudaSuccess:
             return
-        self._runtime.cudaGetLastError()
+        self._runtime.cudaGetLastError()  # as in `allocate`
         _, text = self._runtime.cudaGetErrorString(error)
         raise WeightUpdateError(f"{call} failed: {error.name}: {text.decode()}")

@@ -174,10 +174,13 @@ class Reorder:
     def plan(self, view: RoundView) -> RoundPlan:
         """Long when deferred groups fill a batch, mixed when one is overdue, else short."""
         num_deferred = len(view.deferrals)
+        # A batch is done already: whatever went on now would only be interrupted when it is taken.
         if view.done >= self.batch:
             return _filled("short", view, self.batch)
+        # Nothing starts beside it: the deferred ones fill the batch.
         if num_deferred >= self.batch:
             return RoundPlan("long", self.batch, self.batch, num_started=0)
+        # The first one was deferred most often. A batch of deferred ones, for a long round, may never come together.
         if num_deferred and view.deferrals[0] >= self.max_deferrals:
             return _filled("mixed", view, self.gen_batch, resumed=num_deferred, required=num_deferred)
         return _filled("short", view, self.gen_batch)
@@ -203,6 +206,7 @@ class FewAtATime(Reorder):
             return RoundPlan("long", self.batch, self.batch, num_started=0)
         joining = min(self.max_joining, num_deferred)
         overdue = sum(count >= self.max_deferrals for count in view.deferrals[:joining])
+        # At most a batch stays behind, so that the deferred ones never make a round that is all long.
         size = min(self.gen_batch, self.batch + joining + self.batch - num_deferred)
         return _filled("mixed" if joining else "short", view, size, resumed=joining, required=overdue)
 
