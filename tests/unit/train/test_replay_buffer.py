@@ -104,11 +104,11 @@ class World:
         buffer = PartialRolloutReplayBuffer("partial_rollout", cast("Any", {}), None, "drop", cast("Any", {}))
         buffer.refill_fn = self.refills.append
         workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-        workers._slot_shares = [4, 4]
+        settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
+        workers._settings, workers._slot_shares = settings, [4, 4]
         workers._init_restarts()
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
         workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
-        settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
         buffer.bind(cast("Any", Manager(list(answers))), workers, settings, mini_batch=1, events=self.events)
         return buffer
 

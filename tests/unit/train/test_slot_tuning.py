@@ -93,7 +93,7 @@ def test_workers_share_whole_groups(monkeypatch: pytest.MonkeyPatch, num_slots: 
     given: list[int] = []
     monkeypatch.setattr(agent_loop_manager, "settle_all", lambda refs, **_: given.extend(refs) or refs)
     workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-    workers._slot_shares = [0, 0]
+    workers._settings, workers._slot_shares = PartialRolloutConfig(), [0, 0]
     workers._init_restarts()
     workers.rollout_config = cast("Any", SimpleNamespace(n=4))
     workers.agent_loop_workers = [SimpleNamespace(resize=SimpleNamespace(remote=lambda share: share))] * 2
