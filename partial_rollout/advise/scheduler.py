@@ -39,6 +39,8 @@ class Speed:
     prefill_tokens_per_s: float
     interruption_s: float
     """Seconds of one interruption: draining the engine, and resuming."""
+    sent_per_s: float = SENT_PER_S
+    """New requests that agent-loop workers bring, one worker for each engine."""
 
     def of_replicas(self, number: int) -> Speed:
         """So many engines together, each with an equal share of the requests, as the load balancer gives them.
@@ -46,8 +48,13 @@ class Speed:
         >>> Speed(0.004, 0.002, 0.0, prefill_tokens_per_s=1000.0, interruption_s=0.0).of_replicas(2).request
         0.001
         """
-        prefill = self.prefill_tokens_per_s * number
-        return replace(self, request=self.request / number, token=self.token / number, prefill_tokens_per_s=prefill)
+        return replace(
+            self,
+            request=self.request / number,
+            token=self.token / number,
+            prefill_tokens_per_s=self.prefill_tokens_per_s * number,
+            sent_per_s=self.sent_per_s * number,
+        )
 
     def decode_s(self, steps: int, requests: int, kv: int) -> float:
         """Seconds of `steps` decode steps of the same requests, whose KV cache holds `kv` tokens at the beginning."""
@@ -161,7 +168,7 @@ class Rollout:
         """Put requests on their way to the engine, one after the other."""
         at_s = max(self.now_s, self.entering[-1][0] if self.entering else 0.0)
         for number, request in enumerate(requests, 1):
-            self.entering.append((at_s + number / SENT_PER_S, request))
+            self.entering.append((at_s + number / self.speed.sent_per_s, request))
 
     def _claim(self) -> None:
         """Send whole groups while there are slots for one."""

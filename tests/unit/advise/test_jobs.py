@@ -95,8 +95,8 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
     rollout = Rollout(job_modes(512, 8)[mode], speed, load, PROMPT_TOKENS, (Group(row.tolist()) for row in drawn))
     measured = TWO_REPLICAS[mode]
     predicted = [rollout.step()["seconds"] for _ in range(len(measured) + 1)][1:]
-    assert sum(predicted) == pytest.approx(sum(measured), rel=0.04)
-    assert predicted == pytest.approx(measured, abs=8.5)
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.07)
+    assert predicted == pytest.approx(measured, abs=7.5)
 
 
 def test_the_names_are_those_of_jobs():
