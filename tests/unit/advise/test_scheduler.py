@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from partial_rollout.advise import scheduler
 from partial_rollout.advise.predict import COLOCATED, POLL_S, fit, modes, predict, table
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.scheduler import SENT_PER_S, Group, Mode, Rollout, Speed
@@ -22,8 +21,11 @@ AGAIN = {"8b_keep": 0.15}
 """How far a step may be from what is computed again in it, where that is more than 0.05: sums are nearer."""
 
 
-def started(mode: Mode, rows: np.ndarray, load: Workload = LOAD) -> Rollout:
-    return Rollout(mode, SPEED, load, PROMPT, iter(Group(row.tolist()) for row in rows))
+AT_ONCE = replace(SPEED, sent_per_s=float("inf"))
+
+
+def started(mode: Mode, rows: np.ndarray, load: Workload = LOAD, speed: Speed = SPEED) -> Rollout:
+    return Rollout(mode, speed, load, PROMPT, iter(Group(row.tolist()) for row in rows))
 
 
 def test_the_fit_finds_what_a_curve_was_made_of():
@@ -39,11 +41,10 @@ def test_decoding_at_once_takes_as_long_as_token_by_token():
     assert SPEED.decode_s(50, 8, 1000) == pytest.approx(one_by_one)
 
 
-def test_sync_takes_what_its_longest_response_takes(monkeypatch: pytest.MonkeyPatch):
+def test_sync_takes_what_its_longest_response_takes():
     """Sent at once, all of a batch start together, so the engine decodes as often as the longest has tokens."""
-    monkeypatch.setattr(scheduler, "SENT_PER_S", float("inf"))
     rows = lengths(LOAD, LOAD.batch)
-    rollout = started(Mode("sync", LOAD.batch * LOAD.group, 1), rows)
+    rollout = started(Mode("sync", LOAD.batch * LOAD.group, 1), rows, speed=AT_ONCE)
     step = rollout.step()
     alive = [int((rows > decoded).sum()) for decoded in range(rows.max())]
     groups = [int((rows > decoded).any(axis=1).sum()) for decoded in range(rows.max())]
@@ -74,13 +75,12 @@ def test_an_interruption_takes_its_time_and_computes_a_group_s_prompt_once(retai
     assert rollout.now_s == pytest.approx(before_s + SPEED.interruption_s + again_s)
 
 
-def test_the_group_that_was_done_first_is_trained_first(monkeypatch: pytest.MonkeyPatch):
+def test_the_group_that_was_done_first_is_trained_first():
     load = Workload(batch=1, group=1)
     rollout = started(Mode("", 3, 3), np.array([[30], [31], [32], [90], [90], [90], [90]]), load)
     assert [rollout.step()["tokens"] for _ in range(3)] == [30, 31, 32]
-    monkeypatch.setattr(scheduler, "SENT_PER_S", float("inf"))
     rows = np.array([[30, 10], [30, 20], [30, 25], *[[90, 90]] * 4])  # done by the same decode step
-    rollout = started(Mode("", 6, 3), rows, replace(load, group=2))
+    rollout = started(Mode("", 6, 3), rows, replace(load, group=2), AT_ONCE)
     assert [rollout.step()["tokens"] for _ in range(3)] == [40, 50, 55]
 
 
