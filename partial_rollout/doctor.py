@@ -16,10 +16,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from partial_rollout.errors import ConfigError, Refusal, UserError
+from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
 from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, TESTED, UNTRIED, rows_of
 from partial_rollout.settings.memory import memory_in_words
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 WIDTH = 110
 HEAD = 13
 """Columns before the text."""
+UNCORRECTED = "no correction: tokens of older weights are trained as they are"
 
 
 @dataclass
@@ -125,7 +128,12 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     _add_rows(report, rows)
     for key, meant in added_by_mistake(overrides).items():
         report.add("look at", f"+{key} adds a key that verl does not list: did you mean {meant}?")
-    report.add("memory", memory_in_words(config, read_settings(config).num_slots))
+    for found in (found for found in unlisted(config) if not found.is_refused):
+        report.add("look at", f"{found.key} is no key that verl lists, and whether {found.owner} takes it is not known")
+    settings = read_settings(config)
+    if settings.block.tail.policy != "wait" and not is_corrected(config):
+        report.add("look at", f"{UNCORRECTED} ({CORRECTION_KEY})")
+    report.add("memory", memory_in_words(config, settings.num_slots))
     for choice in examined.choices:
         report.add("chosen", choice.what)
         for heading, text in (("seen", choice.seen), ("why", f"{choice.why} ({choice.page})")):

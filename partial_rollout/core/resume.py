@@ -36,6 +36,15 @@ STOPPED = "completed"
 """Stop reason verl's server gives when the engine stopped by itself, at a stop token or at the limit."""
 COMPLETE = frozenset({STOPPED, LENGTH, "stop"})
 """Stop reasons of a response that may be trained on."""
+UNRESUMABLE = (
+    "bad_words",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured_outputs",
+    "repetition_detection",
+    "thinking_token_budget",
+)
+"""Sampling parameters whose state in the engine covers one request's output; a resumed request would restart it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from partial_rollout.core.resume import ResumableGeneration, Segment
+from partial_rollout.core.resume import UNRESUMABLE, ResumableGeneration, Segment
 from partial_rollout.errors import ActorLost, ConfigError, EngineDead, RunEnded
 
 if TYPE_CHECKING:
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from partial_rollout.core.interrupt import Retained
     from partial_rollout.rollout.stop_strings import StopFinder
 
-UNRESUMABLE = (
-    "bad_words",
-    "presence_penalty",
-    "frequency_penalty",
-    "structured_outputs",
-    "repetition_detection",
-    "thinking_token_budget",
-)
-"""Sampling parameters whose state in the engine covers one request's output; a resumed request would restart it."""
 FINGERPRINT = (
     "logprobs",
     "temperature",

@@ -78,6 +78,16 @@ def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def _chooses_file(override: str) -> bool:
+    """Whether an override names a Hydra group: a block's name without a dot, with a file's name instead of its keys.
+
+    >>> [_chooses_file(each) for each in ("algorithm=mine", "model/a@b.c=d", "+data={seed: 1}", "~data", "a.b=mine")]
+    [True, True, False, False, False]
+    """
+    name, value = override_key(override), override.partition("=")[2].strip()
+    return "@" in name or "/" in name or ("." not in name and value != "" and not value.startswith("{"))
+
+
 @dataclass(frozen=True, slots=True)
 class ByHand:
     """The keys of Hydra's overrides.
@@ -94,8 +104,7 @@ class ByHand:
     @classmethod
     def read(cls, overrides: Iterable[str]) -> ByHand:
         """From overrides as they were typed. The choice of a file for a group sets no key by hand."""
-        names = map(override_key, overrides)
-        return cls(frozenset(name for name in names if "@" not in name and "/" not in name))
+        return cls(frozenset(override_key(override) for override in overrides if not _chooses_file(override)))
 
     def has(self, key: str) -> bool:
         """Whether the key was set, or removed, by itself or with a block around it."""

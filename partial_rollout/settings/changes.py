@@ -87,6 +87,12 @@ class Changes:
         OmegaConf.update(self.config, key, after, merge=False, force_add=True)
         self.made.append(Change(key, before, after, why))
 
+    def announce(self, key: str, after: Any, why: str) -> None:
+        """List a change that another part of the run makes later, from the value that is here until then."""
+        before = self._value(key)
+        if (before or None) != (after or None):
+            self.made.append(Change(key, before, after, why))
+
     def _value(self, key: str) -> Any:
         value = OmegaConf.select(self.config, key)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

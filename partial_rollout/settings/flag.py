@@ -13,6 +13,7 @@ from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.command_line import FLAG
 from partial_rollout.settings.derived import depth_may_move
+from partial_rollout.settings.retention import announce_retention
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -120,6 +121,7 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
         why = "verl fetches prompts one by one in all modes but sync"
         changes.replace("data.gen_batch_size", 1, why, instead="leave it out")
     _refuse_without_effect(changes)
+    announce_retention(changes)
     _write_block(changes, settings)
 
 

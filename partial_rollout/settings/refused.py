@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from partial_rollout.core.interrupt import mode_of
 from partial_rollout.core.queue.staleness import make_bound
 from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import ConfigError, DataError, Refusal
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves, verl_defaults
@@ -25,6 +26,7 @@ from partial_rollout.settings.derived import (
     num_ranks,
     sequence_parallel_size,
 )
+from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
 
 if TYPE_CHECKING:
@@ -331,8 +333,13 @@ def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
     parent = path.partition("/")[0]
     if "/" in path and os.path.isdir(parent):
         raise DataError(f"{given}, and the folder {parent} is here: give the path of an existing model (set {key}=...)")
-    if not is_cached(path) and os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+    if not is_cached(path) and hub_is_off():
         raise DataError(f"{given}, is not among the downloaded models, and HF_HUB_OFFLINE forbids to fetch it")
+
+
+def hub_is_off() -> bool:
+    """Whether the environment forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
 
 
 def is_cached(name: str) -> bool:
@@ -409,7 +416,35 @@ def _check_devices(config: DictConfig, settings: Settings) -> None:
     _require(fits, given, f"a divisor of the devices (set {key})", why)
 
 
-INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files, _check_micro_batches)
+def _check_fields(config: DictConfig) -> None:
+    """Keys that nothing of verl's reads, below blocks that it makes dataclasses of."""
+    for found in unlisted(config):
+        if found.is_refused:
+            given = f"{found.key}={found.value}"
+            name, owner = found.key.rpartition(".")[2], found.owner.rpartition(".")[2]
+            because = f"verl's {owner} has no {name}, and verl would refuse it when its first worker starts"
+            instead = _without_field(found.key)
+            raise Refusal(f"{given} is not allowed: {because}; {instead}", given, because=because, instead=instead)
+
+
+def _without_field(key: str) -> str:
+    name, of_engine = key.rpartition(".")[2], key.startswith("actor_rollout_ref.rollout.")
+    if of_engine and name in UNRESUMABLE:
+        return (
+            f"leave it out: {name} is a parameter of a request, which an agent loop gives, and partial rollout refuses "
+            "it there too, because its state in the engine covers one request and a continued response would start it "
+            "anew"
+        )
+    if of_engine and name == "stop":
+        return (
+            "leave it out: stop is a parameter of a request; an agent loop of your own gives it in its sampling "
+            "parameters, and partial rollout finds the strings across interruptions"
+        )
+    vllm = "; an option of vLLM's own goes below actor_rollout_ref.rollout.engine_kwargs.vllm" if of_engine else ""
+    return f"leave it out, or look for its right name or block{vllm}"
+
+
+INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files, _check_micro_batches, _check_fields)
 MODE_CHECKS = (
     _check_engine,
     _check_tail,

@@ -21,9 +21,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from partial_rollout.errors import DataError
+from partial_rollout.settings.retention import KEEP_ALL, num_kept_checkpoints, removes_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -57,16 +58,15 @@ class CheckpointKeeper:
         self._trainer = config.trainer
         saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
         self._marks = not saves_later
-        self._removes = self._marks and config.trainer.nnodes == 1
+        self._removes = removes_checkpoints(config)
         self._own: set[int] = set()
         """Steps of the checkpoints of this run, and of those that it goes on from: only these are removed."""
         self._keep: int | None = None
         if self._removes:
-            self._keep = _largest(config)
+            self._keep = num_kept_checkpoints(config)
             # verl removes an old one while it saves the next, which then may never be whole.
-            with open_dict(config):
-                config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
-                config.trainer.remove_previous_ckpt_in_save = False
+            for key, value in KEEP_ALL.items():
+                OmegaConf.update(config, key, value, force_add=True)
 
     def before_load(self) -> None:
         """Let verl find a whole checkpoint.
@@ -103,19 +103,6 @@ class CheckpointKeeper:
     @property
     def _root(self) -> Path:
         return Path(self._trainer.default_local_dir).absolute()
-
-
-def _largest(config: DictConfig) -> int | None:
-    """The larger of verl's two limits, since a checkpoint is removed as a whole; None: one of them keeps all."""
-    trainer = config.trainer
-    if trainer.get("remove_previous_ckpt_in_save"):
-        return 1
-    limits = [trainer.get("max_actor_ckpt_to_keep")]
-    if OmegaConf.select(config, "critic.enable") or OmegaConf.select(config, "algorithm.adv_estimator") == "gae":
-        limits.append(trainer.get("max_critic_ckpt_to_keep"))
-    # verl reads whatever is no positive number as "all".
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    return max(known) if len(known) == len(limits) else None
 
 
 def mark_whole(folder: Path) -> None:

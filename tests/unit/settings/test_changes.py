@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
 
 
+LIMITS = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,6 +81,29 @@ def test_values_of_other_files_than_verls_are_by_hand(composed: Composed):
     assert given.where(config, "trainer.nnodes") is None
     assert ByHand.read(["+trainer.nnodes=1"]).where(config, "trainer.nnodes") == "on the command line"
     assert ByHand.read(["partial_rollout@partial_rollout=default"]).keys == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trainer.max_actor_ckpt_to_keep": 3}, {"trainer.max_actor_ckpt_to_keep: 3 -> null": "it keeps the 3 newest"}),
+        (
+            {"trainer.remove_previous_ckpt_in_save": True},
+            {"trainer.remove_previous_ckpt_in_save: True -> False": "it keeps the newest"},
+        ),
+        ({}, {}),
+        ({"trainer.max_actor_ckpt_to_keep": 3, "trainer.nnodes": 2}, {}),
+        ({"trainer.max_actor_ckpt_to_keep": 3, "actor_rollout_ref.actor.checkpoint.async_save": True}, {}),
+    ],
+)
+def test_that_checkpoints_are_removed_by_the_flags_trainer_is_listed_and_done_later(
+    composed: Composed, changes: dict[str, Any], told: dict[str, str]
+):
+    config = composed({f"trainer.{name}": None for name in LIMITS} | changes)
+    made = [change for change in apply(config) if change.key.startswith("trainer.") and "ckpt" in change.key]
+    assert {str(change).partition(" (")[0]: change.why.rpartition("; ")[2] for change in made} == told
+    for key, value in changes.items():
+        assert OmegaConf.select(config, key) == value
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron", "veomni", "torchtitan"])

@@ -127,6 +127,21 @@ def test_sizes_of_micro_batches_that_verl_refuses_are_told(paths: list[str]):
     assert blocked(words) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["algorithm.rollout_correction.rollout_is=null"], True),
+        (["algorithm.rollout_correction.rollout_is=null", "algorithm.rollout_correction.rollout_rs=token_k1"], False),
+        (["algorithm.rollout_correction.rollout_is=null", "partial_rollout.tail.policy=wait"], False),
+        ([], False),
+    ],
+)
+def test_a_run_without_a_correction_is_told_before_it_starts(paths: list[str], overrides: list[str], *, is_told: bool):
+    told = [text for heading, text in diagnose([*paths, *VLLM, *overrides]).lines if heading == "look at"]
+    why = "no correction: tokens of older weights are trained as they are (algorithm.rollout_correction.rollout_is)"
+    assert (why in told) == is_told
+
+
 @pytest.mark.parametrize("flag", ["+async_training.partial_rollout=False", "+async_training={partial_rollout: false}"])
 def test_a_flag_that_is_off_is_told_and_taken_as_set(paths: list[str], flag: str):
     report = diagnose([*paths, "actor_rollout_ref.rollout.name=vllm", flag])

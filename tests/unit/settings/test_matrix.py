@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import UserError
 from partial_rollout.settings.matrix import REFUSED, ROWS, Row, rows_of
 from tests.unit.settings.support import check
@@ -31,6 +33,13 @@ def test_of_the_quickstart_every_part_is_in_the_tests(composed: Composed):
     rows = rows_of(composed({}))
     assert {row.state for row in rows} == {"in the tests"}
     assert {row.part for row in rows} == {"engine", "trainer", "algorithm", "reward", "agent loop"}
+
+
+def test_the_sampling_parameters_that_are_refused_are_those_of_the_table():
+    (row,) = (row for row in ROWS if (row.part, row.state) == ("sampling", REFUSED))
+    assert sorted(re.findall(r"`(\w+)`", row.what)) == sorted(UNRESUMABLE)
+    taken = [name for row in ROWS if row.part == "sampling" for name in re.findall(r"`(\w+)`", row.what)]
+    assert len(taken) == len(set(taken))
 
 
 @pytest.mark.parametrize(
