@@ -32,6 +32,7 @@ from partial_rollout.settings.flag import ROLLOUT
 from partial_rollout.settings.memory import (
     GIB,
     Machine,
+    awaits_hub,
     device_need,
     devices_of_engine,
     host_need,
@@ -93,7 +94,7 @@ class Choice:
     @property
     def what(self) -> str:
         """Key and value."""
-        return f"{self.key} {'is decided on the cluster' if self.is_open else f'= {_shown(self.value)}'}"
+        return f"{self.key} {'is decided when the run starts' if self.is_open else f'= {_shown(self.value)}'}"
 
     def __str__(self) -> str:
         """One line for the log."""
@@ -246,8 +247,11 @@ def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Ma
 
 def _kept(config: DictConfig, block: PartialRolloutConfig, machine: Machine | None) -> Choice:
     """Whether engines keep their memory, as our key asks for."""
-    need = _not_kept(config, block) or _device_need(config)
+    obstacle = _not_kept(config, block)
+    need = obstacle or _device_need(config, machine)
     if isinstance(need, str):
+        if not obstacle and _asks_hub(config, machine):
+            return _memory(AUTO, need, f"{KEEP_KEY}=True; {_ASKED}")
         return _memory(True, need, f"{KEEP_KEY}=True is not followed where it is not known that it fits")
     if machine is None:
         return _memory(AUTO, str(need), f"{KEEP_KEY}=True; the memory of a GPU decides")
@@ -267,8 +271,8 @@ def _not_kept(config: DictConfig, block: PartialRolloutConfig) -> str:
     return unmet_needs(config, MODES["reuse_kv"], UNTRIED_WITH_KV, met=("rollout.free_cache_engine",))
 
 
-def _device_need(config: DictConfig) -> DeviceNeed | str:
-    sizes = model_sizes(config)
+def _device_need(config: DictConfig, machine: Machine | None = None) -> DeviceNeed | str:
+    sizes = model_sizes(config, machine.model if machine else None)
     return sizes if isinstance(sizes, str) else device_need(config, sizes)
 
 
@@ -287,7 +291,10 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         why = "engines release their memory; KV goes to the host memory that was set for it"
         yield _mode("offload_kv", f"{memory}, {SIZE_KEY}={given}", why)
         return
-    need = _need(config)
+    need = _need(config, machine)
+    if isinstance(need, str) and _asks_hub(config, machine):
+        yield _mode(AUTO, f"{memory}, {need}", _ASKED)
+        return
     if isinstance(need, str):
         why = (
             "how much host memory a node needs for KV and training is not known, so KV is computed again after each "
@@ -308,9 +315,17 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         yield _mode("abort", seen, "too little host memory is left for the KV, so it is computed again")
 
 
-def _need(config: DictConfig) -> HostNeed | str:
+_ASKED = "the run asks the hub for the model's sizes when it starts; until then they are not known"
+
+
+def _asks_hub(config: DictConfig, machine: Machine | None) -> bool:
+    """Whether a size that is not known before the start will be known then."""
+    return machine is None and awaits_hub(config)
+
+
+def _need(config: DictConfig, machine: Machine | None) -> HostNeed | str:
     """What a node needs of host memory, or what stands in the way of knowing it."""
-    sizes = model_sizes(config)
+    sizes = model_sizes(config, machine.model if machine else None)
     if isinstance(sizes, str):
         return sizes
     need = host_need(config, read_settings(config).num_slots, sizes)

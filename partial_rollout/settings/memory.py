@@ -13,10 +13,11 @@ from omegaconf import OmegaConf
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.derived import has_own_reference, needs_critic, num_devices
-from partial_rollout.settings.refused import PACKED_STRATEGIES
+from partial_rollout.settings.hub import ModelFiles
+from partial_rollout.settings.refused import HUB_NAME, PACKED_STRATEGIES, hub_is_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from omegaconf import DictConfig
 
@@ -53,7 +54,7 @@ OTHER_BYTES = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of the nodes where engines run: the least over all of them. None: not known."""
+    """What is known on the cluster only: of the nodes where engines run, the least over all. None: not known."""
 
     host_bytes: int | None = None
     """Memory that is free before the run takes any."""
@@ -63,6 +64,8 @@ class Machine:
     """Whether this vLLM maps its host memory from /dev/shm; otherwise it takes pinned memory."""
     gpu_bytes: int | None = None
     """Memory of a GPU, used or not."""
+    model: ModelFiles | str | None = None
+    """Of a model whose files are on no disk yet: what the hub says of them, or why it does not. None: nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +260,17 @@ def _copies(config: DictConfig, shards: int | None) -> float:
     return config.trainer.n_gpus_per_node / (shards if shards and 0 < shards < whole else whole)
 
 
-def model_sizes(config: DictConfig) -> ModelSizes | str:
-    """Sizes of the configuration's model from its files, or why they are not known."""
+def model_sizes(config: DictConfig, from_hub: ModelFiles | str | None = None) -> ModelSizes | str:
+    """Sizes of the configuration's model, or why they are not known.
+
+    They are those of its files; `from_hub` says what the hub tells of a model that is not downloaded.
+    """
     path = str(config.actor_rollout_ref.model.path)
     folder = _model_folder(path)
-    if folder is None:
-        return f"the files of the model {path} are not on this machine"
-    try:
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    except (OSError, ValueError):
-        model, num_bytes = {}, 0
+    if folder is None and not isinstance(from_hub, ModelFiles):
+        return from_hub or f"the files of the model {path} are not on this machine"
+    files = _read_files(folder) if folder is not None else from_hub
+    model, num_bytes = (files.config, files.num_bytes) if isinstance(files, ModelFiles) else ({}, 0)
     if not num_bytes:
         return f"the folder of the model {path} has no config.json with *.safetensors beside it"
     if not _is_plain(model):
@@ -279,6 +282,20 @@ def model_sizes(config: DictConfig) -> ModelSizes | str:
     return ModelSizes(
         kv_bytes, num_parameters, *(model[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     )
+
+
+def _read_files(folder: Path) -> ModelFiles | None:
+    try:
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return ModelFiles(model, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    except (OSError, ValueError):
+        return None
+
+
+def awaits_hub(config: DictConfig) -> bool:
+    """Whether the hub can be asked for the sizes of the configuration's model, whose files are not here yet."""
+    path = str(config.actor_rollout_ref.model.path)
+    return HUB_NAME.fullmatch(path) is not None and not hub_is_off() and _model_folder(path) is None
 
 
 def _model_folder(path: str) -> Path | None:
@@ -295,17 +312,19 @@ def _model_folder(path: str) -> Path | None:
         found = try_to_load_from_cache(path, "config.json")
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    folder = Path(found).parent if isinstance(found, str) else None
+    # A tokenizer alone brings the configuration as well.
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
-def _is_plain(model: dict[str, Any]) -> bool:
+def _is_plain(model: Mapping[str, Any]) -> bool:
     windows = bool(model.get("use_sliding_window", model.get("sliding_window")))
     others = set(model.get("layer_types") or ()) - {"full_attention"}
     known = all(isinstance(model.get(name), int) for name in SIZES)
     return model.get("model_type") in PLAIN_ATTENTION and known and not windows and not others
 
 
-def _kv_bytes(model: dict[str, Any], dtype: str, ranks: int) -> int:
+def _kv_bytes(model: Mapping[str, Any], dtype: str, ranks: int) -> int:
     """Of a token, over all tensor-parallel ranks of an engine: each rank has at least one head, a copy if need be."""
     layers, heads, hidden, _ = (model[name] for name in SIZES)
     head_dim = model.get("head_dim") or hidden // heads
@@ -317,7 +336,8 @@ def memory_in_words(config: DictConfig, num_slots: int) -> str:
     """What is known of the memory that a configuration needs, for somebody who has not started it."""
     sizes = model_sizes(config)
     if isinstance(sizes, str):
-        return f"not known: {sizes}"
+        ask = "; the run asks the hub when it starts. To know it here, download the model, or give a folder"
+        return f"not known: {sizes}{ask if awaits_hub(config) else ''}"
     engines = max(1, num_devices(config) // devices_of_engine(config))
     tokens = config.data.max_prompt_length + config.data.max_response_length
     slots = math.ceil(num_slots / engines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from partial_rollout.runtime.remote_call import wait_for_all
 from partial_rollout.settings.auto import take_on_cluster
 from partial_rollout.settings.block import AUTO
 from partial_rollout.settings.derived import read_block
-from partial_rollout.settings.memory import Machine
+from partial_rollout.settings.hub import ask_hub
+from partial_rollout.settings.memory import Machine, awaits_hub
 from partial_rollout.weights.directory import SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -51,7 +53,10 @@ def choose_on_cluster(config: DictConfig) -> list[Choice]:
     """Take the choices that the driver left open, in place; each process that is started from now on is told."""
     if read_block(config).tail.interrupt_mode != AUTO:
         return []
-    return take_on_cluster(config, look_at_nodes())
+    machine = look_at_nodes()
+    if awaits_hub(config):
+        machine = replace(machine, model=ask_hub(str(config.actor_rollout_ref.model.path)))
+    return take_on_cluster(config, machine)
 
 
 def look_at_nodes() -> Machine:

@@ -21,7 +21,7 @@ def test_each_choice_is_a_line_and_but_for_open_ones_an_event(tmp_path: Path, ca
     report_to(events.EventWriter(tmp_path, "driver"))
     tell([Choice(MODE_KEY, "auto", "auto", "a", "b"), Choice(MODE_KEY, "auto", "reuse_kv", "memory stays", "why")])
     assert [record.getMessage().partition(". Seen")[0] for record in caplog.records] == [
-        f"auto: {MODE_KEY} is decided on the cluster",
+        f"auto: {MODE_KEY} is decided when the run starts",
         f"auto: {MODE_KEY} = reuse_kv",
     ]
     written = [event for event in events.EventReader(tmp_path).read() if isinstance(event, events.Choice)]

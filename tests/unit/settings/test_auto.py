@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
+import huggingface_hub
 import pytest
 from omegaconf import OmegaConf
 
@@ -12,6 +17,7 @@ from partial_rollout.settings.auto import choose, is_corrected, propose, take_on
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.hub import ask_hub
 from partial_rollout.settings.memory import (
     GIB,
     OTHER_BYTES,
@@ -21,6 +27,7 @@ from partial_rollout.settings.memory import (
     ModelSizes,
     device_need,
     host_need,
+    memory_in_words,
     model_sizes,
     uncounted_state,
 )
@@ -127,6 +134,87 @@ def test_where_host_memory_is_short_the_size_is_half_of_what_training_leaves(com
     # 0.6 billion parameters x 12 bytes are 6.7 GiB, which a checkpoint brings into host memory.
     sizes = {gib: value_of_size(config, Machine(host_bytes=gib * GIB)) for gib in (120, 60, 36, 34)}
     assert sizes == {120: 56, 60: 26, 36: 14, 34: None}
+
+
+NAME = "some/model"
+
+
+@pytest.fixture
+def hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub with the model under the name NAME; what it was asked for."""
+    asked: list[str] = []
+
+    def model_info(name: str, **_options: object) -> SimpleNamespace:
+        asked.append(name)
+        sizes = {"model.safetensors": 1_200_000_000, "onnx/model.safetensors": 7, "config.json": 7}
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=sizes[name]) for name in sizes])
+
+    def download(_name: str, file: str, **_options: object) -> str:
+        asked.append(file)
+        return str(model / file)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_model_that_is_not_downloaded_is_decided_on_as_one_that_is(
+    composed: Composed, model: Path, hub: list[str], *, keep: bool
+):
+    changes = GPU | (ROOMY if keep else {}) | {"data.max_response_length": 4096}
+    local, remote = (composed(changes | {"actor_rollout_ref.model.path": path}) for path in (str(model), NAME))
+    assert value(remote, MODE) == "auto"
+    assert started(remote).tail.interrupt_mode == "auto"
+    assert hub == []  # before the start nobody asks
+    started(local)
+    machine = Machine(host_bytes=512 * GIB, gpu_bytes=512 * GIB)
+    decided = take_on_cluster(remote, replace(machine, model=ask_hub(NAME)))
+    assert hub == [NAME, "config.json"]
+    assert decided == take_on_cluster(local, machine)
+    assert read_settings(remote).block.tail.interrupt_mode == ("reuse_kv" if keep else "offload_kv")
+
+
+def test_without_an_answer_of_the_hub_kv_is_computed_again_and_the_reason_is_told(
+    composed: Composed, hub: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def unreachable(*_names: object, **_options: object) -> None:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    config = composed(GPU | {"actor_rollout_ref.model.path": NAME})
+    (choice,) = chosen(config, MODE, machine=replace(LARGE, model=ask_hub(NAME)))
+    assert choice.value == "abort"
+    assert "the hub did not tell the sizes of the model some/model (ConnectError: no route)" in choice.seen
+
+
+def test_a_hub_that_hangs_makes_nobody_wait(hub: list[str], monkeypatch: pytest.MonkeyPatch):
+    ended = threading.Event()
+
+    def hang(*_names: object, **_options: object) -> None:
+        ended.wait()
+        raise OSError("too late")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", hang)
+    try:
+        assert ask_hub(NAME, timeout_s=0.01) == "the hub did not tell the sizes of the model some/model within 0.01 s"
+    finally:
+        ended.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "offline", "asks"),
+    [(NAME, "", True), (NAME, "1", False), ("/no/folder", "", False), ("hdfs://no/folder", "", False)],
+)
+def test_only_a_name_of_the_hub_is_left_open_and_only_where_the_hub_may_be_asked(
+    composed: Composed, hub: list[str], monkeypatch: pytest.MonkeyPatch, path: str, offline: str, *, asks: bool
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    config = composed(GPU | {"actor_rollout_ref.model.path": path})
+    assert value(config, MODE) == ("auto" if asks else "abort")
+    assert ("the run asks the hub when it starts" in memory_in_words(config, 64)) == asks
+    assert hub == []
 
 
 NODES = {
@@ -532,6 +620,11 @@ def test_a_correction_that_was_turned_off_by_hand_stays_off(composed: Composed, 
     assert chosen(config, IS, [override]) == []
     started(config, [override])
     assert not is_corrected(config)
+
+
+def test_the_choice_of_a_file_for_a_group_turns_no_correction_off(composed: Composed):
+    (choice,) = chosen(uncorrected(composed), IS, ["algorithm=mine"])
+    assert choice.value == "token"
 
 
 @pytest.mark.parametrize("by_hand", ["sequence", "token"])

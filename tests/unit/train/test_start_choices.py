@@ -39,12 +39,16 @@ def told(config: DictConfig) -> PartialRolloutConfig:
     return PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
 
 
-def test_what_the_driver_left_open_is_decided_and_told_to_servers(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("offline", ["1", ""])
+def test_what_the_driver_left_open_is_decided_and_told_to_servers(monkeypatch: pytest.MonkeyPatch, offline: str):
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(start_choices, "ask_hub", lambda name: f"{name} is not told")
     monkeypatch.setattr(start_choices, "look_at_nodes", lambda: Machine(host_bytes=512 * GIB))
     config = configuration()
     assert told(config).tail.interrupt_mode == "auto"
     mode, slots = choose_on_cluster(config)
     assert (mode.key, mode.value) == (MODE_KEY, "abort")
+    assert ("no/model is not told" in mode.seen) == (not offline)
     assert (slots.key, slots.value) == (SLOTS_KEY, False)
     assert told(config).tail.interrupt_mode == "abort"
     assert config.partial_rollout.tail.interrupt_mode == "abort"
