@@ -8,9 +8,10 @@ import signal
 import subprocess
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 import pandas as pd
@@ -23,8 +24,9 @@ from tests import preloaded
 from tests.preloaded import MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 JOB_TIMEOUT_S = 600
 FLAG = "+async_training.partial_rollout=True"
@@ -112,6 +114,21 @@ def run_job(task: Path, folder: Path, *overrides: str) -> Job:
     with _start(task, folder, overrides, mark) as process:
         output, _ = process.communicate(timeout=JOB_TIMEOUT_S)
     return _ended(process, output, folder, mark)
+
+
+def run_job_and_look(task: Path, folder: Path, *overrides: str, after: str, look: Callable[[], T]) -> tuple[Job, T]:
+    """As `run_job`, but call `look` in a thread when the job's log first says `after`; it must end with the job."""
+    mark, lines, looking = uuid.uuid4().hex, [], None
+    with ThreadPoolExecutor(1) as pool, _start(task, folder, overrides, mark) as job:
+        for line in _bounded_lines(job):
+            lines.append(line)
+            if after in line and looking is None:
+                looking = pool.submit(look)
+        job.wait(timeout=JOB_TIMEOUT_S)
+    ended = _ended(job, "".join(lines), folder, mark)
+    if looking is None:
+        raise LookupError(f"the job's log never said {after!r}: {ended.output[-4000:]}")
+    return ended, looking.result()
 
 
 def run_job_and_signal(

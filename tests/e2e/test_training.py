@@ -19,7 +19,21 @@ from partial_rollout.observability.events import (
     TrajectoryEnded,
     WeightsUpdated,
 )
-from tests.e2e.conftest import FLAG, LONG, SHORT, Job, is_conserved, run_job, with_lengths
+from partial_rollout.observability.gpu_seconds import gpu_seconds, lost
+from partial_rollout.view import RunState
+from tests.e2e.conftest import (
+    FLAG,
+    JOB_TIMEOUT_S,
+    LONG,
+    SHORT,
+    Job,
+    is_conserved,
+    run_job,
+    run_job_and_look,
+    with_lengths,
+)
+from tests.e2e.seen_page import see_page
+from tests.unit.observability.browser import HAS_CHROMIUM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +70,7 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
     lengths = [LONG if row % 3 == 2 else SHORT + row % 5 for row in range(64)]
     rows = with_lengths(task, tmp_path, lengths)
     options = [FLAG, *rows, "trainer.save_freq=5", "trainer.test_freq=4"]
-    kept = run_job(task, tmp_path, *options, *KEEPING_KV, "trainer.total_training_steps=5")
+    kept = _run_and_see_the_page(task, tmp_path, *options, *KEEPING_KV, "trainer.total_training_steps=5")
     _check_ended_cleanly(kept, steps=range(1, 6))
     _check_kept_requests_were_saved(kept, tmp_path / "checkpoints/global_step_5")
     _check_the_event_stream_tells_the_same(kept, num_steps=5)
@@ -90,6 +104,40 @@ def test_fifteen_steps_in_three_jobs_that_interrupt_in_three_ways(task: Path, tm
     _check_validation_left_nothing(tmp_path / "checkpoints/global_step_15")
     _check_saved_tokens_were_trained(second, tmp_path / "checkpoints/global_step_10")
     _check_every_row_was_given_out_twice(second.events, tmp_path / "checkpoints/global_step_15")
+
+
+def _run_and_see_the_page(task: Path, folder: Path, *options: str) -> Job:
+    """With the job's page open in a browser, where there is one; its numbers must be those of verl's logger."""
+    if not HAS_CHROMIUM:
+        return run_job(task, folder, *options)
+    job, page = run_job_and_look(
+        task,
+        folder,
+        *options,
+        after="[3/5]",
+        look=lambda: see_page(folder, folder / "profile", JOB_TIMEOUT_S),
+    )
+    assert any(part.startswith("health starting, ") for part in page.starting)
+    assert "health ended" not in page.live
+    last = job.steps[-1]
+    assert page.head[0] == f"step {last['training/global_step']}/{len(job.steps)}"
+    states = ("pending", "ongoing", "deferred", "done", "taken")
+    assert page.flow == [f"{name} {last[f'partial_rollout/queue/{name}']:.0f}" for name in states]
+    told = [(row[0], row[1], row[4], row[7]) for row in page.steps[1:]]
+    assert told == [
+        (
+            str(step["training/global_step"]),
+            f"{step['timing_s/step']:.1f}",
+            f"{step['partial_rollout/interrupted']:.0f}",
+            f"{step['partial_rollout/queue/pending']:.0f}",
+        )
+        for step in reversed(job.steps)
+    ]
+    assert page.causes[-1][:2] == ["lost in all", f"{lost(gpu_seconds(job.steps)):,.1f}"]
+    afterwards = RunState(folder).shown
+    for part in ("head", "flow", "steps", "causes", "summary", "helps", "charts", "line"):
+        assert page.shown[part] == afterwards[part]
+    return job
 
 
 def _check_choices(job: Job) -> None:
