@@ -161,6 +161,26 @@ def test_what_is_no_run_and_a_port_that_is_taken_are_errors(tmp_path: Path, caps
     assert "error: [Errno 98] Address already in use" in capsys.readouterr().err
 
 
+def test_a_run_of_a_later_release_is_refused_and_a_cut_record_is_left_for_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "later/events").mkdir(parents=True)
+    (tmp_path / "later/events/trainer-n-1-1.0.jsonl").write_text(
+        '{"event": "opened", "format": 99, "role": "trainer", "node": "n", "pid": 1}\n'
+    )
+    assert view.main([str(tmp_path / "later")]) == 2
+    assert "99" in capsys.readouterr().err
+    now = iter(range(200, 300, 10))
+    state = RunState(a_run(tmp_path / "cut"), clock=lambda: float(next(now)))
+    file = next((tmp_path / "cut/events").iterdir())
+    whole = json.dumps({"event": "step", "t": 104.0, "step": 3, "total": 9, "metrics": {"timing_s/step": 1.0}}) + "\n"
+    for part, last in ((whole[:30], 2), (whole[30:], 3)):
+        with file.open("a") as stream:
+            stream.write(part)
+        state.look()
+        assert max(state.record.steps) == last
+
+
 def test_bands_are_closed_gates_drains_and_updates_and_the_window_can_be_moved() -> None:
     lanes = Lanes()
     for event in (
