@@ -20,9 +20,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from partial_rollout.errors import ActorLost, PartialRolloutError
+from partial_rollout.errors import ActorLost, PartialRolloutError, RunStopped
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ray.actor import ActorHandle
-    from ray.exceptions import RayError
 
     from partial_rollout.runtime.processes import Kind
 
@@ -152,8 +151,13 @@ class RunWatch:
         """Whether the run ends because a process of one of these kinds has died."""
         return self._lost in {kind.role for kind in kinds}
 
-    def explain(self, error: RayError) -> Exception:
-        """The error that names the dead process, where `error` comes of a death; otherwise `error`."""
+    def explain(self, error: Exception) -> Exception:
+        """The error that names the dead process, where `error` comes of a death; otherwise `error`.
+
+        An error that a signal raises inside of Ray's compiled code comes out of it as a SystemError.
+        """
+        if isinstance(error, RunStopped) or not isinstance(error, RayError | SystemError):
+            return error
         self._is_fatal.wait(EXPLAIN_S)
         return self._fatal or error
 

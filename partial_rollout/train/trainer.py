@@ -61,11 +61,10 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from ray.exceptions import RayError
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
-from partial_rollout.errors import DataError, RunStopped
+from partial_rollout.errors import DataError
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     Choice,
@@ -205,8 +204,7 @@ class PartialRolloutTrainer(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
-            stopped = isinstance(error, RunStopped)
-            named = self.watch.explain(error) if isinstance(error, RayError) and not stopped else error
+            named = self.watch.explain(error)
             self._save_last_checkpoint()
             if named is error:
                 raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ActorLost
+from partial_rollout.errors import ActorLost, DataError
 from partial_rollout.runtime import run_watch
-from partial_rollout.runtime.run_watch import Interruption
+from partial_rollout.runtime.run_watch import Interruption, RunWatch
+from partial_rollout.types import Death, Process
 
 LOST = ActorLost("the controller died")
 LIMIT_S = 30.0
@@ -65,3 +68,19 @@ def test_an_end_that_takes_too_long_is_forced(capfd: pytest.CaptureFixture[str])
     _thread(interruption).start()
     assert forced.wait(LIMIT_S)
     assert "error: the controller died\nthe run did not end within 0.05 s" in capfd.readouterr().err
+
+
+def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
+    interruption = Interruption(LIMIT_S)
+    interruption.ended()
+    manager: Any = None
+    watch = RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, answer_s=LIMIT_S)
+    # As it was seen when a rank died while the trainer waited for a batch.
+    in_compiled_code = SystemError("CoreWorker.wait returned a result with an exception set")
+    assert watch.explain(in_compiled_code) is in_compiled_code
+    watch._end(Death(Process("training rank", "actor-0"), "killed"))
+    for error in (in_compiled_code, RayActorError(error_msg="killed")):
+        assert str(watch.explain(error)).startswith("training rank actor-0 died: killed")
+    other = DataError("no rows")
+    assert watch.explain(other) is other
