@@ -43,7 +43,13 @@ def announce_retention(changes: Changes) -> None:
     if not removes_checkpoints(changes.config):
         return
     keep = num_kept_checkpoints(changes.config)
-    kept = "all of them" if keep is None else f"the {keep} newest" if keep > 1 else "the newest"
+    kept = (
+        "all of them, because not every model has a limit"
+        if keep is None
+        else f"the {keep} newest"
+        if keep > 1
+        else "the newest"
+    )
     why = (
         "the trainer of the flag removes old checkpoints by itself, actor and critic together, once a newer one is "
         f"whole; it keeps {kept}"

@@ -91,6 +91,14 @@ def test_values_of_other_files_than_verls_are_by_hand(composed: Composed):
             {"trainer.remove_previous_ckpt_in_save": True},
             {"trainer.remove_previous_ckpt_in_save: True -> False": "it keeps the newest"},
         ),
+        (
+            {"trainer.max_actor_ckpt_to_keep": 3, "critic.enable": True},
+            {
+                "trainer.max_actor_ckpt_to_keep: 3 -> null": (
+                    "it keeps all of them, because not every model has a limit"
+                )
+            },
+        ),
         ({}, {}),
         ({"trainer.max_actor_ckpt_to_keep": 3, "trainer.nnodes": 2}, {}),
         ({"trainer.max_actor_ckpt_to_keep": 3, "actor_rollout_ref.actor.checkpoint.async_save": True}, {}),
