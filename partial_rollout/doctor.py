@@ -23,7 +23,7 @@ from partial_rollout.settings.compose import CommandLine, compose_line, explain,
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import enable
-from partial_rollout.settings.matrix import SEEN, TESTED, UNTRIED, rows_of
+from partial_rollout.settings.matrix import SEEN, SEEN_ON_CPU, TESTED, UNTRIED, rows_of
 from partial_rollout.settings.memory import memory_in_words
 from partial_rollout.settings.mistyped import added_by_mistake
 from partial_rollout.settings.prepare import examine
@@ -150,10 +150,10 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
 def _add_rows(report: Report, rows: Sequence[Row]) -> None:
     """What the job uses, by what is known of it; what is refused has an entry of its own."""
     heading = "used" if report.is_blocked else "works"
-    for state, where in ((TESTED, ""), (SEEN, " on GPUs")):
+    for state in (TESTED, SEEN, SEEN_ON_CPU):
         found = [f"{row.what} ({row.also})" if row.also else row.what for row in rows if row.state == state]
         if found:
-            report.add(heading, f"{state}{where}: {'; '.join(found)}")
+            report.add(heading, f"{state}: {'; '.join(found)}")
     for row in rows:
         if row.state == UNTRIED:
             report.add(UNTRIED, f"{row.what}: {row.where}{'; ' + row.also if row.also else ''}")

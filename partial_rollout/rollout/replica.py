@@ -133,15 +133,20 @@ class CpuReplica(vLLMReplica):
 
 
 def register_replicas(partial_rollout: bool) -> None:
-    """Choose the replica class that verl creates for rollout.name=vllm in this process.
+    """Choose what verl creates for rollout.name=vllm in this process.
 
-    With partial rollout it is ours; without it verl's own, except on a CPU, where verl's cannot update weights.
+    With partial rollout the engines of the trained model are ours. Engines of a reward model or a teacher, and all
+    engines without partial rollout, are verl's own, except on a CPU, where verl's cannot update weights.
     """
     plain = CpuReplica if get_device_name() == "cpu" else vLLMReplica
-    chosen = PartialRolloutReplica if partial_rollout else plain
 
-    def load() -> type[vLLMReplica]:
+    def create(*args: Any, is_reward_model: bool = False, is_teacher_model: bool = False, **kwargs: Any) -> vLLMReplica:
+        is_trained = not (is_reward_model or is_teacher_model)
+        chosen = PartialRolloutReplica if partial_rollout and is_trained else plain
+        return chosen(*args, is_reward_model=is_reward_model, is_teacher_model=is_teacher_model, **kwargs)
+
+    def load() -> Any:
         stages.begin(stages.ENGINES)  # verl asks for the class when it is about to start the engines
-        return chosen
+        return create  # verl only calls what it is given
 
     RolloutReplicaRegistry.register(NAME, load)

@@ -266,11 +266,13 @@ class TailConfig(_Block):
         who="GPUs with room for both",
         evidence="docs/design/0010: the arithmetic; retained KV is the fastest mode that was measured on GPUs",
     )
-    past_staleness: Literal["mask", "drop", "finish", "restart"] = _key(
-        "mask",
-        "What becomes of tokens past the bound. mask: they are left out of the loss. drop: their prompt is dropped, "
-        "and another takes its place. restart: they are thrown away and the prompt begins again, max_attempts times at "
-        "most. finish: there are none, because the update before waits for the responses that would pass the bound.",
+    past_staleness: Literal["train", "mask", "drop", "finish", "restart"] = _key(
+        "train",
+        "What becomes of tokens past the bound. train: they are trained, corrected as all old tokens are, and counted; "
+        "the bound only limits the prompts in flight. mask: they are left out of the loss, which favours short "
+        "responses. drop: their prompt is dropped, and another takes its place. restart: they are thrown away and the "
+        "prompt begins again, max_attempts times at most. finish: there are none, because the update before waits for "
+        "the responses that would pass the bound.",
         who="whoever sets max_staleness",
         evidence="docs/design/0006: what each costs",
     )
@@ -279,8 +281,8 @@ class TailConfig(_Block):
     def _check(self) -> TailConfig:
         """Refuse a key that the others leave without use."""
         past, bound = self.past_staleness, self.max_staleness
-        unbounded = f"mask without a bound: set {BLOCK}.tail.max_staleness as well"
-        _require(past == "mask" or bound is not None, "tail.past_staleness", past, unbounded)
+        unbounded = f"train without a bound: set {BLOCK}.tail.max_staleness as well"
+        _require(past == "train" or bound is not None, "tail.past_staleness", past, unbounded)
         for name in ("gen_batch_size", "max_deferred_per_round", "max_deferrals"):
             value = getattr(self, name)
             unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"

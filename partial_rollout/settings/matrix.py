@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TESTED = "in the tests"
-SEEN = "seen once"
+SEEN = "seen once on GPUs"
+SEEN_ON_CPU = "seen once on a CPU"
 UNTRIED = "not tried"
 REFUSED = "refused"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -35,7 +36,7 @@ class Row:
     part: str
     what: str
     state: str
-    """One of the four above."""
+    """One of the five above."""
     where: str
     """Where it was run, or why it is refused or not tried."""
     applies: Callable[[DictConfig], bool] | None = None
@@ -111,8 +112,11 @@ def _own_pool(config: DictConfig) -> bool:
     return _has_reward_model(config) and not _shares_reward_devices(config)
 
 
-OTHER_ESTIMATORS = ("rloo", "rloo_vectorized", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo")
-TRIED_ESTIMATORS = ("grpo", "gae", "remax", *OTHER_ESTIMATORS)
+KNOWN_ESTIMATORS = (
+    *("grpo", "gae", "remax", "rloo", "rloo_vectorized"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"),
+)
+"""Those with rows of their own."""
 MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z])")
 """In the names of models that take more than text."""
 MODEL_FILE = "config.json"
@@ -223,7 +227,8 @@ ROWS = (
         "trainer",
         "Megatron, VeOmni, TorchTitan and others",
         UNTRIED,
-        "they keep verl's micro-batches: our planner needs verl's FSDP engine",
+        "they keep verl's micro-batches: our planner needs verl's FSDP engine. On a CPU verl's own Megatron engine "
+        "cannot be imported (`No module named 'megatron'`)",
         lambda config: _of(config, f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
         {f"{ACTOR}.strategy": "megatron"},
         also="refused with `partial_rollout.packing.planner=global`",
@@ -240,8 +245,8 @@ ROWS = (
     Row(
         "trainer",
         "critic (GAE and other losses that need one)",
-        UNTRIED,
-        "it keeps verl's micro-batches",
+        TESTED,
+        "`tests/e2e/test_staleness.py`; it keeps verl's micro-batches",
         _has_critic,
         {"algorithm.adv_estimator": "gae"},
         brief="critic",
@@ -249,8 +254,8 @@ ROWS = (
     Row(
         "trainer",
         "reference model (KL in loss or reward)",
-        UNTRIED,
-        "it gets the actor's micro-batches",
+        SEEN_ON_CPU,
+        "`make matrix` (benchmarks/results/matrix.json); it gets the actor's micro-batches",
         has_own_reference,
         {f"{ACTOR}.use_kl_loss": True},
         brief="reference model",
@@ -300,19 +305,37 @@ ROWS = (
     ),
     Row(
         "algorithm",
-        "RLOO, REINFORCE++, OPO",
-        UNTRIED,
-        "nothing of theirs depends on how a response came about",
-        _is("algorithm.adv_estimator", *OTHER_ESTIMATORS),
+        "RLOO",
+        SEEN_ON_CPU,
+        "`make matrix` (benchmarks/results/matrix.json)",
+        _is("algorithm.adv_estimator", "rloo", "rloo_vectorized"),
         {"algorithm.adv_estimator": "rloo"},
-        brief="RLOO, REINFORCE++, OPO",
+        brief="RLOO",
+    ),
+    Row(
+        "algorithm",
+        "REINFORCE++",
+        SEEN_ON_CPU,
+        "`make matrix` (benchmarks/results/matrix.json)",
+        _is("algorithm.adv_estimator", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        {"algorithm.adv_estimator": "reinforce_plus_plus"},
+        brief="REINFORCE++",
+    ),
+    Row(
+        "algorithm",
+        "OPO",
+        SEEN_ON_CPU,
+        "`make matrix` (benchmarks/results/matrix.json)",
+        _is("algorithm.adv_estimator", "opo"),
+        {"algorithm.adv_estimator": "opo"},
+        brief="OPO",
     ),
     Row(
         "algorithm",
         "other estimators",
         UNTRIED,
         "nobody has looked at them",
-        lambda config: _of(config, "algorithm.adv_estimator") not in TRIED_ESTIMATORS,
+        lambda config: _of(config, "algorithm.adv_estimator") not in KNOWN_ESTIMATORS,
         {"algorithm.adv_estimator": "gpg"},
     ),
     Row(
@@ -383,7 +406,8 @@ ROWS = (
         "agent loop",
         "images, video, audio as input",
         UNTRIED,
-        "with `keep_kv` such a request is aborted and sent again",
+        "with `keep_kv` such a request is aborted and sent again. On a CPU vLLM cannot load Qwen2.5-VL: it needs "
+        "torchvision, whose wheels on PyPI do not load beside the CPU's torch",
         _takes_media,
         {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-VL-7B-Instruct"},
         brief="images as input",
@@ -453,12 +477,16 @@ def rows_of(config: DictConfig) -> list[Row]:
 
 def summary() -> str:
     """The README's short table, as Markdown: a row for each part, a column for each state."""
-    states = (TESTED, SEEN, UNTRIED, REFUSED)
+    states = ((TESTED,), (SEEN, SEEN_ON_CPU), (UNTRIED,), (REFUSED,))
     lines = ["| part | in the tests | seen once | not tried | refused, and why |", "|---|---|---|---|---|"]
     for part in dict.fromkeys(row.part for row in ROWS if row.brief):
         cells = [
-            "; ".join(row.brief for row in ROWS if row.brief and (row.part, row.state) == (part, state))
-            for state in states
+            "; ".join(
+                f"{row.brief} on a CPU" if row.state == SEEN_ON_CPU else row.brief
+                for row in ROWS
+                if row.brief and row.part == part and row.state in column
+            )
+            for column in states
         ]
         lines.append(" ".join(f"| {part} {''.join(f'| {cell} ' for cell in cells)}|".split()))
     return "\n".join(lines) + "\n"

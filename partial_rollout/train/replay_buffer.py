@@ -18,7 +18,7 @@ from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.metrics import group_metrics
-from partial_rollout.train.stale_mask import mask_stale_tokens
+from partial_rollout.train.stale_mask import StaleTokens, mask_stale_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.train.engine_recovery import EngineRecovery
-    from partial_rollout.train.stale_mask import StaleTokens
     from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 
 logger = logging.getLogger(__name__)
@@ -117,15 +116,19 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = dict(filtered)
         if self._settings.tail.max_staleness is not None:
             members = [trajectory for _, trajectory in trajectories]
-            stale = self._mask_stale(members, global_steps - 1, partition_id)
+            stale = self._past_the_bound(members, global_steps - 1, partition_id)
             metrics["partial_rollout/masked_tokens"] = stale.num_masked
             metrics["partial_rollout/stale_tokens_trained"] = stale.num_trained
         return batch, metrics
 
-    def _mask_stale(
+    def _past_the_bound(
         self, trajectories: list[TrajectorySummary], trained_version: int, partition_id: str
     ) -> StaleTokens:
+        """Masked, or only counted."""
         oldest = self._bound.oldest(trained_version)
+        if not self._bound.masks:
+            spans = (span for trajectory in trajectories for span in trajectory.version_spans)
+            return StaleTokens(num_trained=sum(span.num_tokens for span in spans if span.version < oldest))
         return call_bounded(
             lambda: mask_stale_tokens(
                 trajectories, oldest_version=oldest, partition_id=partition_id, mini_batch=self._mini_batch

@@ -25,23 +25,25 @@ REFERENCE = (
     f"{REF}.fsdp_config.use_torch_compile=False", f"{REF}.use_torch_compile=False",
     f"+{REF}.fsdp_config.mixed_precision={FLOAT32}",
 )  # fmt: skip
+REWARD_MODEL = "reward.reward_model"
 PLANNER = "partial_rollout.packing.planner=verl"
 
 
 def _critic(model: str) -> list[str]:
-    return with_critic(Path(model))
+    return with_critic(Path(model).parent)
 
 
 def _estimator(name: str, *more: str) -> list[str]:
     return [f"algorithm.adv_estimator={name}", *more]
 
 
-def _reward_model(model: str) -> list[str]:
-    block = "reward.reward_model"
+def _reward_model(_: str) -> list[str]:
+    block = REWARD_MODEL
     return [
         f"{block}.enable=True", f"{block}.enable_resource_pool=True", f"{block}.n_gpus_per_node=1", f"{block}.nnodes=1",
-        f"{block}.model_path={model}", f"{block}.rollout.name=vllm", f"{block}.rollout.tensor_model_parallel_size=1",
+        f"{block}.rollout.name=vllm", f"{block}.rollout.tensor_model_parallel_size=1",
         f"{block}.rollout.dtype=float32", f"{block}.rollout.free_cache_engine=False",
+        f"++{block}.rollout.enable_sleep_mode=False",
         f"{block}.rollout.max_num_seqs=32", f"{block}.rollout.prompt_length=352", f"{block}.rollout.response_length=1",
         "reward.custom_reward_function.path=null", "ray_kwargs.ray_init.num_gpus=2",
     ]  # fmt: skip
@@ -86,6 +88,17 @@ def write_images(task: Path, folder: Path, num_rows: int) -> list[str]:
     return [f"actor_rollout_ref.model.path={model}", f"data.train_files={folder / 'images.parquet'}"]
 
 
+def write_reward_model(task: Path, folder: Path, _: int) -> list[str]:
+    """A classifier with one label, which verl asks for a response's score."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+    path = folder / "reward"
+    config = Qwen3Config.from_pretrained(task / "model", num_labels=1, pad_token_id=0)
+    Qwen3ForSequenceClassification(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(path)
+    return [f"{REWARD_MODEL}.model_path={path}"]
+
+
 def _twice(overrides: Callable[[str], list[str]]) -> Callable[[str], list[list[str]]]:
     return lambda model: [overrides(model)] * 2
 
@@ -103,10 +116,10 @@ CASES = {
     "lora": Case(
         "LoRA", _twice(lambda _: ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"])
     ),
-    "reward_model": Case("a reward model on devices of its own", _twice(_reward_model)),
+    "reward_model": Case("a reward model on devices of its own", _twice(_reward_model), write_reward_model),
     "megatron": Case(
         "Megatron with planner=verl",
-        _twice(lambda _: ["model_engine=megatron", f"{ACTOR}.strategy=megatron", PLANNER]),
+        _twice(lambda _: ["model_engine=megatron", f"{ACTOR}.strategy=megatron", f"~{ACTOR}.fsdp_config", PLANNER]),
     ),
     "images": Case("a vision-language model with rows of text and image", _twice(lambda _: []), write_images),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -71,13 +72,20 @@ def traced(task: Path, folder: Path, *, num_rows: int, every: int) -> list[str]:
     return with_lengths(task, folder, [LONG if row % every == every - 1 else SHORT for row in range(num_rows)])
 
 
-def with_critic(model: Path) -> list[str]:
-    """Options for a critic on a CPU, made from the model at this path, whose values GAE uses."""
+def with_critic(task: Path) -> list[str]:
+    """Options for a critic on a CPU, made from the task's model, whose values GAE uses."""
+    model = task / "critic"
+    if not model.exists():
+        shutil.copytree(task / "model", model)
+        shutil.copy(Path(__file__).parent / "critic.py", model)
+        config = json.loads((model / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForTokenClassification": "critic.CriticWithoutFlashAttention"}
+        (model / "config.json").write_text(json.dumps(config))
     plain = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # as the quickstart's actor
     return [
         "algorithm.adv_estimator=gae", "critic.strategy=fsdp2", f"critic.model.path={model}",
-        f"critic.model.tokenizer_path={model}", "critic.model.use_remove_padding=False",
-        "critic.model.enable_gradient_checkpointing=False", "+critic.model.override_config.attn_implementation=sdpa",
+        f"critic.model.tokenizer_path={model}", "critic.model.trust_remote_code=True",
+        "critic.model.use_remove_padding=False", "critic.model.enable_gradient_checkpointing=False",
         "critic.ppo_micro_batch_size_per_gpu=32", "critic.fsdp.dtype=float32", "critic.fsdp.strategy=fsdp2",
         "critic.fsdp.use_torch_compile=False", f"+critic.fsdp.mixed_precision={plain}",
     ]  # fmt: skip

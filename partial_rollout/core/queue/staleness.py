@@ -4,12 +4,13 @@ A token's staleness is counted from its generation: the version about to be upda
 
 | past the bound | what happens                                                                                     |
 |----------------|--------------------------------------------------------------------------------------------------|
+| `train`        | the token is trained and corrected as any old token is; the bound limits the prompts in flight    |
 | `mask`         | the token stays in its response and is left out of the loss                                      |
 | `drop`         | a group that can no longer be trained in time is dropped; another prompt takes its place         |
 | `restart`      | its tokens are thrown away and it begins again, `max_attempts` times; then it is dropped         |
 | `finish`       | it does not happen: the update waits for the groups that would otherwise pass the bound          |
 
-Tokens that pass the bound in another way, such as those of an old checkpoint, are masked.
+With the last three, tokens that pass the bound in another way, such as those of an old checkpoint, are masked.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ class StalenessBound:
     """
 
     max_staleness: int | None = None
-    past: str = "mask"
-    """What happens past the bound: `mask`, `drop`, `restart` or `finish`."""
+    past: str = "train"
+    """What happens past the bound: `train`, `mask`, `drop`, `restart` or `finish`."""
 
     @classmethod
     def of(cls, tail: TailConfig) -> StalenessBound:
         """The bound of a configuration."""
         return cls(tail.max_staleness, tail.past_staleness)
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens past the bound leave the loss."""
+        return self.max_staleness is not None and self.past != "train"
 
     @property
     def discards(self) -> bool:
@@ -108,14 +114,14 @@ def make_bound(tail: TailConfig, policy: TailPolicy, train_batch_size: int) -> S
         ConfigError: the policy lets prompts wait for longer than the bound allows.
     """
     bound = StalenessBound.of(tail)
-    if tail.max_staleness is None or bound.past == "mask":
+    if tail.max_staleness is None or bound.past in ("train", "mask"):
         return bound
     given = f"partial_rollout.tail.max_staleness={tail.max_staleness} with tail.past_staleness={bound.past}"
     if policy.max_steps is not None and tail.max_staleness < policy.max_steps - 1:
         raise ConfigError(
             f"{given} is not allowed: tail.policy={tail.policy} may train a prompt {policy.max_steps} steps after its "
             f"start, so it must be at least {policy.max_steps - 1}; raise it, lower partial_rollout.tail.max_deferrals "
-            "or set partial_rollout.tail.past_staleness=mask"
+            "or set partial_rollout.tail.past_staleness=train"
         )
     most = (tail.max_staleness + 1) * train_batch_size
     if bound.finishes and policy.max_steps is None and policy.capacity > most:

@@ -78,6 +78,7 @@ def test_a_case_runs_if_all_its_jobs_do_with_interruptions(
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_s_command_line_is_accepted(name: str, tmp_path: Path):
     (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "rows.parquet").touch()
     shared = [f"data.{part}_files={tmp_path / 'rows.parquet'}" for part in ("train", "val")]
     shared += [f"actor_rollout_ref.model.path={tmp_path / 'model'}", "data.train_batch_size=8"]

@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
+
 from partial_rollout.errors import WaitTimeout
-from partial_rollout.rollout.replica import PartialRolloutReplica
+from partial_rollout.rollout import replica as module
+from partial_rollout.rollout.replica import PartialRolloutReplica, register_replicas
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 
@@ -52,3 +55,17 @@ async def test_a_further_node_is_not_asked_for_requests_it_cannot_have():
 async def test_a_server_that_does_not_answer_is_named_with_its_replica():
     with pytest.raises(WaitTimeout, match=r"replica 3: resume_engine_generation was not answered by all 2 server"):
         await replica(Server(), Server(answers=False), resume_s=0.01).resume_generation()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_engines_of_a_reward_model_or_a_teacher_are_verls_own(monkeypatch: pytest.MonkeyPatch, enabled: bool):
+    monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
+    made: list[str] = []
+    for name in ("PartialRolloutReplica", "CpuReplica", "vLLMReplica"):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: made.append(name))
+    monkeypatch.setattr(module, "get_device_name", lambda: "cpu")
+    register_replicas(partial_rollout=enabled)
+    create = get_rollout_replica_class("vllm")
+    for which in ({}, {"is_reward_model": True}, {"is_teacher_model": True}):
+        create(replica_rank=0, config={}, model_config={}, **which)
+    assert made == ["PartialRolloutReplica" if enabled else "CpuReplica", "CpuReplica", "CpuReplica"]

@@ -106,8 +106,8 @@ def test_a_retired_setting_is_told_with_what_to_use_instead(block: dict, message
             {"tail": {"interrupt_mode": "offload_kv", "offload_gib": 0}},
             "offload_gib=0 .*null or a whole number of at least 1",
         ),
-        ({"tail": {"past_staleness": "wait"}}, "tail.past_staleness='wait' .*mask, drop, finish, restart"),
-        ({"tail": {"past_staleness": "drop"}}, "tail.past_staleness='drop' .*mask without a bound.*max_staleness"),
+        ({"tail": {"past_staleness": "wait"}}, "tail.past_staleness='wait' .*train, mask, drop, finish, restart"),
+        ({"tail": {"past_staleness": "drop"}}, "tail.past_staleness='drop' .*train without a bound.*max_staleness"),
         ({"tail": {"max_staleness": -1}}, "tail.max_staleness=-1 .*null or a whole number of at least 0"),
         (
             {"tail": {"policy": "reorder", "max_deferrals": 0}},

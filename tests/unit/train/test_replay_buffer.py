@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,15 @@ from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, Tim
 from partial_rollout.train import replay_buffer
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
 from partial_rollout.train.stale_mask import StaleTokens
-from partial_rollout.types import Claim, FinishedGroup, ManagerStatus, QueueStatistics, TakeResult, TrajectorySummary
+from partial_rollout.types import (
+    Claim,
+    FinishedGroup,
+    ManagerStatus,
+    QueueStatistics,
+    TakeResult,
+    TrajectorySummary,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,7 +188,7 @@ def test_every_worker_is_told_what_it_has_to_hold_back(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("past", "oldest"), [("drop", STEP - 2), ("restart", STEP - 2), ("finish", None), ("mask", None)]
+    ("past", "oldest"), [("drop", STEP - 2), ("restart", STEP - 2), ("finish", None), ("mask", None), ("train", None)]
 )
 def test_workers_end_what_would_be_too_old_for_the_next_update(world: World, past: str, oldest: int | None) -> None:
     """Weights of version STEP - 1 are trained now, those of STEP next; the tokens of this batch are old enough."""
@@ -199,11 +207,16 @@ def test_tokens_past_the_bound_are_counted_whether_they_are_masked_or_trained(
         return StaleTokens(num_masked=3, num_trained=5)
 
     monkeypatch.setattr(replay_buffer, "mask_stale_tokens", mask)
-    world.tail = TailConfig(max_staleness=2)
-    _, metrics = world.buffer(Ref(TakeResult(groups=(group("a", 1),)))).sample(STEP, "train", 1)
+    spans = (VersionSpan(STEP - 4, 7), VersionSpan(STEP - 3, 11))
+    member = replace(group("a", 18).trajectories[0], version_spans=spans)
+    found = Ref(TakeResult(groups=(FinishedGroup("a", 5, "0", (member,)),)))
+    counted = []
+    for past in ("mask", "train"):
+        world.tail = TailConfig(max_staleness=2, past_staleness=past)
+        _, metrics = world.buffer(found).sample(STEP, "train", 1)
+        counted.append((metrics["partial_rollout/masked_tokens"], metrics["partial_rollout/stale_tokens_trained"]))
     assert asked == [STEP - 1 - 2]
-    counted = (metrics["partial_rollout/masked_tokens"], metrics["partial_rollout/stale_tokens_trained"])
-    assert counted == (3, 5)
+    assert counted == [(3, 5), (0, 7)]
 
 
 def test_rows_of_groups_that_are_too_old_are_gone_before_the_queue_lets_them_begin_again(world: World) -> None:

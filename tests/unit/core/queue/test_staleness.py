@@ -224,7 +224,7 @@ def test_only_the_first_claim_since_a_restart_goes_on_from_saved_tokens() -> Non
     [
         ({"policy": "partial", "past_staleness": "finish", "max_staleness": 1}, 3.0, "prefetch_factor to 2"),
         ({"policy": "reorder", "past_staleness": "finish", "max_staleness": 5}, 2.0, "at least 11; .*max_deferrals"),
-        ({"policy": "reorder", "past_staleness": "drop", "max_staleness": 10}, 2.0, "past_staleness=mask"),
+        ({"policy": "reorder", "past_staleness": "drop", "max_staleness": 10}, 2.0, "past_staleness=train"),
     ],
 )
 def test_a_bound_that_the_policy_passes_by_design_is_refused(tail: dict, factor: float, message: str) -> None:
