@@ -246,7 +246,7 @@ ROWS = (
         "trainer",
         "critic (GAE and other losses that need one)",
         TESTED,
-        "`tests/e2e/test_staleness.py`; it keeps verl's micro-batches",
+        "`tests/e2e/test_reorder.py`; it keeps verl's micro-batches",
         _has_critic,
         {"algorithm.adv_estimator": "gae"},
         brief="critic",

@@ -1,4 +1,7 @@
-"""Reorder rollout on real verl, vLLM and Ray: short rounds, a restart, and a long round of what they left behind."""
+"""Reorder rollout on real verl, vLLM and Ray: short rounds, a restart, and a long round of what they left behind.
+
+Advantages are those of GAE, so a critic is trained, saved and restored as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
-from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, traced
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, traced, with_critic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +49,7 @@ def _check_steps(found: list[dict[str, Any]], steps: range) -> None:
 def options(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of all jobs: same rows, same schedule."""
     return [
-        FLAG, "partial_rollout.tail.policy=reorder",
+        FLAG, "partial_rollout.tail.policy=reorder", *with_critic(task),
         *traced(task, tmp_path_factory.mktemp("rows"), num_rows=NUM_ROWS, every=EVERY),
         "trainer.save_freq=4", "trainer.test_freq=3",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", "actor_rollout_ref.actor.optim.lr_warmup_steps=8",
@@ -83,6 +86,8 @@ def test_deferred_groups_are_trained_together_with_the_tokens_they_had(
     assert "32 unfinished trajectories have tokens in the checkpoint" in second.output
     # The oldest tokens are of the first weights, those of the first round: nothing was generated again.
     assert second.steps[0]["partial_rollout/staleness_steps/max"] == 4
+    assert second.steps[0]["partial_rollout/resumed_trajectories"] == 32
+    assert all("critic/vf_loss" in step for step in second.steps)
     long_round = second.events[4]
     assert sorted(map(int, long_round["source_index"])) == LONG_ROWS
     assert [prompt["uid"] for prompt in queue["deferred"]] == long_round["uids"]

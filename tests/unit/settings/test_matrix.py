@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import UserError
-from partial_rollout.settings.matrix import REFUSED, ROWS, Row, rows_of
+from partial_rollout.settings.matrix import REFUSED, ROWS, SEEN_ON_CPU, Row, rows_of
 from tests.unit.settings.support import check
 
 if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.applies], ids=lambda row: row.what)
@@ -27,6 +31,18 @@ def test_a_row_applies_to_its_example_and_only_refused_rows_are_refused(
             check(composed(dict(row.example)))
     else:
         check(composed(dict(row.example)))
+
+
+def test_what_a_row_names_as_its_proof_is_there_and_says_so():
+    """A file of tests, or a case that ran in the stored matrix."""
+    for row in ROWS:
+        for name in re.findall(r"`((?:tests|configs)/[^`*]+)`", row.where):
+            assert (ROOT / name).exists(), row.what
+    cases = json.loads((ROOT / "benchmarks/results/matrix.json").read_text())["rows"].values()
+    ran = " ".join(case["case"] for case in cases if case["runs"])
+    seen = [row.what for row in ROWS if row.state == SEEN_ON_CPU]
+    assert seen
+    assert [what for what in seen if what.split(" (")[0] not in ran] == []
 
 
 def test_of_the_quickstart_every_part_is_in_the_tests(composed: Composed):
