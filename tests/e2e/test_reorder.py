@@ -60,7 +60,9 @@ def options(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def short_rounds(task: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
     """Four rounds and their checkpoint, which leave a batch of deferred groups behind."""
     folder = tmp_path_factory.mktemp("short")
-    return folder, run_job(task, folder, *options, "trainer.total_training_steps=4")
+    job = run_job(task, folder, *options, "trainer.total_training_steps=4")
+    assert job.code == 0, job.output[-4000:]
+    return folder, job
 
 
 def _continued(short_rounds: tuple[Path, Job], folder: Path) -> tuple[Job, dict[str, Any]]:

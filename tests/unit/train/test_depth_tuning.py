@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.core.slots import EngineLoad
+from partial_rollout.settings.auto import DEPTH_KEY
+from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.types import PromptMeta, TrajectorySummary
 
@@ -98,3 +101,30 @@ def test_a_bound_on_staleness_keeps_two_batches():
     run = Run(most=2.0)
     assert {run.step(running=16) for _ in range(20)} == {16}
     assert run.noted == []
+
+
+def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("vllm")
+    from partial_rollout.train.trainer import PartialRolloutTrainer
+
+    told: list[int] = []
+    method = lambda answer: SimpleNamespace(remote=answer)  # noqa: E731
+    pending = SimpleNamespace(pending=0)
+    block = PartialRolloutConfig(tail=TailConfig(interrupt_mode="reuse_kv"))
+    trainer: Any = object.__new__(PartialRolloutTrainer)  # its constructor starts actors
+    trainer.settings = SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS)
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
+    trainer.manager = SimpleNamespace(statistics=method(lambda: pending), set_capacity=method(told.append))
+    trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
+    trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = None, {}, 7
+    noted: list[Any] = []
+    trainer._events = SimpleNamespace(write=noted.append)
+    monkeypatch.setattr(trainer, "_ask", lambda answer: answer)
+    trainer.depth_tuner = trainer._make_depth_tuner()
+    depths = []
+    for _ in range(6):
+        trainer._tune()
+        depths.append(trainer._pending_sync_metrics["partial_rollout/depth"])
+    assert depths == [2.0] * 5 + [2.5]
+    assert told == [20]
+    assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 2.5)]
