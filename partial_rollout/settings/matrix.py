@@ -227,8 +227,8 @@ ROWS = (
         "trainer",
         "Megatron, VeOmni, TorchTitan and others",
         UNTRIED,
-        "they keep verl's micro-batches: our planner needs verl's FSDP engine. On a CPU verl's own Megatron engine "
-        "cannot be imported (`No module named 'megatron'`)",
+        "they keep verl's micro-batches: our planner needs verl's FSDP engine. On a CPU verl itself ends "
+        "with `Unknown backend: megatron`",
         lambda config: _of(config, f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
         {f"{ACTOR}.strategy": "megatron"},
         also="refused with `partial_rollout.packing.planner=global`",
@@ -377,7 +377,8 @@ ROWS = (
         "reward",
         "reward model on GPUs of its own",
         UNTRIED,
-        "no job was run",
+        "its engines are verl's own. With a classifier verl 0.9.1 itself fails (`KeyError: 'reward_extra_info'` in its agent "
+        "loop); a reward function that asks the model was not tried",
         _own_pool,
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True},
         brief="reward model on GPUs of its own",
