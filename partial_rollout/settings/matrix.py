@@ -377,8 +377,8 @@ ROWS = (
         "reward",
         "reward model on GPUs of its own",
         UNTRIED,
-        "its engines are verl's own. With a classifier verl 0.9.1 itself fails (`KeyError: 'reward_extra_info'` in its agent "
-        "loop); a reward function that asks the model was not tried",
+        "its engines are verl's own. With a classifier verl 0.9.1 itself fails (`KeyError: 'reward_extra_info'` in its "
+        "agent loop); a reward function that asks the model was not tried",
         _own_pool,
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True},
         brief="reward model on GPUs of its own",
