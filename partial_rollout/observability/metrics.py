@@ -77,7 +77,7 @@ class _Advancing:
         """Advance to `value`."""
         key = tuple((tags or {}).values())
         if value > self._seen.get(key, 0.0):
-            self._counter.inc(value - self._seen.get(key, 0.0), tags)
+            self._counter.inc(value - self._seen.get(key, 0.0), tags or {})
             self._seen[key] = value
 
     def add(self, value: float) -> None:

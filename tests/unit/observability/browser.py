@@ -34,7 +34,7 @@ PARTS = "[...document.querySelectorAll('#{} span')].map(part => part.textContent
 class Tab:
     """A page in the browser."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[bool]) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
 
     async def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **parameters: Any) -> dict[str, Any]:
