@@ -151,7 +151,7 @@ def _add_rows(report: Report, rows: Sequence[Row]) -> None:
     """What the job uses, by what is known of it; what is refused has an entry of its own."""
     heading = "used" if report.is_blocked else "works"
     for state in (TESTED, SEEN, SEEN_ON_CPU):
-        found = [f"{row.what} ({row.also})" if row.also else row.what for row in rows if row.state == state]
+        found = [f"{row.part}: {row.what}{f' ({row.also})' if row.also else ''}" for row in rows if row.state == state]
         if found:
             report.add(heading, f"{state}: {'; '.join(found)}")
     for row in rows:

@@ -161,6 +161,12 @@ def test_a_flag_in_a_block_is_a_flag(paths: list[str]):
     assert "look at" not in [heading for heading, _ in report.lines]
 
 
+def test_what_is_used_is_told_with_the_part_of_the_job_that_it_is(paths: list[str]):
+    told = " ".join(text for heading, text in diagnose([*paths, *VLLM]).lines if heading == "works")
+    assert "reward: functions, rule-based or your own" in told
+    assert "agent loop: single turn" in told
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
