@@ -58,12 +58,18 @@ async def over_an_update(engine, model, *, at_least, hold=None):
 
     replica, client = engine.replica, engine.client
     client.before_segment = hold
-    before = (await replica.statistics())[0]
-    task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
-    await until(replica, lambda s: s.num_generated_tokens >= before.num_generated_tokens + at_least)
-    await replica.abort_all_requests()
-    if hold is None:
-        await until(replica, lambda s: s.gate.parked == 1)
+    while True:
+        before = (await replica.statistics())[0]
+        least = before.num_generated_tokens + at_least
+        task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
+        await until(replica, lambda now, least=least: now.num_generated_tokens >= least)
+        await replica.abort_all_requests()
+        if hold is not None:
+            break
+        await until(replica, lambda now, task=task: now.gate.parked == 1 or task.done())
+        if not task.done():
+            break
+        await replica.resume_generation()  # the engine was faster than this process: once more
     kept = (await replica.statistics())[0]
     await send_weights(replica, model, before.version + 1)
     after = (await replica.statistics())[0]
