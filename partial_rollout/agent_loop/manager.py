@@ -93,6 +93,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _spawn(self, rank: int, node_id: str, num_slots: int) -> ActorHandle:
         worker_id = self.worker_ids[rank]
         actor_class: Any = ray.remote(PartialRolloutAgentLoopWorker).options(
+            # With a random end: Ray may not have freed the name of a dead worker when the next one starts.
             name=f"{worker_id}_{uuid4().hex[:8]}",
             # Soft: the node may be lost before the worker starts.
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=True),
@@ -134,6 +135,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         Its tokens are lost. Call this from one thread at a time.
         """
         dead = self.worker_ids[rank]
+        # First, so that the living workers generate its prompts while the new one starts.
         self._give_back(dead)
         with self._swapped:
             # A new id: the prompt manager takes nothing more from the old one.
@@ -218,6 +220,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def resize(self, num_slots: int) -> None:
         """Share `num_slots` among the workers, in whole prompt groups."""
         shares = share_slots(num_slots, num_workers=len(self.agent_loop_workers), group=self.rollout_config.n)
+        # In one piece: a worker that takes a dead one's place meanwhile would start with its old share, unasked.
         with self._swapped:
             self._slot_shares = list(shares)
             calls = [worker.resize.remote(share) for worker, share in zip(self.agent_loop_workers, shares, strict=True)]

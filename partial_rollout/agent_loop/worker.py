@@ -81,6 +81,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._events = EventWriter(events_folder(settings), worker_id)
         report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
+        # One client serves all trajectories of this worker, so its hooks find theirs by CURRENT.
         client.before_segment, client.on_generation = self._before_segment, self._on_generation
         client.on_segment, client.stop_tokenizer = self._on_segment, self.tokenizer
         self.llm_client = CountingClient(client, self._enter)
@@ -160,6 +161,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             uid=claim.uid,
             session=trajectory.session,
             phase=phase,
+            # A generate call is told here before `on_generation` lists it.
             response=len(trajectory.generations) + (phase == "engine" and not again),
             row=trajectory.row,
             attempt=claim.attempt,
@@ -191,6 +193,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         await self.generate_sequences(batch)
         if not self.background_tasks:
             return
+        # A copy: a task leaves verl's set when it ends.
         ended, _ = await asyncio.wait(set(self.background_tasks))
         error = next(filter(None, [task.exception() for task in ended]), None)
         if error is not None:
@@ -205,6 +208,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     def prepare(self, claim: Claim, row: dict[str, Any]) -> dict[str, Any]:
         """Arguments of verl's `_run_agent_loop`; raises DataError for a prompt that is too long."""
+        # verl's number of responses to a prompt; here each trajectory is a call of its own.
         row = {key: value for key, value in row.items() if key != "__rollout_n__"}
         row.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
         row["uid"], row["global_steps"] = claim.uid, claim.global_step

@@ -42,6 +42,7 @@ class Verdict(str, Enum):
     REJECT = "reject"
 
 
+# No row from DRAINING to OPEN: a drain waits for an empty engine, which it would not get if requests passed meanwhile.
 TRANSITIONS: dict[tuple[GateState, GateEvent], GateState] = {
     (GateState.OPEN, GateEvent.CLOSE): GateState.DRAINING,
     (GateState.DRAINING, GateEvent.CLOSE): GateState.DRAINING,

@@ -96,6 +96,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
             self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
+        # Step N trains what the weights of step N - 1 have generated last.
         groups, filtered = self._take(batch_size, global_steps - 1, partition_id)
         self._events.write(_taken(global_steps, groups))
         # The prompts' own rows; those of their trajectories are what is trained.

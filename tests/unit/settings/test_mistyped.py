@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from partial_rollout.doctor import diagnose
-from partial_rollout.settings.mistyped import added_by_mistake, guess, known_keys
+from partial_rollout.settings.mistyped import added_by_mistake, guess, known_keys, unknown_key
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ def test_doctor_tells_it_instead_of_hydras_advice_to_add_the_key():
     report = diagnose(["data.train_btach_size=8"])
     meant = "unknown key data.train_btach_size: did you mean data.train_batch_size? (a key that verl reads"
     assert report.lines[0][1].startswith(meant)
+
+
+def test_a_key_of_another_training_backend_is_not_taken_for_a_mistyped_one():
+    said = unknown_key("Could not override 'actor_rollout_ref.actor.megatron.tensor_model_parallel_size'.")
+    assert said is not None
+    assert "model_engine=megatron" in said
+    assert "did you mean" not in said
 
 
 def test_only_a_key_very_near_to_one_of_verls_is_looked_at():
