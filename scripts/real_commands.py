@@ -30,8 +30,8 @@ UNKNOWN_TO_VERL = (
     "critic.model.fsdp_config.param_offload",
     "critic.model.fsdp_config.optimizer_offload",
 )
-"""Keys of scripts older or younger than verl 0.9.1, which refuses them by itself. A command that has one is read a second
-time without it, so that the page says something of the rest of the command."""
+"""Keys of scripts for other versions of verl, which 0.9.1 refuses by itself. A command that has one is read again
+without it, so that the page says something of the rest of the command."""
 BEGIN, END = "<!-- commands: begin -->", "<!-- commands: end -->"
 
 

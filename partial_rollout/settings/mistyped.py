@@ -57,7 +57,8 @@ def unknown_key(text: str) -> str | None:
     key = match[1]
     backends = [strategy for strategy in GENERATED if key in verl_defaults(strategy)]
     if backends:
-        return f"{key} is a key of another training backend: set model_engine={' or '.join(backends)}, or leave the key out"
+        engines = " or ".join(backends)
+        return f"{key} is a key of another training backend: set model_engine={engines}, or leave the key out"
     meant = guess(key, known_keys())
     said = f": did you mean {meant}?" if meant else ""
     return f"unknown key {key}{said} (a key that verl reads but does not list is added with +{key}=...)"

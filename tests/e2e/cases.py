@@ -25,7 +25,7 @@ REFERENCE = (
     f"{REF}.fsdp_config.use_torch_compile=False", f"{REF}.use_torch_compile=False",
     f"+{REF}.fsdp_config.mixed_precision={FLOAT32}",
 )  # fmt: skip
-REWARD_MODEL = "reward.reward_model"
+REWARD_MODEL, REWARD_FUNCTION = "reward.reward_model", "reward.custom_reward_function"
 PLANNER = "partial_rollout.packing.planner=verl"
 
 
@@ -45,8 +45,13 @@ def _reward_model(_: str) -> list[str]:
         f"{block}.rollout.dtype=float32", f"{block}.rollout.free_cache_engine=False",
         f"++{block}.rollout.enable_sleep_mode=False",
         f"{block}.rollout.max_num_seqs=32", f"{block}.rollout.prompt_length=352", f"{block}.rollout.response_length=1",
-        "reward.custom_reward_function.path=null", "ray_kwargs.ray_init.num_gpus=2",
+        f"{REWARD_FUNCTION}.path=null", "ray_kwargs.ray_init.num_gpus=2",
     ]  # fmt: skip
+
+
+def _asked_reward_model(model: str) -> list[str]:
+    function = Path(__file__).with_name("model_reward.py")
+    return [*_reward_model(model), f"{REWARD_FUNCTION}.path={function}", f"{REWARD_FUNCTION}.name=compute_score"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def write_reward_model(task: Path, folder: Path, _: int) -> list[str]:
     config = Qwen3Config.from_pretrained(task / "model", num_labels=1, pad_token_id=0)
     Qwen3ForSequenceClassification(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(task / "model").save_pretrained(path)
-    return [f"{REWARD_MODEL}.model_path={path}"]
+    return [f"{REWARD_MODEL}.model_path={path}", f"+{REWARD_FUNCTION}.reward_kwargs.model={path}"]
 
 
 def _twice(overrides: Callable[[str], list[str]]) -> Callable[[str], list[list[str]]]:
@@ -116,7 +121,14 @@ CASES = {
     "lora": Case(
         "LoRA", _twice(lambda _: ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"])
     ),
-    "reward_model": Case("a reward model on devices of its own", _twice(_reward_model), write_reward_model),
+    "reward_model": Case(
+        "a reward function that asks a reward model on devices of its own",
+        _twice(_asked_reward_model),
+        write_reward_model,
+    ),
+    "classifier": Case(
+        "a classifier on devices of its own as the only reward", _twice(_reward_model), write_reward_model
+    ),
     "megatron": Case(
         "Megatron with planner=verl",
         _twice(lambda _: ["model_engine=megatron", f"{ACTOR}.strategy=megatron", f"~{ACTOR}.fsdp_config", PLANNER]),

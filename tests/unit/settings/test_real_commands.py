@@ -6,6 +6,8 @@ import copy
 from typing import TYPE_CHECKING
 
 import pytest
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import validate_config
 
 from partial_rollout.doctor import Report, describe
 from partial_rollout.errors import UserError
@@ -15,8 +17,6 @@ from partial_rollout.settings.flag import enable
 from partial_rollout.settings.prepare import prepare
 from scripts.real_commands import PAGE, commands, table, verdict, with_table
 from tests.unit.settings.support import unlisted, values
-from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.config import validate_config
 
 if TYPE_CHECKING:
     from pathlib import Path
