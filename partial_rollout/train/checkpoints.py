@@ -6,8 +6,8 @@ some of its parts, or a tracker file without a number, which verl cannot start f
 
     save all parts ──> read back, write the manifest ──> (tracker names it) ──> prune older ones
 
-The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, so a
-folder with a manifest that its files agree with is whole. Checkpoints of release 0.1 and of verl's own modes have no
+The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, when all
+files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power. Checkpoints of release 0.1 and of verl's own modes have no
 manifest: they count as whole if all parts are there that their mode writes.
 """
 
@@ -114,6 +114,9 @@ def mark_whole(folder: Path) -> None:
     for part in PARTS_WITH_QUEUE:
         _require_content(folder / part)
     sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
+    # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        _put_on_disk(path)
     write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}).encode())
 
 
@@ -266,3 +269,13 @@ def write_durably(path: Path, content: bytes) -> None:
         # Before the rename: after a crash of the machine the name could stand for an empty file.
         os.fsync(file.fileno())
     os.replace(partial, path)
+    _put_on_disk(path.parent)
+
+
+def _put_on_disk(path: Path) -> None:
+    """What the kernel holds of a file, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -16,6 +16,7 @@ from partial_rollout.errors import DataError
 from partial_rollout.train import checkpoints
 from partial_rollout.train.checkpoints import (
     MANIFEST,
+    PARTS_WITH_QUEUE,
     TRACKER,
     CheckpointKeeper,
     choose_checkpoint,
@@ -92,6 +93,25 @@ def test_a_full_disk_while_the_manifest_is_written_leaves_none(tmp_path: Path, m
     with pytest.raises(OSError, match="No space left"):
         mark_whole(folder)
     assert not (folder / MANIFEST).exists()
+
+
+def test_every_file_is_on_the_disk_before_the_manifest_vouches_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    written: list[tuple[int, bool]] = []
+    real = os.fsync
+
+    def fsync(number: int) -> None:
+        written.append((os.fstat(number).st_ino, (folder / MANIFEST).exists()))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    mark_whole(folder)
+    before = {inode for inode, has_manifest in written if not has_manifest}
+    needed = [folder.parent, folder, *(folder / name for name in FILES), *(folder / name for name in PARTS_WITH_QUEUE)]
+    assert [path.name for path in needed if path.stat().st_ino not in before] == []
+    assert ((folder / MANIFEST).parent.stat().st_ino, True) in written
 
 
 def test_a_checkpoint_of_0_1_has_no_manifest_and_is_whole_with_all_its_parts(tmp_path: Path) -> None:
