@@ -436,7 +436,7 @@ ROWS = (
         "`repetition_detection`, `thinking_token_budget`",
         REFUSED,
         "their state in the engine covers one request; a continued response would start it anew",
-        brief="penalties, structured output: vLLM keeps their state for one request",
+        brief="presence and frequency penalties, structured output: vLLM keeps their state for one request",
     ),
     Row(
         "other",
