@@ -7,8 +7,9 @@ some of its parts, or a tracker file without a number, which verl cannot start f
     save all parts ──> read back, write the manifest ──> (tracker names it) ──> prune older ones
 
 The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, when all
-files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power. Checkpoints of release 0.1 and of verl's own modes have no
-manifest: they count as whole if all parts are there that their mode writes.
+files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power.
+Checkpoints of release 0.1 and of verl's own modes have no manifest: they count as whole if all parts are there that
+their mode writes.
 """
 
 from __future__ import annotations
