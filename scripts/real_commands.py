@@ -36,10 +36,8 @@ BEGIN, END = "<!-- commands: begin -->", "<!-- commands: end -->"
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """The words of each command by the name of its script; DATA and FILE are made in `folder`."""
+    """The words of each command by the name of its script; `folder` has the files DATA and FILE."""
     data, other = folder / "DATA", folder / "FILE"
-    data.touch()
-    other.touch()
     found: dict[str, list[str]] = {}
     source = ""
     for line in FIXTURE.read_text(encoding="utf-8").splitlines():
@@ -63,13 +61,16 @@ def verdict(report: Report) -> str:
     return f"can start; not tried: {'; '.join(untried)}" if untried else "works"
 
 
+def row(source: str, said: str) -> str:
+    """Of the table, as Markdown."""
+    place, _, script = source.partition(" ")
+    name = place.partition("@")[0].partition("/")[2]
+    return f"| {name}: {script} | {said.replace('|', '/')} |"
+
+
 def table(verdicts: Iterable[tuple[str, str]]) -> str:
     """As Markdown."""
-    lines = ["| script | what doctor says |", "|---|---|"]
-    for source, said in verdicts:
-        place, _, script = source.partition(" ")
-        name = place.partition("@")[0].partition("/")[2]
-        lines.append(f"| {name}: {script} | {said.replace('|', '/')} |")
+    lines = ["| script | what doctor says |", "|---|---|", *(row(source, said) for source, said in verdicts)]
     return "\n".join(lines) + "\n"
 
 
@@ -86,6 +87,8 @@ def main() -> None:
     write = parser.parse_args().write
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # relative paths of the scripts are nowhere
+        for name in ("DATA", "FILE"):
+            Path(folder, name).touch()
         os.environ.pop("HF_HUB_OFFLINE", None)
         made = table((source, verdict(diagnose(words))) for source, words in commands(Path(folder)).items())
     if write:
