@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 import numpy as np
@@ -16,6 +17,9 @@ from PIL import Image
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.errors import UserError
+from partial_rollout.observability.events import CommandEnded, EventWriter, StepEnded
+from partial_rollout.observability.log import report_to
+from partial_rollout.observability.step_line import REWARD
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
@@ -27,8 +31,10 @@ if TYPE_CHECKING:
     from partial_rollout.diffusion.config import TrainerConfig
     from partial_rollout.diffusion.job import DiffusionJob
 
+logger = logging.getLogger(__name__)
+
 CONFIGS = Path(__file__).resolve().parent / "configs"
-METRICS = "metrics.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events"
 GAP = 2
 """Pixels between the images of a grid."""
 
@@ -42,14 +48,21 @@ def main(config: DictConfig) -> None:
 
         folder = Path(settings.trainer.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        with launched(settings) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
-            asyncio.run(train(job, settings.trainer, metrics_file))
+        events = EventWriter(folder / EVENTS, "trainer", keep_all=True)
+        report_to(events)
+        with launched(settings, events) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
+            asyncio.run(train(job, settings.trainer, metrics_file, events))
+        events.write(CommandEnded(code=0))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(2, str(error))
     except KeyboardInterrupt:
-        print("error: interrupted; only the metrics of the training are kept", file=sys.stderr)
-        sys.exit(INTERRUPTED_CODE)
+        _fail(INTERRUPTED_CODE, "interrupted; only the metrics of the training are kept")
+
+
+def _fail(code: int, text: str) -> NoReturn:
+    logger.error("%s", text, extra={"event": CommandEnded(code=code, text=text)})
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(code)
 
 
 def read_block(config: DictConfig) -> dict[str, Any]:
@@ -58,7 +71,7 @@ def read_block(config: DictConfig) -> dict[str, Any]:
     return block
 
 
-async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO) -> None:
+async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO, events: EventWriter) -> None:
     """Run all steps, with a line of metrics for each; save pictures before and after, and the trained weights."""
     folder = Path(trainer.output_dir)
     if trainer.num_pictures:
@@ -67,11 +80,29 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO)
         metrics = await job.step()
         metrics_file.write(json.dumps(metrics) + "\n")
         metrics_file.flush()
+        events.write(as_step(metrics, trainer.total_training_steps))
         print(describe(metrics, trainer.total_training_steps), flush=True)
     await job.end()
     print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
     if trainer.num_pictures:
         save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
+
+
+def as_step(metrics: dict[str, float], total: int) -> StepEnded:
+    """A step's metrics as an event, with the names by which views know those of language models too.
+
+    >>> as_step({"step": 2, "timing/generate_s": 3.0, "timing/interrupt_s": 1.0}, 9).metrics["timing_s/gen"]
+    4.0
+    """
+    interrupt_s = metrics.get("timing/interrupt_s", 0.0)
+    seconds = {
+        "timing_s/gen": metrics.get("timing/generate_s", 0.0) + interrupt_s,
+        "timing_s/update_actor": metrics.get("timing/train_s", 0.0),
+        "timing_s/update_weights": metrics.get("timing/update_s", 0.0),
+    }
+    known: dict[str, float | None] = {**seconds, "timing_s/drain": interrupt_s, "timing_s/step": sum(seconds.values())}
+    reward = {REWARD: metrics["reward/mean"]} if "reward/mean" in metrics else {}
+    return StepEnded(step=int(metrics["step"]), total=total, metrics={**metrics, **known, **reward})
 
 
 def describe(metrics: dict[str, float], total: int) -> str:

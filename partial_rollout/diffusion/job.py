@@ -27,6 +27,15 @@ from partial_rollout.diffusion.result import Group
 from partial_rollout.diffusion.sampling import SampleRequest
 from partial_rollout.diffusion.sde_window import NO_WINDOW
 from partial_rollout.errors import DataError, WaitTimeout
+from partial_rollout.observability.events import (
+    BatchTaken,
+    EventWriter,
+    GateMoved,
+    PhaseBegan,
+    SegmentEnded,
+    TrajectoryEnded,
+    WeightsUpdated,
+)
 from partial_rollout.runtime.remote_call import answer_of
 
 if TYPE_CHECKING:
@@ -70,10 +79,12 @@ class DiffusionJob:
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[str],
         reward: Callable[[Sequence[Any], Sequence[str]], Sequence[float]],
+        events: EventWriter | None = None,
     ) -> None:
-        """Keep the parts; nothing is generated before the first `step`."""
+        """Keep the parts; nothing is generated before the first `step`. `events`: where the job says what happens."""
         self._config, self._adapter, self._replicas, self._actor = config, adapter, replicas, actor
         self._tokenizer, self._reward, self._prompts = tokenizer, reward, list(prompts)
+        self._events = events or EventWriter(None, "trainer")
         self._plan = config.algorithm.window_plan()
         self._order = random.Random(config.trainer.seed)
         self._groups: dict[int, asyncio.Task[_Rollout]] = {}
@@ -97,8 +108,11 @@ class DiffusionJob:
         held_s = time.perf_counter()
         mixture, in_flight = self._mixture(rollouts), len(self._groups)
         self.version += 1
+        updated_s = time.perf_counter()
         limit_s = self._config.trainer.weights_timeout_s
         await self._replicas.update(self._actor.weights, self.version, self._actor.device, limit_s)
+        ended_s = time.perf_counter()
+        self._events.write(WeightsUpdated(step=self.version, version=self.version, seconds=ended_s - updated_s))
         await self._go_on()
         ended_s = time.perf_counter()
         return {
@@ -146,7 +160,7 @@ class DiffusionJob:
         ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
         while len(self._groups) < int(self._config.trainer.train_batch_size * ahead):
             number, prompt = next(self._group_numbers), self._order.choice(self._prompts)
-            self._groups[number] = asyncio.ensure_future(self._sample(prompt, self._step_of(number)))
+            self._groups[number] = asyncio.ensure_future(self._sample(number, prompt))
 
     async def _take_batch(self) -> list[_Rollout]:
         """Wait for as many whole groups as a step trains, and take the oldest; a group that failed ends the run.
@@ -161,6 +175,7 @@ class DiffusionJob:
             if len(taken) == want:
                 for number in taken:
                     del self._groups[number]
+                self._say_taken(taken)
                 return [whole[number] for number in taken]
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -171,6 +186,12 @@ class DiffusionJob:
             unfinished = [task for number, task in self._groups.items() if number not in whole]
             await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
+    def _say_taken(self, numbers: Sequence[int]) -> None:
+        names, zeros = [_uid(number) for number in numbers], [0] * len(numbers)
+        none: list[str | None] = [None] * len(numbers)
+        taken = BatchTaken(step=self.version + 1, uids=names, source_index=none, deferrals=zeros, interruptions=zeros)
+        self._events.write(taken)
+
     def _step_of(self, number: int) -> int:
         """The training step that the windows of a group are drawn for; another step may train it."""
         return number // self._config.trainer.train_batch_size
@@ -178,8 +199,8 @@ class DiffusionJob:
     def _trains_now(self, number: int) -> bool:
         return not self._adapter.shares_window or self._step_of(number) == self.version
 
-    async def _sample(self, prompt: str, global_step: int) -> _Rollout:
-        rollout = self._config.rollout
+    async def _sample(self, group: int, prompt: str) -> _Rollout:
+        rollout, global_step = self._config.rollout, self._step_of(group)
         requests = []
         for _ in range(rollout.n):
             number, seed = next(self._numbers), self._order.randrange(SEED_LIMIT)
@@ -187,7 +208,26 @@ class DiffusionJob:
                 self._plan, run_seed=self._config.trainer.seed, global_step=global_step, request_seed=seed
             )
             requests.append(self._request(f"sample-{number}", prompt, seed=seed, window=window))
-        return _Rollout(prompt, tuple(await self._gathered(map(self._replicas.sample, requests))))
+        calls = (self._sample_one(_uid(group), session, request) for session, request in enumerate(requests))
+        return _Rollout(prompt, tuple(await self._gathered(calls)))
+
+    async def _sample_one(self, uid: str, session: int, request: SampleRequest) -> Sampled:
+        """One image; its denoise steps are what the event stream calls tokens."""
+        began_s = time.perf_counter()
+        self._events.write(PhaseBegan(uid=uid, session=session, phase="engine", response=1))
+        sampled = await self._replicas.sample(request)
+        seconds, versions = time.perf_counter() - began_s, sampled.result.versions
+        segment = SegmentEnded(
+            uid=uid, session=session, server=f"images {sampled.server}", version=versions[0], seconds=seconds,
+            prompt_tokens=len(request.prompt_ids), tokens=len(versions), reason="stop",
+        )  # fmt: skip
+        self._events.write(segment)
+        ended = TrajectoryEnded(
+            uid=uid, session=session, seconds=seconds, engine_seconds=seconds, tokens=len(versions),
+            interruptions=sampled.num_interruptions,
+        )  # fmt: skip
+        self._events.write(ended)
+        return sampled
 
     def _request(self, name: str, prompt: str, **options: Any) -> SampleRequest:
         rollout, algorithm, negative = self._config.rollout, self._config.algorithm, self._config.data.negative_prompt
@@ -238,12 +278,27 @@ class DiffusionJob:
         started_s = time.perf_counter()
         if self._adapter.stepwise:
             await (self._replicas.hold() if self._config.rollout.interrupt == "hold" else self._replicas.drain())
-        return time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        if self._adapter.stepwise:
+            self._say_gate(is_open=False, seconds=seconds)
+        return seconds
 
     async def _go_on(self) -> None:
         if not self._adapter.stepwise:
             return
         await (self._replicas.release() if self._config.rollout.interrupt == "hold" else self._replicas.resume())
+        self._say_gate(is_open=True)
+
+    def _say_gate(self, *, is_open: bool, seconds: float = 0.0) -> None:
+        """Groups that are unfinished when the gate closes are counted as interrupted, with all of their images."""
+        unfinished = 0 if is_open else sum(not task.done() for task in self._groups.values()) * self._config.rollout.n
+        step = self.version if is_open else self.version + 1
+        move = GateMoved(step=step, version=self.version, is_open=is_open, seconds=seconds, interrupted=unfinished)
+        self._events.write(move)
+
+
+def _uid(number: int) -> str:
+    return f"group-{number}"
 
 
 def to_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:

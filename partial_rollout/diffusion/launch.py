@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.diffusion.config import DiffusionConfig
     from partial_rollout.diffusion.contract import Adapter
+    from partial_rollout.observability.events import EventWriter
 
 MAX_CONCURRENCY = 10_000
 """Calls that one server runs at the same time: all its requests, and control calls, which must never queue behind."""
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
-    """A job whose servers run; on exit they are ended.
+def launched(config: DiffusionConfig, events: EventWriter | None = None) -> Iterator[DiffusionJob]:
+    """A job whose servers run; on exit they are ended. `events`: where it says what happens.
 
     Raises:
         ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is missing, or the
@@ -87,6 +88,7 @@ def launched(config: DiffusionConfig) -> Iterator[DiffusionJob]:
             tokenizer=Qwen2Tokenizer.from_pretrained(folder / "tokenizer"),
             prompts=prompts,
             reward=reward,
+            events=events,
         )
     finally:
         _stop(servers)

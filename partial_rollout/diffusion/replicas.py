@@ -31,6 +31,8 @@ class Sampled:
 
     result: SampleResult
     num_interruptions: int
+    server: int = 0
+    """Which one finished it."""
 
 
 class Replicas:
@@ -57,9 +59,10 @@ class Replicas:
         progress = Progress(request.request_id)
         deadline_s = time.monotonic() + self._sample_timeout_s
         while True:
-            outcome = await self._generate(request, deadline_s, progress)
+            index = min(range(len(self._servers)), key=self._load.__getitem__)
+            outcome = await self._generate(index, request, deadline_s, progress)
             if not isinstance(outcome, Interrupted):
-                return Sampled(outcome, progress.interruptions)
+                return Sampled(outcome, progress.interruptions, index)
             progress.interrupted(outcome)
             request = request.resumed_from(outcome.snapshot)
 
@@ -120,9 +123,8 @@ class Replicas:
             pool.shutdown(wait=False)
 
     async def _generate(
-        self, request: SampleRequest, deadline_s: float, progress: Progress
+        self, index: int, request: SampleRequest, deadline_s: float, progress: Progress
     ) -> SampleResult | Interrupted:
-        index = min(range(len(self._servers)), key=self._load.__getitem__)
         self._load[index] += 1
         who_waits = (
             f"request {request.request_id!r} for its image by server {index}, {progress.interruptions} interruptions "

@@ -12,6 +12,14 @@ from partial_rollout.diffusion.job import DiffusionJob
 from partial_rollout.diffusion.replicas import Sampled
 from partial_rollout.diffusion.result import advantages
 from partial_rollout.errors import EngineError, WaitTimeout
+from partial_rollout.observability.events import (
+    BatchTaken,
+    EventReader,
+    EventWriter,
+    GateMoved,
+    SegmentEnded,
+    WeightsUpdated,
+)
 from tests.unit.diffusion.results import make_result
 
 
@@ -79,7 +87,7 @@ def fake_tokenizer(text):
     return {"input_ids": list(text.encode())}
 
 
-def make_job(replicas, **blocks):
+def make_job(replicas, events=None, **blocks):
     given = {
         "model": {"path": "m"},
         "data": {"prompts": "p"},
@@ -99,6 +107,7 @@ def make_job(replicas, **blocks):
         tokenizer=fake_tokenizer,
         prompts=["one", "two"],
         reward=lambda images, prompts: [float(image.mean()) for image in images],
+        events=events,
     )
 
 
@@ -124,6 +133,25 @@ async def test_what_was_interrupted_is_trained_in_the_next_step_and_counted():
     assert metrics["partial_rollout/resumed"] == 4
     assert metrics["partial_rollout/stale_step_share"] == 0.5
     await job.end()
+
+
+async def test_what_happens_is_in_the_event_stream(tmp_path):
+    """Eight images are begun, four are finished and trained, four are held over the update."""
+    writer = EventWriter(tmp_path, "trainer")
+    job = make_job(FakeReplicas(ready=4), events=writer)
+    await job.step()
+    await job.end()
+    events = EventReader(tmp_path).read()[1:]
+    told = [type(event).__name__ for event in events]
+    assert (told.count("PhaseBegan"), told.count("SegmentEnded"), told.count("TrajectoryEnded")) == (8, 4, 4)
+    others = [event for event in events if isinstance(event, BatchTaken | GateMoved | WeightsUpdated)]
+    assert [type(event) for event in others] == [BatchTaken, GateMoved, WeightsUpdated, GateMoved]
+    taken, closed, updated, opened = others
+    assert (taken.step, taken.uids) == (1, ["group-0", "group-1"])
+    assert (closed.is_open, closed.version, closed.interrupted) == (False, 0, 4)
+    assert (updated.version, opened.is_open, opened.version) == (1, True, 1)
+    segment = next(event for event in events if isinstance(event, SegmentEnded))
+    assert (segment.uid, segment.server, segment.version, segment.tokens) == ("group-0", "images 0", 0, 1)
 
 
 async def test_snapshots_are_the_other_way():
