@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import hydra
 import numpy as np
@@ -19,6 +19,7 @@ from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.errors import UserError
 from partial_rollout.observability.events import CommandEnded, EventWriter, StepEnded
 from partial_rollout.observability.log import report_to
+from partial_rollout.observability.report import report_at_end
 from partial_rollout.observability.step_line import REWARD
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from partial_rollout.diffusion.config import TrainerConfig
     from partial_rollout.diffusion.job import DiffusionJob
 
-logger = logging.getLogger(__name__)
-
 CONFIGS = Path(__file__).resolve().parent / "configs"
 METRICS, EVENTS = "metrics.jsonl", "events"
 GAP = 2
@@ -42,6 +41,7 @@ GAP = 2
 @hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
 def main(config: DictConfig) -> None:
     """Train; a user's mistake ends in one line and exit code 2, Ctrl-C and SIGTERM in exit code 130."""
+    ended, events, folder = CommandEnded(code=1, text="see the command's output"), EventWriter(None, "trainer"), None
     try:
         settings = DiffusionConfig.from_mapping(read_block(config))
         from partial_rollout.diffusion.launch import launched
@@ -52,17 +52,18 @@ def main(config: DictConfig) -> None:
         report_to(events)
         with launched(settings, events) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
             asyncio.run(train(job, settings.trainer, metrics_file, events))
-        events.write(CommandEnded(code=0))
+        ended = CommandEnded(code=0)
     except UserError as error:
-        _fail(2, str(error))
+        ended = CommandEnded(code=2, text=str(error))
     except KeyboardInterrupt:
-        _fail(INTERRUPTED_CODE, "interrupted; only the metrics of the training are kept")
-
-
-def _fail(code: int, text: str) -> NoReturn:
-    logger.error("%s", text, extra={"event": CommandEnded(code=code, text=text)})
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(code)
+        ended = CommandEnded(code=INTERRUPTED_CODE, text="interrupted; only the metrics of the training are kept")
+    finally:
+        events.write(ended)
+        if folder is not None:
+            report_at_end(folder / EVENTS)
+    if ended.code:
+        print(f"error: {ended.text}", file=sys.stderr)
+        sys.exit(ended.code)
 
 
 def read_block(config: DictConfig) -> dict[str, Any]:
@@ -82,6 +83,8 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO,
         metrics_file.flush()
         events.write(as_step(metrics, trainer.total_training_steps))
         print(describe(metrics, trainer.total_training_steps), flush=True)
+        if trainer.num_pictures:
+            await asyncio.to_thread(save_grid, job.latest[: trainer.num_pictures], folder / "latest.png")
     await job.end()
     print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
     if trainer.num_pictures:
@@ -89,20 +92,17 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO,
 
 
 def as_step(metrics: dict[str, float], total: int) -> StepEnded:
-    """A step's metrics as an event, with the names by which views know those of language models too.
-
-    >>> as_step({"step": 2, "timing/generate_s": 3.0, "timing/interrupt_s": 1.0}, 9).metrics["timing_s/gen"]
-    4.0
-    """
-    interrupt_s = metrics.get("timing/interrupt_s", 0.0)
-    seconds = {
-        "timing_s/gen": metrics.get("timing/generate_s", 0.0) + interrupt_s,
-        "timing_s/update_actor": metrics.get("timing/train_s", 0.0),
-        "timing_s/update_weights": metrics.get("timing/update_s", 0.0),
+    """A step's metrics as an event, with the names by which views know those of language models too."""
+    interrupt_s = metrics["timing/interrupt_s"]
+    known: dict[str, float | None] = {
+        REWARD: metrics["reward/mean"],
+        "timing_s/gen": metrics["timing/generate_s"] + interrupt_s,
+        "timing_s/drain": interrupt_s,
+        "timing_s/update_actor": metrics["timing/train_s"],
+        "timing_s/update_weights": metrics["timing/update_s"],
+        "timing_s/step": metrics["timing/step_s"],
     }
-    known: dict[str, float | None] = {**seconds, "timing_s/drain": interrupt_s, "timing_s/step": sum(seconds.values())}
-    reward = {REWARD: metrics["reward/mean"]} if "reward/mean" in metrics else {}
-    return StepEnded(step=int(metrics["step"]), total=total, metrics={**metrics, **known, **reward})
+    return StepEnded(step=int(metrics["step"]), total=total, metrics={**metrics, **known})
 
 
 def describe(metrics: dict[str, float], total: int) -> str:
@@ -125,7 +125,9 @@ def save_grid(images: Sequence[np.ndarray[Any, Any]], path: Path) -> None:
         top, left = (index // columns) * (height + GAP), (index % columns) * (width + GAP)
         canvas[top : top + height, left : left + width] = image
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(canvas).save(path)
+    part = path.with_name(f"{path.name}.part")  # a page may read the picture at any time
+    Image.fromarray(canvas).save(part, format="PNG")
+    os.replace(part, path)
 
 
 if __name__ == "__main__":

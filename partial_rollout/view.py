@@ -44,7 +44,8 @@ LOOK_S = 1.0
 """The files are read at most once in this time, however many pages are open."""
 NUM_OLDEST = 20
 MAX_PICTURES = 8
-STATES = ("pending", "ongoing", "deferred", "done", "taken")
+QUEUE = {state: f"{PREFIX}/queue/{state}" for state in ("pending", "ongoing", "deferred", "done", "taken")}
+"""The metric of each state; image jobs have not all of them, verl's own modes none."""
 
 
 class RunState:
@@ -117,7 +118,7 @@ class RunState:
         return {
             "name": record.name,
             "head": self._head(step),
-            "flow": [[state, f"{metrics.get(f'{PREFIX}/queue/{state}', 0):.0f}"] for state in STATES],
+            "flow": [[state, f"{metrics[name]:.0f}"] for state, name in QUEUE.items() if name in metrics],
             "num_waits": len(waits),
             "waits": [_row(wait, self._now_s) for wait in waits[:NUM_OLDEST]],
             "steps": [list(row) for row in step_rows(record, self.interruptions)],
@@ -158,7 +159,7 @@ def _row(wait: Wait, now_s: float) -> list[str]:
     row = f"row {wait.row}" if wait.row else ""
     since = duration(now_s - wait.since_s)
     what = f"for {WHAT.get(wait.what, wait.what)}"
-    has = f"{wait.tokens} tokens, {wait.interruptions} interruptions"
+    has = "" if wait.tokens is None else f"{wait.tokens} tokens, {wait.interruptions} interruptions"
     return [wait.uid, row, wait.uid, wait.who, f"response {wait.response}", what, since, has]
 
 

@@ -28,6 +28,7 @@ from partial_rollout.diffusion.sampling import SampleRequest
 from partial_rollout.diffusion.sde_window import NO_WINDOW
 from partial_rollout.errors import DataError, WaitTimeout
 from partial_rollout.observability.events import (
+    DENOISE_STEPS,
     BatchTaken,
     EventWriter,
     GateMoved,
@@ -36,6 +37,7 @@ from partial_rollout.observability.events import (
     TrajectoryEnded,
     WeightsUpdated,
 )
+from partial_rollout.observability.record import INTERRUPTED
 from partial_rollout.runtime.remote_call import answer_of
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class _Rollout:
     """The images of one prompt, before their rewards."""
 
     prompt: str
+    row: int
+    """Which prompt it is, from 0."""
     sampled: tuple[Sampled, ...]
 
 
@@ -91,6 +95,12 @@ class DiffusionJob:
         """Groups that are unfinished or not trained yet, by the order in which they began."""
         self._group_numbers, self._numbers = itertools.count(), itertools.count()
         self.version = 0
+        self.latest: list[np.ndarray[Any, Any]] = []
+        """Images of the batch that was trained last."""
+        self._running: dict[tuple[str, int], int] = {}
+        """Images that were asked for and are not finished, with the weight version at that time."""
+        self._stood_s: dict[int, float] = {}
+        """When the engines stood for the update that ended a weight version, in seconds since 1970."""
 
     async def step(self) -> dict[str, float]:
         """Run one training step; return its metrics."""
@@ -99,6 +109,7 @@ class DiffusionJob:
         rollouts = await self._take_batch()
         generated_s = time.perf_counter()
         groups = [self._scored(rollout) for rollout in rollouts]
+        self.latest = [result.image for group in groups for result in group.results]
         together = not self._config.shares_device
         interrupt_s = 0.0 if together else await self._interrupt()
         begun_s = time.perf_counter()
@@ -106,7 +117,7 @@ class DiffusionJob:
         trained_s = time.perf_counter()
         interrupt_s += await self._interrupt() if together else 0.0
         held_s = time.perf_counter()
-        mixture, in_flight = self._mixture(rollouts), len(self._groups)
+        mixture, queue = self._mixture(rollouts), self._queue()
         self.version += 1
         updated_s = time.perf_counter()
         limit_s = self._config.trainer.weights_timeout_s
@@ -119,12 +130,13 @@ class DiffusionJob:
             "step": self.version,
             "reward/mean": float(np.mean([group.rewards for group in groups])),
             "reward/std": float(np.mean([np.std(group.rewards) for group in groups])),
-            "partial_rollout/groups_in_flight": in_flight,
+            **queue,
             **mixture,
             "timing/generate_s": generated_s - started_s,
             "timing/interrupt_s": interrupt_s,
             "timing/train_s": trained_s - begun_s,
             "timing/update_s": ended_s - held_s,
+            "timing/step_s": ended_s - started_s,
             **metrics,
         }
 
@@ -159,8 +171,8 @@ class DiffusionJob:
         """Begin as many groups as may be in flight: one batch only, if requests cannot be interrupted."""
         ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
         while len(self._groups) < int(self._config.trainer.train_batch_size * ahead):
-            number, prompt = next(self._group_numbers), self._order.choice(self._prompts)
-            self._groups[number] = asyncio.ensure_future(self._sample(number, prompt))
+            number, row = next(self._group_numbers), self._order.randrange(len(self._prompts))
+            self._groups[number] = asyncio.ensure_future(self._sample(number, row))
 
     async def _take_batch(self) -> list[_Rollout]:
         """Wait for as many whole groups as a step trains, and take the oldest; a group that failed ends the run.
@@ -175,7 +187,7 @@ class DiffusionJob:
             if len(taken) == want:
                 for number in taken:
                     del self._groups[number]
-                self._say_taken(taken)
+                self._say_taken({number: whole[number] for number in taken})
                 return [whole[number] for number in taken]
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -186,10 +198,14 @@ class DiffusionJob:
             unfinished = [task for number, task in self._groups.items() if number not in whole]
             await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
-    def _say_taken(self, numbers: Sequence[int]) -> None:
-        names, zeros = [_uid(number) for number in numbers], [0] * len(numbers)
-        none: list[str | None] = [None] * len(numbers)
-        taken = BatchTaken(step=self.version + 1, uids=names, source_index=none, deferrals=zeros, interruptions=zeros)
+    def _say_taken(self, rollouts: dict[int, _Rollout]) -> None:
+        taken = BatchTaken(
+            step=self.version + 1,
+            uids=[_uid(number) for number in rollouts],
+            source_index=[str(rollout.row) for rollout in rollouts.values()],
+            deferrals=[0] * len(rollouts),
+            interruptions=[sum(_num_updates(each) for each in rollout.sampled) for rollout in rollouts.values()],
+        )
         self._events.write(taken)
 
     def _step_of(self, number: int) -> int:
@@ -199,8 +215,8 @@ class DiffusionJob:
     def _trains_now(self, number: int) -> bool:
         return not self._adapter.shares_window or self._step_of(number) == self.version
 
-    async def _sample(self, group: int, prompt: str) -> _Rollout:
-        rollout, global_step = self._config.rollout, self._step_of(group)
+    async def _sample(self, group: int, row: int) -> _Rollout:
+        rollout, global_step, prompt = self._config.rollout, self._step_of(group), self._prompts[row]
         requests = []
         for _ in range(rollout.n):
             number, seed = next(self._numbers), self._order.randrange(SEED_LIMIT)
@@ -208,26 +224,41 @@ class DiffusionJob:
                 self._plan, run_seed=self._config.trainer.seed, global_step=global_step, request_seed=seed
             )
             requests.append(self._request(f"sample-{number}", prompt, seed=seed, window=window))
-        calls = (self._sample_one(_uid(group), session, request) for session, request in enumerate(requests))
-        return _Rollout(prompt, tuple(await self._gathered(calls)))
+        calls = (self._sample_one((_uid(group), session), row, request) for session, request in enumerate(requests))
+        return _Rollout(prompt, row, tuple(await self._gathered(calls)))
 
-    async def _sample_one(self, uid: str, session: int, request: SampleRequest) -> Sampled:
-        """One image; its denoise steps are what the event stream calls tokens."""
-        began_s = time.perf_counter()
-        self._events.write(PhaseBegan(uid=uid, session=session, phase="engine", response=1))
-        sampled = await self._replicas.sample(request)
-        seconds, versions = time.perf_counter() - began_s, sampled.result.versions
-        segment = SegmentEnded(
-            uid=uid, session=session, server=f"images {sampled.server}", version=versions[0], seconds=seconds,
-            prompt_tokens=len(request.prompt_ids), tokens=len(versions), reason="stop",
-        )  # fmt: skip
-        self._events.write(segment)
+    async def _sample_one(self, key: tuple[str, int], row: int, request: SampleRequest) -> Sampled:
+        """One image, with its events."""
+        (uid, session), began_s, timer_s = key, time.time(), time.perf_counter()
+        self._events.write(PhaseBegan(uid=uid, session=session, phase="engine", response=1, row=str(row)))
+        self._running[key] = self.version
+        try:
+            sampled = await self._replicas.sample(request)
+        finally:
+            del self._running[key]
+        seconds = time.perf_counter() - timer_s
+        self._say_segments(key, sampled, began_s, began_s + seconds)
         ended = TrajectoryEnded(
-            uid=uid, session=session, seconds=seconds, engine_seconds=seconds, tokens=len(versions),
-            interruptions=sampled.num_interruptions,
+            uid=uid, session=session, seconds=seconds, engine_seconds=seconds, tokens=len(sampled.result.versions),
+            interruptions=_num_updates(sampled),
         )  # fmt: skip
         self._events.write(ended)
         return sampled
+
+    def _say_segments(self, key: tuple[str, int], sampled: Sampled, began_s: float, ended_s: float) -> None:
+        """The denoise steps of an image, by weight version and server. Its prompt is encoded and counts nothing."""
+        done, computed = 0, zip(sampled.result.versions, sampled.servers, strict=True)
+        for (version, server), steps in itertools.groupby(computed):
+            count = len(list(steps))
+            is_last = done + count == len(sampled.servers)
+            end_s = ended_s if is_last else self._stood_s.get(version, ended_s)
+            segment = SegmentEnded(
+                t=end_s, uid=key[0], session=key[1], server=f"images {server}", version=version,
+                seconds=max(0.0, end_s - began_s), prompt_tokens=done, reused_tokens=done, tokens=count,
+                reason="stop" if is_last else INTERRUPTED, unit=DENOISE_STEPS,
+            )  # fmt: skip
+            self._events.write(segment)
+            began_s, done = end_s, done + count
 
     def _request(self, name: str, prompt: str, **options: Any) -> SampleRequest:
         rollout, algorithm, negative = self._config.rollout, self._config.algorithm, self._config.data.negative_prompt
@@ -273,6 +304,16 @@ class DiffusionJob:
             ),
         }
 
+    def _queue(self) -> dict[str, float]:
+        """Groups by state, under the names that the queue of a language model has."""
+        done = sum(task.done() for task in self._groups.values())
+        return {
+            "partial_rollout/groups_in_flight": len(self._groups),
+            "partial_rollout/queue/ongoing": len(self._groups) - done,
+            "partial_rollout/queue/done": done,
+            "partial_rollout/queue/taken": (self.version + 1) * self._config.trainer.train_batch_size,
+        }
+
     async def _interrupt(self) -> float:
         """Stop the engines between two denoise steps; return how many seconds that took."""
         started_s = time.perf_counter()
@@ -290,8 +331,12 @@ class DiffusionJob:
         self._say_gate(is_open=True)
 
     def _say_gate(self, *, is_open: bool, seconds: float = 0.0) -> None:
-        """Groups that are unfinished when the gate closes are counted as interrupted, with all of their images."""
-        unfinished = 0 if is_open else sum(not task.done() for task in self._groups.values()) * self._config.rollout.n
+        """Engines stand, or run again. Images that were asked for and are not finished are interrupted."""
+        unfinished = 0 if is_open else len(self._running)
+        if not is_open:
+            oldest = min(self._running.values(), default=self.version)
+            self._stood_s = {version: at_s for version, at_s in self._stood_s.items() if version >= oldest}
+            self._stood_s[self.version] = time.time()
         step = self.version if is_open else self.version + 1
         move = GateMoved(step=step, version=self.version, is_open=is_open, seconds=seconds, interrupted=unfinished)
         self._events.write(move)
@@ -299,6 +344,11 @@ class DiffusionJob:
 
 def _uid(number: int) -> str:
     return f"group-{number}"
+
+
+def _num_updates(sampled: Sampled) -> int:
+    """Weight updates between an image's denoise steps."""
+    return len(set(sampled.result.versions)) - 1
 
 
 def to_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:

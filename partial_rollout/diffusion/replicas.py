@@ -31,8 +31,8 @@ class Sampled:
 
     result: SampleResult
     num_interruptions: int
-    server: int = 0
-    """Which one finished it."""
+    servers: tuple[int, ...]
+    """Number of the server that computed each denoise step."""
 
 
 class Replicas:
@@ -56,13 +56,15 @@ class Replicas:
             WaitTimeout: the image is not finished in time; names the request and its server.
             ActorLost: the server has died; names its process.
         """
-        progress = Progress(request.request_id)
+        progress, servers = Progress(request.request_id), list[int]()
         deadline_s = time.monotonic() + self._sample_timeout_s
         while True:
             index = min(range(len(self._servers)), key=self._load.__getitem__)
             outcome = await self._generate(index, request, deadline_s, progress)
             if not isinstance(outcome, Interrupted):
-                return Sampled(outcome, progress.interruptions, index)
+                servers += [index] * (len(outcome.versions) - len(servers))
+                return Sampled(outcome, progress.interruptions, tuple(servers))
+            servers += [index] * (outcome.step_index - len(servers))
             progress.interrupted(outcome)
             request = request.resumed_from(outcome.snapshot)
 

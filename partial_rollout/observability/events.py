@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKENS, DENOISE_STEPS = "tokens", "denoise steps"
+"""What a request to an engine generates."""
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 1024 * 1024
 """Most bytes of one file. A worker keeps the file it writes and the one before: days, with some events a second."""
@@ -123,6 +125,8 @@ class SegmentEnded(Event, frozen=True, tag="segment"):
     """Tokens of the context whose KV the engine still had."""
     reason: str = ""
     """The engine's stop reason; `aborted`: interrupted."""
+    unit: str = TOKENS
+    """What is counted as tokens: `tokens`, or the `denoise steps` of an image, whose prompt counts nothing."""
 
 
 class TrajectoryEnded(Event, frozen=True, tag="trajectory"):

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 from partial_rollout.observability.charts import COLOURS, add, make_svg, text
 from partial_rollout.observability.events import (
+    TOKENS,
     AnyEvent,
     CommandEnded,
     GateMoved,
@@ -50,6 +51,7 @@ class Bar:
     reused_tokens: int
     prompt_tokens: int
     reason: str
+    unit: str = TOKENS
 
     @property
     def label(self) -> str:
@@ -129,6 +131,7 @@ class Lanes:
             reused_tokens=event.reused_tokens,
             prompt_tokens=event.prompt_tokens,
             reason=event.reason,
+            unit=event.unit,
         )
 
     def _entered_s(self, asked_s: float, version: int) -> float | None:
@@ -208,9 +211,8 @@ class _Drawing:
         box = add(svg, "rect", x=left, y=top, width=max(self._x(bar.end_s) - left, 0.5), height=ROW - 1)
         box.attrib |= {"fill": COLOURS[bar.version % len(COLOURS)], "data-uid": bar.uid}
         end = "interrupted" if bar.interrupted else "ended"
-        ElementTree.SubElement(
-            box, "title"
-        ).text = f"{bar.label}: {bar.tokens} tokens in {bar.end_s - bar.start_s:.1f} s, weights {bar.version}, {end}"
+        took = f"{bar.tokens} {bar.unit} in {bar.end_s - bar.start_s:.1f} s"
+        ElementTree.SubElement(box, "title").text = f"{bar.label}: {took}, weights {bar.version}, {end}"
 
     def _x(self, at_s: float) -> float:
         inside_s = min(max(at_s, self._first_s), self._last_s)

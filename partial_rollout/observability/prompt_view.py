@@ -52,7 +52,7 @@ def _told(event: AnyEvent) -> list[str]:
             return [f"trajectory {event.session}", f"{what}, response {event.response}{attempt}"]
         case SegmentEnded():
             end = "was interrupted" if event.reason == INTERRUPTED else "ended"
-            tokens = f"{event.tokens} tokens after {event.prompt_tokens}, {event.reused_tokens} of them reused"
+            tokens = f"{event.tokens} {event.unit} after {event.prompt_tokens}, {event.reused_tokens} of them reused"
             return [f"trajectory {event.session}", f"{end} at {event.server}: {tokens}, weights {event.version}"]
         case TrajectoryEnded():
             waits = f"engine {event.engine_seconds:.1f} s, reward {event.reward_seconds:.1f} s"

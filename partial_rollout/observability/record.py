@@ -16,6 +16,7 @@ import msgspec
 
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import (
+    TOKENS,
     AnyEvent,
     Choice,
     CommandEnded,
@@ -56,6 +57,8 @@ class RunRecord:
     faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
     ended: CommandEnded | None = None
     """How the last start ended; None: it goes on, or was killed."""
+    unit: str = TOKENS
+    """What the engines generate: tokens, or the denoise steps of images."""
     tokens_kept: int = 0
     """Tokens that an interruption did not cost."""
     num_trajectories: int = 0
@@ -83,8 +86,9 @@ class RunRecord:
                 self.faults.append(event)
             case CommandEnded():
                 self.ended = event
-            case SegmentEnded() if event.reason == INTERRUPTED:
-                self.tokens_kept += event.tokens
+            case SegmentEnded():
+                self.unit = event.unit
+                self.tokens_kept += event.tokens if event.reason == INTERRUPTED else 0
             case TrajectoryEnded():
                 self._count(event)
             case _:

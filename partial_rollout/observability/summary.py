@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS, seconds_by_part
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def _faults(record: RunRecord) -> str:
 
 def next_step(record: RunRecord) -> str:
     """The one thing to try next."""
+    if record.unit == DENOISE_STEPS:
+        return _next_of_images(record)
     dropped, used = dropped_by_reason(record), record.mean(f"{PREFIX}/slot_utilisation")
     trained = record.sum(f"{PREFIX}/response_tokens")
     again = record.sum(f"{PREFIX}/reprefilled_tokens") / trained if trained else 0.0
@@ -156,6 +159,14 @@ def next_step(record: RunRecord) -> str:
     if used < FEW_SLOTS:
         return f"slots were in use for {used:.0%}: {more_prompts(record)}"
     return "compare with the same command without the flag: python -m partial_rollout.compare A B"
+
+
+def _next_of_images(record: RunRecord) -> str:
+    """The gate moves only where requests can be interrupted."""
+    other = "whole requests (rollout.step_execution=false rollout.prefetch_factor=1; in the recipes PARTIAL_ROLLOUT=0)"
+    if record.gate is None:
+        other = "requests that are interrupted (rollout.step_execution=true; in the recipes PARTIAL_ROLLOUT=1)"
+    return f"compare the seconds of a step and the reward with those of the same job with {other}"
 
 
 def keep_kv(record: RunRecord) -> str:

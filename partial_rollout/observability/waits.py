@@ -49,8 +49,8 @@ class Wait:
     """Seconds since 1970: when the first of them began to wait."""
     sessions: tuple[int, ...]
     """At least one."""
-    tokens: int = 0
-    """That they have, of the attempt under way."""
+    tokens: int | None = 0
+    """That they have, of the attempt under way; None: not known, images tell it when they are complete."""
     interruptions: int = 0
 
     @property
@@ -118,15 +118,17 @@ class Waits:
                 attempt=max(each.attempt for each in phases),
                 since_s=min(each.t for each in phases),
                 sessions=tuple(sorted(each.session for each in phases)),
-                tokens=sum(self._seen(each)[0] for each in phases),
-                interruptions=sum(self._seen(each)[1] for each in phases),
+                tokens=sum(tokens for tokens, _ in seen) if seen else None,
+                interruptions=sum(interruptions for _, interruptions in seen),
             )
             for (uid, what), phases in groups.items()
+            for seen in [self._seen(phases)]
         ]
         return sorted(waits, key=lambda wait: wait.since_s)
 
-    def _seen(self, phase: PhaseBegan) -> tuple[int, int]:
-        return self._segments.get((phase.uid, phase.session), (0, 0))
+    def _seen(self, phases: Iterable[PhaseBegan]) -> list[tuple[int, int]]:
+        keys = [(each.uid, each.session) for each in phases]
+        return [self._segments[key] for key in keys if key in self._segments]
 
     def _what(self, phase: PhaseBegan) -> str:
         return "gate" if phase.phase == "engine" and self._closed_s is not None else phase.phase

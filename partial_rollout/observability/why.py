@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from partial_rollout.observability.events import (
+    DENOISE_STEPS,
     AnyEvent,
     GateMoved,
     PhaseBegan,
@@ -129,7 +130,7 @@ def step_why(record: RunRecord, interruptions: Interruptions, number: int) -> li
     seconds = metrics.get(STEP_SECONDS, 0.0)
     parts = ", ".join(f"{cause} {part:.1f}" for cause, part in step_causes(metrics).items() if part >= 0.05)
     said = [f"step {number} took {seconds:.1f} s: {parts}"]
-    return [*said, *_slow(record, number, seconds), *_cost(interruptions.of(number), metrics, seconds)]
+    return [*said, *_slow(record, number, seconds), *_cost(interruptions.of(number), metrics, record.unit)]
 
 
 def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
@@ -147,18 +148,22 @@ def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
     return said
 
 
-def _cost(cost: Interruption | None, metrics: dict[str, float], seconds: float) -> list[str]:
+def _cost(cost: Interruption | None, metrics: dict[str, float], unit: str) -> list[str]:
     if cost is None:
         return []
     if not cost.requests and not cost.resumed:
         return [f"its end interrupted nothing; the drain took {cost.drain_s:.2f} s"]
+    if unit == DENOISE_STEPS:  # a request goes on from its latents, whatever the mode
+        kept = "no denoise step is computed again"
+        return [f"its end interrupted {cost.requests:,} images. Cost: {cost.drain_s:.2f} s until engines stood; {kept}"]
     again_s = again_seconds(cost.tokens_again, metrics)
+    seconds = metrics.get(STEP_SECONDS, 0.0)
     share = (cost.drain_s + again_s) / seconds if seconds else 0.0
     went_on = (
         f"{cost.tokens_again:,} tokens computed again when {cost.resumed:,} of their trajectories went on, about "
         f"{again_s:.2f} s: {share:.0%} of the step's seconds"
         if cost.resumed
-        else "none of them has gone on yet"
+        else "tokens computed again are known when the next request of one of their trajectories has ended"
     )
     return [
         f"its end interrupted {cost.requests:,} requests, whose {cost.tokens_kept:,} tokens were kept. Cost: "

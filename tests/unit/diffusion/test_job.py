@@ -20,6 +20,7 @@ from partial_rollout.observability.events import (
     SegmentEnded,
     WeightsUpdated,
 )
+from partial_rollout.observability.why import Interruptions
 from tests.unit.diffusion.results import make_result
 
 
@@ -46,7 +47,7 @@ class FakeReplicas:
             level=len(self.requests),
             window=request.window,
         )
-        return Sampled(result, 0)
+        return Sampled(result, 0, (0,) * len(versions))
 
     async def hold(self):
         self.events.append("hold")
@@ -137,7 +138,7 @@ async def test_what_was_interrupted_is_trained_in_the_next_step_and_counted():
 
 async def test_what_happens_is_in_the_event_stream(tmp_path):
     """Eight images are begun, four are finished and trained, four are held over the update."""
-    writer = EventWriter(tmp_path, "trainer")
+    writer = EventWriter(tmp_path, "trainer", clock=lambda: 1.0)
     job = make_job(FakeReplicas(ready=4), events=writer)
     await job.step()
     await job.end()
@@ -152,6 +153,33 @@ async def test_what_happens_is_in_the_event_stream(tmp_path):
     assert (updated.version, opened.is_open, opened.version) == (1, True, 1)
     segment = next(event for event in events if isinstance(event, SegmentEnded))
     assert (segment.uid, segment.server, segment.version, segment.tokens) == ("group-0", "images 0", 0, 1)
+    assert (segment.unit, segment.reason) == ("denoise steps", "stop")
+
+
+async def test_an_image_that_was_held_has_a_segment_of_each_weight_version(tmp_path):
+    writer = EventWriter(tmp_path, "trainer")
+    job = make_job(FakeReplicas(ready=4), events=writer)
+    await job.step()
+    metrics = await job.step()
+    await job.end()
+    events = EventReader(tmp_path).read()[1:]
+    held = [event for event in events if isinstance(event, SegmentEnded) and event.uid == "group-2"]
+    assert [(each.version, each.tokens, each.prompt_tokens, each.reason) for each in held if not each.session] == [
+        (0, 1, 0, "aborted"),
+        (1, 1, 1, "stop"),
+    ]
+    closed = next(event for event in events if isinstance(event, GateMoved))
+    assert all(each.t <= closed.t for each in held if each.reason == "aborted")
+    taken = [event for event in events if isinstance(event, BatchTaken)]
+    assert [each.interruptions for each in taken] == [[0, 0], [2, 2]]
+    assert {int(row) for each in taken for row in each.source_index} <= {0, 1}
+    found = Interruptions()
+    for event in events:
+        found.add(event)
+    cost = found.of(1)
+    assert (cost.requests, cost.resumed, cost.tokens_kept, cost.tokens_again) == (4, 4, 4, 0)
+    assert metrics["partial_rollout/queue/taken"] == 4
+    assert job._running == {}
 
 
 async def test_snapshots_are_the_other_way():

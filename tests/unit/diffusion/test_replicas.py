@@ -87,9 +87,30 @@ async def test_an_interrupted_request_goes_on_from_its_snapshot_wherever_there_i
     await asyncio.sleep(0)
     done = await both.sample(request("a"))
     assert (done.result.request_id, done.num_interruptions) == ("first", 1)
+    assert done.servers == (1, 1, 1)
     assert [item.snapshot for item in first.seen] == [None, b"s"]
     second.gate.set()
     assert (await waiting).result.request_id == "second"
+
+
+async def test_each_denoise_step_is_of_the_server_that_computed_it():
+    """While a request is interrupted at the first server, the second one becomes free, and the first gets another."""
+    first, second = FakeServer("first"), FakeServer("second")
+    both, others = replicas(first, second), []
+
+    async def generate(asked):
+        if asked.request_id != "a":
+            return await first._generate(asked)
+        others.extend(asyncio.ensure_future(both.sample(request(name))) for name in "bc")
+        await others[0]
+        return Interrupted(b"s", 2, 0)
+
+    first.generate = Call(generate)
+    first.gate.clear()
+    done = await both.sample(request("a"))
+    first.gate.set()
+    await asyncio.gather(*others)
+    assert done.servers == (0, 0, 1)
 
 
 async def test_one_that_had_not_begun_starts_again():

@@ -19,6 +19,7 @@ from tests.unit.observability.test_view import (
     METRICS,
     TOKEN,
     a_run,
+    an_image_run,
     dumped,
     phase,
     segment,
@@ -93,8 +94,7 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     metrics = {number: each.metrics for number, each in load(run).steps.items()}
     last = metrics[7]
     assert head[:4] == ["step 7/9", "gate closed", "weights 7", "left about 26 s"]  # 2 steps of 13 s, mean of five
-    names = ("pending", "ongoing", "deferred", "done", "taken")
-    assert flow == [f"{name} {last.get(f'partial_rollout/queue/{name}', 0.0):.0f}" for name in names]
+    assert flow == [f"{name} {last[f'partial_rollout/queue/{name}']:.0f}" for name in ("pending", "taken")]
     assert [(row[0], row[1]) for row in steps[1:]] == [
         (str(number), f"{metrics[number]['timing_s/step']:.1f}") for number in sorted(metrics, reverse=True)
     ]
@@ -123,13 +123,21 @@ def numbers(number: int) -> dict[str, float]:
 
 @NEEDS_CHROMIUM
 async def test_an_image_job_has_its_pictures(tmp_path: Path) -> None:
-    run = write(tmp_path, step(1))
+    run = an_image_run(tmp_path)
     main_diffusion.save_grid([np.full((8, 8, 3), 200, dtype=np.uint8)] * 2, run / "before.png")
     (run / "notes.txt").write_text("not a picture")
     async with TestServer(make_app(RunState(run), TOKEN)) as server:  # noqa: SIM117
         async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
             await tab.until("document.querySelector('#pictures img')?.naturalWidth == 18")
             assert await tab.value("document.getElementById('pictures').textContent") == "before.png"
+            shown = await tab.value("document.body.innerText")
+            assert "row 1, trajectory 0: 6 denoise steps in" in await tab.value(
+                "document.getElementById('lanes').textContent"
+            )
+            assert "no denoise step is computed again" in shown
+            assert "async_training.partial_rollout" not in shown
+            assert (await tab.cells("waits"))[1][-1] == ""
+            assert await tab.parts("flow") == ["ongoing 2", "done 0", "taken 4"]
             for name in ("notes.txt", "../before.png", "after.png"):
                 answer = f"fetch('picture' + location.search + '&name={name}').then(answer => answer.status)"
                 assert await tab.value(answer) == 404

@@ -7,11 +7,13 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from partial_rollout import view
 from partial_rollout.errors import DataError
+from partial_rollout.main_diffusion import as_step
 from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
@@ -21,11 +23,13 @@ from partial_rollout.observability.events import (
     PhaseBegan,
     SegmentEnded,
     StepEnded,
+    TrajectoryEnded,
     Warned,
     WeightsUpdated,
 )
 from partial_rollout.observability.lanes import MAX_ROWS, Lanes
-from partial_rollout.observability.record import load
+from partial_rollout.observability.prompt_view import prompt_view
+from partial_rollout.observability.record import RunRecord, load
 from partial_rollout.observability.report import lost_rows
 from partial_rollout.observability.summary import next_step, summary_lines
 from partial_rollout.view import RunState, make_app
@@ -74,6 +78,47 @@ def a_run(folder: Path, *more: AnyEvent) -> Path:
     ]
     waits = [phase("a", "agent", 90.0), phase("a", "engine", 91.0), segment("a", 94.0), phase("a", "tool", 94.0)]
     return write(folder, *waits, *gates, step(1), step(2), Warned(t=103.0, text=EVIL), *more)
+
+
+def an_image_run(folder: Path) -> Path:
+    """A step, with one image that was held over its update, and one that is unfinished."""
+    measured = {"generate_s": 4.0, "interrupt_s": 0.5, "train_s": 2.0, "update_s": 0.25, "step_s": 7.0}
+    counts = {"ongoing": 2.0, "done": 0.0, "taken": 4.0}
+    metrics = {"step": 1.0, "reward/mean": 0.5, **{f"timing/{name}": seconds for name, seconds in measured.items()}}
+    metrics |= {f"partial_rollout/queue/{state}": count for state, count in counts.items()}
+
+    def images(t: float, version: int, before: int, steps: int, reason: str) -> SegmentEnded:
+        return SegmentEnded(
+            t=t, uid="group-0", session=0, server="images 0", version=version, seconds=3.0, prompt_tokens=before,
+            reused_tokens=before, tokens=steps, reason=reason, unit="denoise steps",
+        )  # fmt: skip
+
+    waits = [PhaseBegan(t=91.0, uid=uid, session=0, phase="engine", response=1, row="1") for uid in ("group-0", "g")]
+    gates = [
+        GateMoved(t=95.0, step=1, version=0, is_open=False, seconds=0.5, interrupted=2),
+        GateMoved(t=96.0, step=1, version=1, is_open=True),
+    ]
+    segments = [images(95.0, 0, 0, 6, "aborted"), images(99.0, 1, 6, 4, "stop")]
+    ended = msgspec.structs.replace(as_step(metrics, 9), t=97.0)
+    complete = TrajectoryEnded(uid="group-0", session=0, seconds=8.0, engine_seconds=8.0, tokens=10, interruptions=1)
+    return write(folder, *waits, *gates, ended, *segments, msgspec.structs.replace(complete, t=99.0))
+
+
+def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None:
+    state = RunState(an_image_run(tmp_path), clock=lambda: 100.0)
+    assert state.shown["head"] == [["step", "1/9"], ["gate", "open"], ["weights", "1"], ["left", "about 56 s"], [
+        "health", "last event 1 s ago"]]  # fmt: skip
+    assert "PARTIAL_ROLLOUT=0" in str(state.shown["advice"])
+    assert "async_training" not in str(state.shown["advice"])
+    assert state.why(1) == [
+        "step 1 took 7.0 s: generating, waiting included 4.0, drain 0.5, training 2.0, updates 0.2, idle 0.2",
+        "its end interrupted 2 images. Cost: 0.50 s until engines stood; no denoise step is computed again",
+    ]
+    assert [(wait.uid, wait.tokens) for wait in state.waits.now()] == [("g", None)]
+    seen = str(prompt_view(tmp_path, "group-0")["events"])
+    assert "was interrupted at images 0: 6 denoise steps after 0, 0 of them reused, weights 0" in seen
+    assert "ended at images 0: 4 denoise steps after 6, 6 of them reused, weights 1" in seen
+    assert "PARTIAL_ROLLOUT=1" in next_step(RunRecord(steps={1: step(1)}, unit="denoise steps"))
 
 
 async def test_a_wrong_token_is_refused_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

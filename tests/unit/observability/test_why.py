@@ -100,7 +100,9 @@ def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
     record, found = record_of({}), Interruptions()
     found.add(request("a", version=0, prompt=100, tokens=300, aborted=True))
     found.add(closed(1, 0, interrupted=1))
-    assert step_why(record, found, 1)[-1].endswith("Cost: 0.50 s of drain; none of them has gone on yet")
+    assert step_why(record, found, 1)[-1].endswith(
+        "0.50 s of drain; tokens computed again are known when the next request of one of their trajectories has ended"
+    )
     found.add(request("a", version=1, prompt=400, tokens=5))
     assert step_why(record, found, 1)[-1] == (
         "its end interrupted 1 requests, whose 300 tokens were kept. Cost: 0.50 s of drain; 400 tokens computed again "
