@@ -16,6 +16,33 @@ OLDEST_CLASS = 5
 """Tokens of this age and above share the last class of the histogram; five are enough to see a shift."""
 
 
+CURVES = {
+    "reward": "critic/score/mean",
+    "step_seconds": "timing_s/step",
+    "generation_seconds": "timing_s/gen",
+    "tokens_per_second_and_gpu": "perf/throughput",
+    "slots_in_use": f"{PREFIX}/slot_utilisation",
+    "kv_in_use": f"{PREFIX}/kv_usage",
+    "staleness_steps": f"{PREFIX}/staleness_steps/mean",
+    "tokens_computed_again": f"{PREFIX}/reprefilled_tokens",
+    "response_tokens": "response_length/mean",
+    "prompts_pending": f"{PREFIX}/queue/pending",
+}
+"""The ten curves to look at first, each with the metric that it repeats; the page and the report draw the same."""
+FIRST = f"0_{PREFIX}"
+"""Their group. TensorBoard and W&B sort groups by name, and verl alone has some twenty."""
+
+
+def curves(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The curves of a step, for verl's loggers.
+
+    >>> curves({"timing_s/step": 8.0, "actor/lr": 1e-6})
+    {'0_partial_rollout/step_seconds': 8.0}
+    """
+    found = {f"{FIRST}/{name}": metrics.get(metric) for name, metric in CURVES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def group_metrics(groups: Sequence[FinishedGroup], *, trained_version: int) -> dict[str, float]:
     """Metrics of one batch.
 

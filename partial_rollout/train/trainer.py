@@ -96,7 +96,7 @@ from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.train.engine_recovery import EngineRecovery
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.last_checkpoint import LastCheckpoint
-from partial_rollout.train.metrics import numbers, queue_metrics
+from partial_rollout.train.metrics import curves, numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, transfer_queue_actors
@@ -383,6 +383,7 @@ class PartialRolloutTrainer(PPOTrainer):
         shown = numbers(metrics)
         self._events.write(StepEnded(step=global_steps, total=self.total_training_steps, metrics=shown))
         self._ray_metrics.update(shown)
+        metrics |= curves(shown)  # not into the event stream, which has their values already
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict[str, Any], rollout_data_dir: str) -> None:
         """Missing hook: how often verl writes `trainer.rollout_data_dir`; its own trainers do it in every step."""
