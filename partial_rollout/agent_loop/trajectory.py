@@ -48,6 +48,8 @@ class Trajectory:
         self.key = f"{claim.uid}_{session}"
         self.row = ""
         """Row of the data set, where it says one."""
+        self.prompt = ""
+        """The end of its prompt, where events are to have texts."""
         self.engine_s = 0.0
         """Seconds inside requests to an engine, waiting at a closed gate included."""
         self.generations: list[ResumableGeneration] = []

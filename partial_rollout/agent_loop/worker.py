@@ -15,6 +15,7 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC as REWARD_METRIC
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
+from partial_rollout.agent_loop.event_texts import EventTexts
 from partial_rollout.agent_loop.limits import KEYS, PhaseLimits
 from partial_rollout.agent_loop.rewards import RewardPool
 from partial_rollout.agent_loop.store import RowStore
@@ -78,7 +79,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if self.reward_loop_worker_handles:
             # verl draws one of its handles for each reward; with the pool as the only one, dead workers are replaced.
             self.reward_loop_worker_handles = [self._rewards]
-        self._events = EventWriter(events_folder(settings), worker_id)
+        folder = events_folder(settings)
+        self._events = EventWriter(folder, worker_id)
+        self._texts = EventTexts(self.tokenizer, 0 if folder is None else settings.events_text)
         report_to(self._events)
         client = cast("ResumingLLMServerClient", self.llm_client)
         # One client serves all trajectories of this worker, so its hooks find theirs by CURRENT.
@@ -136,6 +139,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if trajectory is None:
             return
         trajectory.engine_s += seconds
+        text, text_tokens = self._texts.of_tokens(segment.token_ids)
         ended = SegmentEnded(
             uid=trajectory.claim.uid,
             session=trajectory.session,
@@ -146,6 +150,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             tokens=len(segment.token_ids),
             reused_tokens=segment.context.num_reused_tokens,
             reason=segment.stop_reason or "",
+            text=text,
+            text_tokens=text_tokens,
         )
         self._events.write(ended)
 
@@ -165,6 +171,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             response=len(trajectory.generations) + (phase == "engine" and not again),
             row=trajectory.row,
             attempt=claim.attempt,
+            text=trajectory.prompt if phase == "agent" else "",
         )
         self._events.write(began)
 
@@ -241,6 +248,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """
         trajectory = self._trajectories.start(claim, session)
         trajectory.row = str(row["index"])
+        trajectory.prompt = "" if session else self._texts.of_prompt(row)  # once for a group
         # Not reset afterwards: the claim loop runs each trajectory in a task, which has a context of its own.
         CURRENT.set(trajectory)
         try:

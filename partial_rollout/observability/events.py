@@ -125,6 +125,10 @@ class SegmentEnded(Event, frozen=True, tag="segment"):
     """Tokens of the context whose KV the engine still had."""
     reason: str = ""
     """The engine's stop reason; `aborted`: interrupted."""
+    text: str = ""
+    """Its last tokens as text, if `partial_rollout.events_text` asks for them."""
+    text_tokens: int = 0
+    """How many tokens `text` has."""
     unit: str = TOKENS
     """What is counted as tokens: `tokens`, or the `denoise steps` of an image, whose prompt counts nothing."""
 
@@ -165,6 +169,8 @@ class PhaseBegan(Event, frozen=True, tag="phase"):
     row: str = ""
     """Row of the data set, where it says one."""
     attempt: int = 1
+    text: str = ""
+    """Of the phase `agent` of the prompt's first trajectory: the end of the prompt, if `events_text` asks for it."""
 
 
 class DeadlinePassed(Event, frozen=True, tag="overdue"):
@@ -353,7 +359,7 @@ class EventWriter:
         self._num_bytes += os.write(self._file, line)
 
     def _open(self) -> None:
-        # Tokens and texts are not in it, but who may read a run's folder is the user's to say.
+        # Texts are in it only where the user wants them, but who may read a run's folder is the user's to say.
         self._file = os.open(self._numbered(self._num_files), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o640)
         self._num_bytes = 0
         self._append(Opened(format=FORMAT_VERSION, role=self._role, node=platform.node(), pid=os.getpid()))

@@ -99,8 +99,10 @@ document.body.addEventListener("click", async event => {
     const seen = await ask("prompt", "&uid=" + encodeURIComponent(found.dataset.uid));
     at("prompt").hidden = false; at("uid").textContent = "prompt " + seen.uid;
     table("told", seen.left_out ? [...seen.events, ["", "", `and ${seen.left_out} more`]] : seen.events);
-    at("texts").replaceChildren(...seen.texts.flatMap(([score, versions, prompt, response]) =>
-      [make("p", [score, versions].filter(Boolean).join("; ")), make("pre", prompt), make("pre", response)]));
+    const texts = seen.texts.flatMap(([who, versions, prompt, response]) =>
+      [make("p", [who, versions].filter(Boolean).join("; ")),
+       ...[prompt, response].filter(Boolean).map(text => make("pre", text))]);
+    at("texts").replaceChildren(...(seen.note ? [make("p", seen.note)] : []), ...texts);
   } catch (error) { at("lost").textContent = error.message; }
 });
 look();

@@ -161,6 +161,7 @@ def _check_the_event_stream_tells_the_same(job: Job, *, num_steps: int) -> None:
     told = [(step["training/global_step"], num_steps) for step in job.steps]
     assert [(event.step, event.total) for event in steps] == told
     assert [event.metrics["critic/score/mean"] for event in steps] == [step["critic/score/mean"] for step in job.steps]
+    assert all(step["0_partial_rollout/reward"] == step["critic/score/mean"] for step in job.steps)
     moves = [event for event in job.stream if isinstance(event, GateMoved)]
     assert [(move.step, move.is_open) for move in moves] == [
         (n, is_open) for n in range(1, num_steps + 1) for is_open in (0, 1)
@@ -173,6 +174,7 @@ def _check_the_event_stream_tells_the_same(job: Job, *, num_steps: int) -> None:
     for event in job.stream:
         if isinstance(event, SegmentEnded):
             tokens[event.uid, event.session] += event.tokens
+            assert (event.text_tokens, bool(event.text)) == (event.tokens, event.tokens > 0)  # events_text is above
     ended = {(e.uid, e.session): e.tokens for e in job.stream if isinstance(e, TrajectoryEnded)}
     assert len(ended) >= num_steps * 8 * 4
     assert {key: tokens[key] for key in ended} == ended

@@ -6,8 +6,17 @@ import json
 import os
 import statistics
 import subprocess
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from partial_rollout.observability.events import (
+    BatchTaken,
+    CommandEnded,
+    EventReader,
+    SegmentEnded,
+    StepEnded,
+    TrajectoryEnded,
+)
 from tests import preloaded
 
 if TYPE_CHECKING:
@@ -43,8 +52,29 @@ def test_the_recipe_trains(repository: Path, nursery: Path, tiny_qwen_image: Pat
     assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
     assert {row["partial_rollout/snapshots"] for row in metrics} == {0}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        *("metrics.jsonl", "before.png", "after.png", "transformer")
+        *("metrics.jsonl", "before.png", "latest.png", "after.png", "transformer", "events", "report.html")
     }
+    _check_the_event_stream(tmp_path / "run", metrics)
     assert list((tmp_path / "run" / "transformer").glob("*.safetensors"))
     assert [path.name for path in started_in.iterdir()] == []
     assert f"step {NUM_STEPS}/{NUM_STEPS} | reward" in done.stdout
+
+
+def _check_the_event_stream(run: Path, metrics: list[dict[str, float]]) -> None:
+    """Each image has all of its denoise steps, by weight version, and the last event says how the command ended."""
+    events = EventReader(run / "events").read()
+    assert [(each.step, each.total) for each in events if isinstance(each, StepEnded)] == [
+        (number, NUM_STEPS) for number in range(1, NUM_STEPS + 1)
+    ]
+    segments = [each for each in events if isinstance(each, SegmentEnded)]
+    steps, versions = Counter[tuple[str, int]](), defaultdict[tuple[str, int], list[int]](list)
+    for segment in segments:
+        steps[segment.uid, segment.session] += segment.tokens
+        versions[segment.uid, segment.session].append(segment.version)
+    ended = {(each.uid, each.session): each for each in events if isinstance(each, TrajectoryEnded)}
+    assert {steps[key] for key in ended} == {10}
+    assert {key: each.interruptions for key, each in ended.items()} == {key: len(versions[key]) - 1 for key in ended}
+    taken = {uid for each in events if isinstance(each, BatchTaken) for uid in each.uids}
+    resumed = sum(each.interruptions > 0 for (uid, _), each in ended.items() if uid in taken)
+    assert resumed == sum(row["partial_rollout/resumed"] for row in metrics)
+    assert events[-1] == CommandEnded(t=events[-1].t, code=0)

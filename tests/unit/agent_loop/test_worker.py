@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from partial_rollout.agent_loop import limits
 from partial_rollout.agent_loop import worker as worker_module
+from partial_rollout.agent_loop.event_texts import EventTexts
 from partial_rollout.agent_loop.limits import PhaseLimits
 from partial_rollout.agent_loop.trajectory import CURRENT, Trajectory
 from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgentLoopWorker, summaries
@@ -240,6 +241,34 @@ async def test_segments_of_trajectories_are_events_and_those_of_validation_are_n
     assert (second.prompt_tokens, second.tokens, second.reused_tokens, second.version) == (3, 2, 2, 4)
     (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
     assert (ended.uid, ended.session, ended.engine_seconds, ended.tokens) == ("a", 1, 5.0, 3)
+
+
+async def test_events_have_texts_where_the_user_wants_them(connected, tmp_path):
+    worker, client = connected
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(f"w{each}" for each in ids))
+    worker._texts = EventTexts(tokenizer, 2)
+    call = ResumableGeneration([1, 2], 8)
+    part = Segment([5, 6, 7], [-0.5] * 3, "completed", version=3, openings=0, context=Context(3, FRESH))
+
+    async def agent_loop(*args, **kwargs):
+        client.on_generation(call)
+        client.on_segment(call, part, "server-7", 1.0)
+        call.add(part)
+        return [output(3)]
+
+    worker._run_agent_loop, worker.rollout_config = agent_loop, SAMPLING
+    row = {"index": 0, "raw_prompt": [{"content": "what?"}, {"content": [{"type": "image"}, {"text": "this"}]}]}
+    for session in (0, 1):
+        await asyncio.create_task(worker.generate(make_claim("a"), row, session))
+        call = ResumableGeneration([1, 2], 8)
+    events = EventReader(tmp_path).read()
+    assert [(each.text, each.text_tokens) for each in events if isinstance(each, SegmentEnded)] == [("w6 w7", 2)] * 2
+    assert [each.text for each in events if isinstance(each, PhaseBegan) and each.phase == "agent"] == ["is", ""]
+
+
+def test_a_prompts_text_is_that_of_its_messages_without_pictures():
+    row = {"raw_prompt": [{"content": "what?"}, {"content": [{"type": "image"}, {"text": "this"}]}, {"content": None}]}
+    assert EventTexts(None, 100).of_prompt(row) == "what?\n\nthis\n"
 
 
 async def test_what_a_trajectory_waits_for_is_an_event_and_its_seconds_are_summed(connected, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from partial_rollout import main_diffusion, view
 from partial_rollout.observability.events import EventReader, GateMoved, StepEnded, WeightsUpdated
 from partial_rollout.observability.gpu_seconds import gpu_seconds
+from partial_rollout.observability.prompt_view import NO_TEXT, SO_FAR
 from partial_rollout.observability.record import load
 from partial_rollout.observability.waits import Waits, format_waits
 from partial_rollout.view import RunState, make_app
@@ -25,6 +26,7 @@ from tests.unit.observability.test_view import (
     segment,
     step,
     taken,
+    unfinished,
     write,
 )
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from partial_rollout.observability.events import AnyEvent
 
 NUM_PROMPTS, NUM_LOOKS = 5_000, 15
+CLICK = "new Event('click', {bubbles: true})"
 MAX_GROWTH_BYTES = 5_000_000
 """A look draws 0.7 million characters."""
 
@@ -141,6 +144,23 @@ async def test_an_image_job_has_its_pictures(tmp_path: Path) -> None:
             for name in ("notes.txt", "../before.png", "after.png"):
                 answer = f"fetch('picture' + location.search + '&name={name}').then(answer => answer.status)"
                 assert await tab.value(answer) == 404
+
+
+@NEEDS_CHROMIUM
+async def test_a_click_on_a_prompt_that_is_not_complete_shows_its_text_so_far(tmp_path: Path) -> None:
+    state = RunState(unfinished(tmp_path))
+    async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117
+        async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
+            await tab.until("document.querySelector('#waits [data-uid=u]') !== null")
+            await tab.value("document.querySelector('#waits [data-uid=u]').click()")
+            await tab.until("!document.getElementById('prompt').hidden")
+            texts = await tab.value("[...document.querySelectorAll('#texts pre')].map(each => each.textContent)")
+            assert texts == ["what is <b>2</b> + 2?", f"[... 298 tokens ...]of it four\n[response 2]\n{EVIL}"]
+            said = await tab.value("[...document.querySelectorAll('#texts p')].map(each => each.textContent)")
+            assert said == [SO_FAR, "trajectory 0; 304 tokens so far, of weights 2, 3, 5"]
+            assert await tab.value("document.querySelectorAll('#texts b, img').length") == 0
+            await tab.value("document.querySelector('#lanes [data-uid=silent]').dispatchEvent(" + CLICK + ")")
+            await tab.until(f"document.getElementById('texts').textContent == {NO_TEXT!r}")
 
 
 @NEEDS_CHROMIUM

@@ -28,7 +28,7 @@ from partial_rollout.observability.events import (
     WeightsUpdated,
 )
 from partial_rollout.observability.lanes import MAX_ROWS, Lanes
-from partial_rollout.observability.prompt_view import prompt_view
+from partial_rollout.observability.prompt_view import MAX_TEXTS, NO_TEXT, SO_FAR, prompt_view
 from partial_rollout.observability.record import RunRecord, load
 from partial_rollout.observability.report import lost_rows
 from partial_rollout.observability.summary import next_step, summary_lines
@@ -285,6 +285,48 @@ async def test_a_prompt_has_its_events_and_its_text_where_a_dump_has_it(tmp_path
     assert seen["events"][2][2] == "ended at s: 7 tokens after 5, 0 of them reused, weights 2"
     assert seen["events"][-1] == ["6.0 s", "", "taken for step 1"]
     assert (nobody["events"], nobody["texts"]) == ([], [])
+
+
+def unfinished(folder: Path) -> Path:
+    """Prompt `u`: its first trajectory was interrupted in its second response, its second has told nothing."""
+
+    def request(t: float, tokens: int, text: str, count: int, reason: str) -> SegmentEnded:
+        return SegmentEnded(
+            t=t, uid="u", session=0, server="s", version=int(t) - 90, seconds=1.0, prompt_tokens=5, tokens=tokens,
+            text=text, text_tokens=count, reason=reason,
+        )  # fmt: skip
+
+    def asks(t: float, session: int, what: str, response: int, text: str = "") -> PhaseBegan:
+        return PhaseBegan(t=t, uid="u", session=session, phase=what, response=response, text=text)
+
+    return write(
+        folder,
+        step(1),
+        *(asks(80.0, 0, "agent", 0, "of an attempt that failed"), request(80.5, 9, "gone", 9, "stop")),
+        *(asks(90.0, 0, "agent", 0, "what is <b>2</b> + 2?"), asks(91.0, 0, "engine", 1)),
+        *(request(92.0, 300, "of it", 2, "aborted"), request(93.0, 2, " four", 2, "stop")),
+        *(asks(94.0, 0, "engine", 2), request(95.0, 2, EVIL, 2, "aborted")),
+        *(asks(90.0, 1, "agent", 0), asks(91.0, 1, "engine", 1)),
+        *(phase("silent", "agent", 90.0), segment("silent", 92.0)),
+    )
+
+
+def test_an_unfinished_prompt_has_its_text_so_far(tmp_path: Path) -> None:
+    seen = prompt_view(unfinished(tmp_path), "u")
+    text = f"[... 298 tokens ...]of it four\n[response 2]\n{EVIL}"
+    assert seen["texts"] == [["trajectory 0", "304 tokens so far, of weights 2, 3, 5", "what is <b>2</b> + 2?", text]]
+    assert seen["note"] == SO_FAR
+    silent = prompt_view(tmp_path, "silent")
+    assert (silent["texts"], silent["note"]) == ([], NO_TEXT)
+    assert prompt_view(an_image_run(tmp_path / "images"), "group-0")["note"] == ""
+
+
+def test_the_text_so_far_is_bounded(tmp_path: Path) -> None:
+    long = [msgspec.structs.replace(segment("u", 91.0), text="x" * 4_000, text_tokens=7) for _ in range(50)]
+    starts = [PhaseBegan(t=90.0, uid="u", session=number, phase="agent", text="p") for number in range(100)]
+    seen = prompt_view(write(tmp_path, *starts, *long), "u")
+    assert len(json.dumps(seen)) < 60_000
+    assert len(seen["texts"]) == MAX_TEXTS  # pyright: ignore[reportArgumentType]
 
 
 async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Path) -> None:

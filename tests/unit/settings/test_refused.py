@@ -281,6 +281,7 @@ def test_the_flag_sets_exactly_the_hooks(composed: Composed):
         timeouts=TimeoutConfig(drain_s=5.0),
         weights=WeightsConfig(backend="channel"),
         events=events,
+        events_text=512,  # of the quickstart, for its page
     )
     before, after = leaves(composed(changes)), leaves(config)
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
