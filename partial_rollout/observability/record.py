@@ -8,6 +8,7 @@ RUN/metrics*.jsonl ───────────────┘
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -97,7 +98,8 @@ class RunRecord:
     def _kept(self, event: StepEnded) -> StepEnded:
         if self.keep is None:
             return event
-        kept = {name: value for name, value in event.metrics.items() if self.keep(name)}
+        # Each decoded step has names of its own, which take more memory than its numbers.
+        kept = {sys.intern(name): value for name, value in event.metrics.items() if self.keep(name)}
         return msgspec.structs.replace(event, metrics=kept)
 
     def _begin(self, event: StageBegan) -> None:

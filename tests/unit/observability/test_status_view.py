@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from partial_rollout import status as command
+from partial_rollout.observability.events import EventWriter, PhaseBegan
 from partial_rollout.observability.status_view import format_status, status_json
 from partial_rollout.types import ManagerStatus, QueueStatistics, WorkerStatus
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BUSY = ManagerStatus(
     queue=QueueStatistics(
@@ -84,6 +89,30 @@ def test_json_has_every_field_and_the_sums() -> None:
         "held_trajectories": 0,
     }
     assert (values["name"], values["slots_total"], values["gate"]) == ("manager", 16, "closed")
+
+
+def test_watch_draws_again_what_has_changed_until_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--why RUN` it needs no cluster; on a terminal the screen is cleared before each drawing."""
+    writer = EventWriter(tmp_path / "events", "worker-0")
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+        writer.write(PhaseBegan(uid="late", session=0, phase="tool", response=1, row="17"))
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True, raising=False)
+    assert command.main(["--why", str(tmp_path), "--watch", "5"]) == 0
+    first, second = capsys.readouterr().out.split(command.CLEAR_SCREEN)[1:]
+    assert slept == [5.0, 5.0]
+    assert first == "no trajectory is unfinished\n"
+    assert "row 17, prompt late: trajectory 0, at response 1, for a tool or its agent loop" in second
+    with pytest.raises(SystemExit):
+        command.main(["--watch", "0"])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "local", "127.0.0.1:99999"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from partial_rollout import view
 from partial_rollout.errors import DataError
 from partial_rollout.main_diffusion import as_step
+from partial_rollout.observability import lanes as lanes_module
 from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
@@ -327,6 +329,63 @@ def test_the_text_so_far_is_bounded(tmp_path: Path) -> None:
     seen = prompt_view(write(tmp_path, *starts, *long), "u")
     assert len(json.dumps(seen)) < 60_000
     assert len(seen["texts"]) == MAX_TEXTS  # pyright: ignore[reportArgumentType]
+
+
+async def test_two_runs_at_once_have_two_pages_that_know_nothing_of_each_other(tmp_path: Path) -> None:
+    runs = {"one": a_run(tmp_path / "one"), "two": write(tmp_path / "two", step(7), phase("z", "engine", 90.0))}
+    states = {name: RunState(run, clock=lambda: 200.0) for name, run in runs.items()}
+    async with (
+        TestClient(TestServer(make_app(states["one"], "token of one"))) as one,
+        TestClient(TestServer(make_app(states["two"], "token of two"))) as two,
+    ):
+        assert one.port != two.port
+        seen = [await (await page.get("/state", params={"token": f"token of {name}"})).json() for page, name in
+                ((one, "one"), (two, "two"))]  # fmt: skip
+        assert [(now["name"], now["step"], [wait[0] for wait in now["waits"]]) for now in seen] == [
+            ("one", 2, ["a"]),
+            ("two", 7, ["z"]),
+        ]
+        assert (await one.get("/state", params={"token": "token of two"})).status == 403
+        assert (await (await two.get("/prompt", params={"token": "token of two", "uid": "a"})).json())["events"] == []
+
+
+def a_step_of_many(number: int) -> Iterable[AnyEvent]:
+    """100 trajectories that begin, are interrupted, go on and end; the step has as many metrics as verl's have."""
+    for uid in (f"p{number}-{each}" for each in range(100)):
+        yield phase(uid, "agent", 100.0 + number)
+        yield phase(uid, "engine", 100.0 + number)
+        yield msgspec.structs.replace(segment(uid, 100.0 + number), reason="aborted")
+        yield segment(uid, 100.5 + number)
+        ended = TrajectoryEnded(uid=uid, session=0, seconds=4.0, engine_seconds=3.0, tokens=14, interruptions=1)
+        yield msgspec.structs.replace(ended, t=100.5 + number)
+    yield GateMoved(t=100.6 + number, step=number, version=number - 1, is_open=False, interrupted=100)
+    yield GateMoved(t=100.7 + number, step=number, version=number, is_open=True)
+    more = {f"partial_rollout/a_metric_with_a_name_as_long_as_usual/{each}": 0.1 * each * number for each in range(100)}
+    yield StepEnded(t=100.8 + number, step=number, total=9_999, metrics={**METRICS, **more})
+
+
+def test_a_page_that_is_open_for_days_keeps_the_numbers_of_each_step_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all that is bounded is full, a step costs what its some 100 numbers take."""
+    monkeypatch.setattr(lanes_module, "MAX_PROMPTS", 500)
+    now = iter(range(200, 100_000, 2))
+    state = RunState(write(tmp_path, *a_step_of_many(1)), clock=lambda: float(next(now)))
+    tracemalloc.start()
+    try:
+        sizes = []
+        for first in (2, 27, 52):
+            write(
+                tmp_path,
+                *(event for each in range(first, first + 25) for event in a_step_of_many(each)),
+                role=str(first),
+            )
+            state.look()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert (max(state.record.steps), state.waits.now()) == (76, [])
+    assert (sizes[2] - sizes[1]) / 25 < 9_000
 
 
 async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Path) -> None:
