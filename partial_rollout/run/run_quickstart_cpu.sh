@@ -10,7 +10,7 @@ setting VENV "$ROOT/.venv-cpu" "environment, set up by scripts/setup_cpu.sh"
 setting SKIP_SETUP 0 "1 uses VENV as it is"
 setting PARTIAL_ROLLOUT_HOME "$ROOT/outputs" "the task and the runs go to PARTIAL_ROLLOUT_HOME/quickstart"
 setting NUM_TRAIN 4096 "training prompts"
-setting WARM_START_STEPS 500 "supervised steps of the starting checkpoint"
+setting WARM_START_STEPS 500 "supervised steps of the starting checkpoint; that of 500 lies beside make_task.py, others are trained"
 setting BASELINE_STEPS 20 "most steps without the flag after the run, to compare with it; 0 leaves them out"
 setting RUN "$PARTIAL_ROLLOUT_HOME/quickstart/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "log, metrics and checkpoints"
 help_if_asked "$@"
@@ -33,7 +33,7 @@ fi
 [[ $SKIP_SETUP == 1 ]] || PARTIAL_ROLLOUT_BYTECODE=0 bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
 require_file "$INTERPRETER" "Leave out SKIP_SETUP=1, or set VENV to an environment that exists."
 compiling=
-if [[ $SKIP_SETUP != 1 ]]; then # on the core that the warm start leaves free
+if [[ $SKIP_SETUP != 1 ]]; then # while the task is made
   bash "$ROOT/scripts/compile_bytecode.sh" "$VENV" &
   compiling=$!
 fi

@@ -2,18 +2,25 @@
 
 `python -m partial_rollout.run.quickstart.make_task --out DIR`. The manifest has the parameters and is written last; a
 second start with the same parameters reuses the files.
+
+The weights for the default parameters lie beside this file, since training them takes more than a minute. Other
+parameters are trained. `--ship` trains the default ones anew and replaces the file; commit it with its description.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import logging
 import random
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load, save
 from tqdm import trange
 
 from partial_rollout.errors import DataError
@@ -23,10 +30,20 @@ from partial_rollout.run.quickstart.reward import DATA_SOURCE
 from partial_rollout.run.quickstart.tokenizer import build_tokenizer
 from partial_rollout.run.task_files import TaskFiles, require_positive, write_rows
 
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
 FORMAT_VERSION = 1
 """Raised whenever the same parameters would make other files."""
+SHIPPED = Path(__file__).with_name("warm_start.safetensors")
+"""Weights of the starting checkpoint, fp32; `warm_start.json` beside it has their SHA-256 and what made them."""
+OF_DATA = ("num_train", "num_val")
+"""Parameters that the checkpoint does not depend on."""
 MAX_RESPONSE_TOKENS = 320
 """Room for the longest plain work: 99 places of 3 characters, the answer and the end token."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,45 @@ def _write_rows(path: Path, split: str, num_rows: int, rng: random.Random) -> No
 
 
 def _write_model(directory: Path, parameters: TaskParameters) -> None:
+    tokenizer = build_tokenizer(warm_start.MAX_POSITIONS)
+    weights = shipped_weights(parameters)
+    if weights is None:
+        model = _trained(parameters)
+    else:
+        model = warm_start.build_model(tokenizer)
+        model.load_state_dict(load(weights))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def shipped_weights(parameters: TaskParameters, path: Path = SHIPPED) -> bytes | None:
+    """The content of the shipped file; None if it is missing, was changed, or is of other parameters."""
+    try:
+        content, described = path.read_bytes(), json.loads(path.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        return None
+    if described["parameters"] != _of_model(parameters):
+        return None
+    if described["sha256"] != hashlib.sha256(content).hexdigest():
+        logger.warning("%s is not the file that was shipped, so the starting checkpoint is trained anew", path)
+        return None
+    return content
+
+
+def ship(parameters: TaskParameters, path: Path = SHIPPED) -> None:
+    """Train the starting checkpoint and write it to `path`, with its description beside it."""
+    content = save(_trained(parameters).state_dict())
+    path.write_bytes(content)
+    described = {"sha256": hashlib.sha256(content).hexdigest(), "parameters": _of_model(parameters)}
+    path.with_suffix(".json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _of_model(parameters: TaskParameters) -> dict[str, Any]:
+    """The parameters that the checkpoint depends on, as JSON has them."""
+    return {name: value for name, value in asdict(parameters).items() if name not in OF_DATA}
+
+
+def _trained(parameters: TaskParameters) -> Qwen3ForCausalLM:
     torch.manual_seed(parameters.seed)
     tokenizer = build_tokenizer(warm_start.MAX_POSITIONS)
     model = warm_start.build_model(tokenizer)
@@ -105,15 +161,16 @@ def _write_model(directory: Path, parameters: TaskParameters) -> None:
         max_response_tokens=parameters.max_response_tokens,
         seed=parameters.seed,
     )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    return model
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     defaults = TaskParameters()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory for data and checkpoint")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--out", type=Path, help="directory for data and checkpoint")
+    place.add_argument("--ship", action="store_true", help=f"train {SHIPPED.name} anew, for a commit")
     parser.add_argument("--num-train", type=int, default=defaults.num_train, help="training prompts (%(default)s)")
     parser.add_argument("--num-val", type=int, default=defaults.num_val, help="validation prompts (%(default)s)")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of data and checkpoint (%(default)s)")
@@ -134,6 +191,9 @@ def main(arguments: list[str] | None = None) -> None:
             seed=options.seed,
             warm_start_steps=options.warm_start_steps,
         )
+        if options.ship:
+            ship(parameters)
+            return
         made = make_task(options.out, parameters)
     except DataError as error:
         raise SystemExit(f"error: {error}") from error

@@ -11,9 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partial_rollout.errors import DataError
-from partial_rollout.run.quickstart.make_task import TaskParameters, main, make_task
+from partial_rollout.run.quickstart.make_task import (
+    MAX_RESPONSE_TOKENS,
+    TaskParameters,
+    main,
+    make_task,
+    ship,
+    shipped_weights,
+)
 from partial_rollout.run.quickstart.measure import Sample, sample, summarize
-from partial_rollout.run.quickstart.problem import Problem, draw_problem
+from partial_rollout.run.quickstart.problem import Habits, Problem, draw_problem
 from partial_rollout.run.quickstart.reward import DATA_SOURCE, compute_score
 from partial_rollout.run.task_files import TaskFiles
 
@@ -49,6 +56,34 @@ def test_the_checkpoint_loads_and_samples(made: TaskFiles):
     rng = random.Random(0)
     samples = sample(model, tokenizer, [draw_problem(rng) for _ in range(3)], max_new_tokens=4)
     assert all(1 <= item.num_tokens <= 4 for item in samples)
+
+
+def test_the_shipped_checkpoint_is_that_of_the_default_task_and_knows_it(tmp_path: Path):
+    """If this fails after a change of the task: python -m partial_rollout.run.quickstart.make_task --ship."""
+    assert shipped_weights(TaskParameters()) is not None
+    files = TaskFiles(tmp_path)
+    assert make_task(files.root, TaskParameters(num_train=4, num_val=2))
+    model = AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32).eval()
+    rng = random.Random(0)
+    problems = [draw_problem(rng) for _ in range(128)]
+    torch.manual_seed(0)
+    samples = sample(model, AutoTokenizer.from_pretrained(files.model), problems, max_new_tokens=MAX_RESPONSE_TOKENS)
+    assert 0.2 < summarize(samples, max_new_tokens=MAX_RESPONSE_TOKENS).reward < 0.6  # 0.34 when it was shipped
+
+
+def test_a_shipped_checkpoint_that_was_changed_or_is_of_other_parameters_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "w.safetensors"
+    assert shipped_weights(SMALL, path) is None
+    ship(SMALL, path)
+    assert shipped_weights(replace(SMALL, num_train=9), path) == path.read_bytes()
+    for other in (replace(SMALL, seed=1), replace(SMALL, warm_start_steps=3), replace(SMALL, habits=Habits(redo=0.2))):
+        assert shipped_weights(other, path) is None
+    assert caplog.text == ""
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert shipped_weights(SMALL, path) is None
+    assert "is not the file that was shipped" in caplog.text
 
 
 def test_a_second_start_reuses_what_is_there(made: TaskFiles):
