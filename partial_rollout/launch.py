@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import ray
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.observability import stages
+from partial_rollout.observability.events import events_folder
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.run_restarts import Failure, RunRestarts
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.compose import explain
+from partial_rollout.settings.derived import read_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,21 +35,41 @@ ASK_S = 10.0
 def launch(prepared: Prepared) -> tuple[int, str]:
     """Train to the end; returns the exit code, and what went wrong.
 
-    The code is 0 after a whole run, 2 for a user's mistake and 1 for any other failure.
+    The code is 0 after a whole run, 2 for a user's mistake and 1 for any other failure. After the death of a process
+    that training cannot go on without, training is started again (runtime/run_restarts.py says how often).
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint was saved if that could be done in time.
     """
+    config, block = prepared.config, read_block(prepared.config)
+    limit = block.restarts if prepared.is_enabled else 0
+    restarts = RunRestarts(limit, events_folder(block), config.trainer.resume_mode)
+    if prepared.is_enabled and not (config.trainer.save_freq > 0 or block.minutes_between_saves):
+        logger.warning(
+            "nothing is saved before the run ends (trainer.save_freq=%s, partial_rollout.save_minutes=%s): the death "
+            "of a training rank costs all steps",
+            config.trainer.save_freq,
+            block.save_minutes,
+        )
+    while (failure := _failure(prepared)) is not None and restarts.follows(failure):
+        stages.begin(stages.CONFIGURATION)
+    if failure is None:
+        return 0, ""
+    cause = failure.error
+    if isinstance(cause, UserError | OmegaConfBaseException):
+        return 2, str(cause)
+    return 1, f"training failed: {type(cause).__name__}: {cause}"
+
+
+def _failure(prepared: Prepared) -> Failure | None:
+    """Train, and shut Ray down; returns what went wrong."""
     try:
         run(prepared)
     except (PartialRolloutError, OmegaConfBaseException, RayError) as error:
-        cause = root_cause(error)
-        if isinstance(cause, UserError | OmegaConfBaseException):
-            return 2, str(cause)
-        return 1, f"training failed: {type(cause).__name__}: {cause}"
+        return Failure.of(error, ray.util.get_node_ip_address())
     finally:
         ray.shutdown()
-    return 0, ""
+    return None
 
 
 def run(prepared: Prepared) -> None:
@@ -153,10 +176,3 @@ class RunningRunner:
         ref = self.actor.run.remote(config)
         self._runs.append(ref)
         return ref
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """What was raised first, below Ray's wrappers of every actor it passed through."""
-    while isinstance(error, RayTaskError):
-        error = error.cause
-    return error

@@ -109,6 +109,15 @@ class WeightsUpdated(Event, frozen=True, tag="update"):
     relaunches: int = 0
 
 
+class CheckpointSaved(Event, frozen=True, tag="saved"):
+    """A checkpoint is whole, in the folder `global_step_STEP`."""
+
+    step: int
+    seconds: float
+    num_bytes: int = 0
+    """Of all its files; 0: not known, as where several nodes save."""
+
+
 class SegmentEnded(Event, frozen=True, tag="segment"):
     """One request to an engine ended: a whole response, or a part of one that was interrupted."""
 
@@ -279,6 +288,7 @@ AnyEvent = (
     | BatchTaken
     | GateMoved
     | WeightsUpdated
+    | CheckpointSaved
     | SegmentEnded
     | TrajectoryEnded
     | PromptDropped

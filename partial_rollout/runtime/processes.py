@@ -14,8 +14,8 @@ class Then(Enum):
 
     GOES_ON = "goes on"
     """The process is started again, or others do its work; training does not restart."""
-    ENDS = "ends"
-    """The run ends with an error that names the process; the same command goes on from the last checkpoint."""
+    STARTS_AGAIN = "starts again"
+    """Training ends with an error that names the process, and the command starts it again from the last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Kind:
 WATCH = "the prompt manager, in which a call to the process is parked that fails when the process dies"
 STEP = "everything since the last checkpoint"
 
-TRANSFER_QUEUE_CONTROLLER = Kind("TransferQueue controller", WATCH, 5.0, Then.ENDS, STEP)
-TRANSFER_QUEUE_STORAGE = Kind("TransferQueue storage", WATCH, 5.0, Then.ENDS, STEP)
-TRAINING_RANK = Kind("training rank", WATCH, 5.0, Then.ENDS, STEP)
+TRANSFER_QUEUE_CONTROLLER = Kind("TransferQueue controller", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
+TRANSFER_QUEUE_STORAGE = Kind("TransferQueue storage", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
+TRAINING_RANK = Kind("training rank", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
 AGENT_LOOP_WORKER = Kind("agent-loop worker", WATCH, 5.0, Then.GOES_ON, "the tokens of its unfinished responses")
 REWARD_WORKER = Kind("reward worker", WATCH, 5.0, Then.GOES_ON, "the scoring of the responses that it had")
 ENGINE = Kind(
@@ -46,10 +46,10 @@ ENGINE = Kind(
     Then.GOES_ON,
     "up to `stream_interval` tokens of each request in it",
 )
-ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.ENDS, STEP)
-LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.ENDS, STEP)
-PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.ENDS, STEP)
-TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.ENDS, STEP)
+ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
+LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
+PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.STARTS_AGAIN, STEP)
+TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.STARTS_AGAIN, STEP)
 
 KINDS = (
     AGENT_LOOP_WORKER,

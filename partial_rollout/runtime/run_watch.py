@@ -128,7 +128,7 @@ class RunWatch:
         """Watch further actors; returns when they are watched."""
         found = ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._answer_s)
         for process in found:
-            _note_found(process)
+            note_found(process)
 
     def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
         """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.
@@ -175,7 +175,7 @@ class RunWatch:
             found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._answer_s)
             role = PROMPT_MANAGER.role
             self._manager_process = Process(role, role, found.node, found.pid, found.log)
-            _note_found(self._manager_process)
+            note_found(self._manager_process)
             self.watch(first)
 
         return self._unless_dead(begin)
@@ -216,7 +216,7 @@ class RunWatch:
         self._lost = death.process.role
         self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
-        self._note(death, "the run ends")
+        self._note(death, "training ends")
         self._interruption.end_by(self._fatal)
         self._stopped.set()
 
@@ -234,6 +234,7 @@ class RunWatch:
         logger.warning("%s. %s", death, action, extra={"event": fault})
 
 
-def _note_found(process: Process) -> None:
+def note_found(process: Process) -> None:
+    """Say in log and event stream where a process of the run is."""
     found = ProcessFound(role=process.role, name=process.name, node=process.node, pid=process.pid)
     logger.info("%s is watched", process, extra={"event": found})

@@ -11,6 +11,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | slots            | adaptive, from today's number upwards, where KV is retained                                    |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
+| checkpoints      | one in 20 minutes where the user's settings ask for none, on one node                          |
 
 A value that was set by hand is never changed. No choice makes a run fail that would have run with `abort`: what is not
 known for certain counts against a choice. The reasons are in docs/design/0010-auto.md.
@@ -40,6 +41,7 @@ from partial_rollout.settings.memory import (
     uncounted_state,
 )
 from partial_rollout.settings.refused import AT_THE_END, check_packing, unmet_needs
+from partial_rollout.settings.retention import ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +60,9 @@ DEPTH_KEY = f"{BLOCK}.prefetch_factor"
 SLOTS_KEY = f"{BLOCK}.slots.adaptive"
 LEAST_SLOTS_KEY = f"{BLOCK}.slots.least"
 PLANNER_KEY = f"{BLOCK}.packing.planner"
+SAVE_KEY = f"{BLOCK}.save_minutes"
+SAVE_MINUTES = 20
+"""Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV = {key: (None, False) for key in AT_THE_END}
@@ -137,6 +142,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
         *_slots(config, block, given, mode),
         *_planner(config, block),
         *_correction(config, given),
+        *_saving(config, block, given),
     ]
 
 
@@ -430,6 +436,28 @@ def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
     else:
         seen = f"actor_rollout_ref.actor.strategy={config.actor_rollout_ref.actor.strategy}"
         yield Choice(PLANNER_KEY, AUTO, "global", seen, "fewer micro-batches, with rows even in what they cost", page)
+
+
+# ---- checkpoints ----
+
+
+def _saving(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> Iterator[Choice]:
+    if block.save_minutes != AUTO:
+        return
+    page, steps = "docs/operations.md#checkpoints", f"trainer.save_freq={config.trainer.save_freq}"
+    if where := given.where(config, "trainer.save_freq"):
+        yield Choice(SAVE_KEY, AUTO, None, f"{steps} (set {where})", "it says when the run saves", page)
+    elif not removes_checkpoints(config):
+        seen = f"trainer.nnodes={config.trainer.nnodes}, {ASYNC_SAVE}={OmegaConf.select(config, ASYNC_SAVE)}"
+        why = "old checkpoints would fill the disk: they are removed on one node only, and not with async_save"
+        yield Choice(SAVE_KEY, AUTO, None, seen, f"{why}. Set trainer.save_freq", page)
+    else:
+        kept = num_kept_checkpoints(config, by_time=True)
+        why = (
+            "otherwise the death of a training rank would cost all steps. Checkpoints that are kept: "
+            f"{kept}, the newest; trainer.save_freq=-1 on the command line turns this off"
+        )
+        yield Choice(SAVE_KEY, AUTO, SAVE_MINUTES, f"{steps}, which nobody set", why, page)
 
 
 # ---- old tokens ----

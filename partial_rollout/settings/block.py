@@ -483,6 +483,22 @@ class PartialRolloutConfig(_Block):
         ge=0,
         le=MAX_EVENTS_TEXT,
     )
+    restarts: int = _key(
+        3,
+        "After the death of a process that training cannot go on without, the command starts training again from its "
+        "last checkpoint, at most so often without a further checkpoint in between, and once where the command has "
+        "saved none; with trainer.resume_mode=auto, and when the command has completed a step.",
+        who="0: clusters that start the command again by themselves, and whoever wants to look at what is left",
+        evidence="tests with killed training ranks, task runners and TransferQueue controllers",
+        ge=0,
+    )
+    save_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = _key(
+        AUTO,
+        "Minutes between two checkpoints, each at the end of a step. auto: 20 where trainer.save_freq was not set (one "
+        "node only), else none. Where that sets no limit of its own, the newest one is kept. null: none.",
+        who="runs that can afford to lose more or less than 20 minutes",
+        evidence="without it a run that sets no trainer.save_freq loses all its steps with one dead training rank",
+    )
     dump_every: int = _key(
         1,
         "Steps between two dumps of the trained rollouts, which verl writes if trainer.rollout_data_dir is set. A dump "
@@ -540,6 +556,11 @@ class PartialRolloutConfig(_Block):
     def capacity(self, train_batch_size: int) -> int:
         """Largest number of prompts in flight for a batch of `train_batch_size` prompts."""
         return groups_in_flight(self.depths[0], train_batch_size)
+
+    @property
+    def minutes_between_saves(self) -> float | None:
+        """Minutes; None: nothing is saved by time. `auto` that nothing has chosen a value for counts as that."""
+        return None if self.save_minutes == AUTO else self.save_minutes
 
     @property
     def depths(self) -> tuple[float, float]:

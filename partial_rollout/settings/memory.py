@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
-from partial_rollout.settings.derived import has_own_reference, needs_critic, num_devices
+from partial_rollout.settings.derived import ADAPTER_RANKS, has_own_reference, needs_critic, num_devices
 from partial_rollout.settings.hub import ModelFiles
 from partial_rollout.settings.refused import HUB_NAME, PACKED_STRATEGIES, hub_is_off
+from partial_rollout.settings.retention import may_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -247,11 +248,24 @@ def _state_bytes(config: DictConfig, sizes: ModelSizes) -> int:
     models = config.actor_rollout_ref
     sharded = models.actor.get("fsdp_config") or {}
     stays = sharded.get("param_offload") or sharded.get("optimizer_offload")
-    bytes_each = STATE_BYTES if config.trainer.save_freq > 0 or stays else FLOAT_BYTES["float32"]
+    bytes_each = STATE_BYTES if may_save(config) or stays else FLOAT_BYTES["float32"]
     state = bytes_each * _copies(config, sharded.get("fsdp_size"))
     if has_own_reference(config):
         state += FLOAT_BYTES["float32"] * _copies(config, (models.ref.get("fsdp_config") or {}).get("fsdp_size"))
     return math.ceil(state * sizes.num_parameters)
+
+
+def checkpoint_bytes(config: DictConfig) -> int | None:
+    """About what a checkpoint has, and what it takes of host memory while it is written; None: not known.
+
+    A critic counts as large as the actor. Of a LoRA model all weights are saved, and moments of the adapter only.
+    """
+    sizes = model_sizes(config)
+    if isinstance(sizes, str):
+        return None
+    has_adapter = any(OmegaConf.select(config, f"actor_rollout_ref.{key}") for key in ADAPTER_RANKS)
+    each = FLOAT_BYTES["float32"] if has_adapter else STATE_BYTES
+    return each * sizes.num_parameters * (2 if needs_critic(config) else 1)
 
 
 def _copies(config: DictConfig, shards: int | None) -> float:

@@ -1,4 +1,7 @@
-"""Who removes old checkpoints: `train.checkpoints`, with verl's numbers, where it can reach all files; else verl."""
+"""Whether a run saves checkpoints, and who removes old ones.
+
+`train.checkpoints` removes them, with verl's numbers, where it can reach all files; else verl does.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from partial_rollout.settings.block import AUTO, BLOCK
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from partial_rollout.settings.changes import Changes
 
+ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save"
 KEEP_ALL = {
     "trainer.max_actor_ckpt_to_keep": None,
     "trainer.max_critic_ckpt_to_keep": None,
@@ -19,14 +25,33 @@ KEEP_ALL = {
 """verl's keys, with the values at which verl removes nothing."""
 
 
+KEPT_BY_TIME = 1
+"""Checkpoints of a run that saves by time, where the user has said nothing: verl would keep all of them."""
+
+
+def saves_by_time(config: DictConfig) -> bool:
+    """Whether all checkpoints are those of `save_minutes`."""
+    minutes = OmegaConf.select(config, f"{BLOCK}.save_minutes")
+    return isinstance(minutes, int | float) and config.trainer.save_freq <= 0
+
+
+def may_save(config: DictConfig) -> bool:
+    """Whether the run saves while it trains, as far as one can see before `auto` is decided."""
+    minutes = OmegaConf.select(config, f"{BLOCK}.save_minutes")
+    return config.trainer.save_freq > 0 or (removes_checkpoints(config) if minutes == AUTO else minutes is not None)
+
+
 def removes_checkpoints(config: DictConfig) -> bool:
     """Whether this package removes old checkpoints: on one node, where verl's save has ended when its call returns."""
-    saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
+    saves_later = OmegaConf.select(config, ASYNC_SAVE)
     return not saves_later and config.trainer.nnodes == 1
 
 
-def num_kept_checkpoints(config: DictConfig) -> int | None:
-    """The larger of verl's two limits, since a checkpoint is removed as a whole; None: one of them keeps all."""
+def num_kept_checkpoints(config: DictConfig, *, by_time: bool | None = None) -> int | None:
+    """The larger of verl's two limits, since a checkpoint is removed as a whole; None: one of them keeps all.
+
+    A run that saves by time never keeps all. `by_time`: whether it does; None: as the configuration says.
+    """
     trainer = config.trainer
     if trainer.get("remove_previous_ckpt_in_save"):
         return 1
@@ -35,6 +60,8 @@ def num_kept_checkpoints(config: DictConfig) -> int | None:
         limits.append(trainer.get("max_critic_ckpt_to_keep"))
     # verl reads whatever is no positive number as "all".
     known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    if saves_by_time(config) if by_time is None else by_time:
+        return max(known, default=KEPT_BY_TIME)
     return max(known) if len(known) == len(limits) else None
 
 

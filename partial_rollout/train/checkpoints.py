@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import DataError
-from partial_rollout.settings.retention import KEEP_ALL, num_kept_checkpoints, removes_checkpoints
+from partial_rollout.settings.memory import checkpoint_bytes
+from partial_rollout.settings.retention import KEEP_ALL, num_kept_checkpoints, removes_checkpoints, saves_by_time
+from partial_rollout.train.save_cadence import lack_of_room
+from partial_rollout.train.start_choices import free_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's name."""
 MANIFEST = "partial_rollout/whole.json"
+BY_TIME = "partial_rollout/saved_by_time"
+"""An empty file in each checkpoint that nobody asked for: such a one may be removed when a newer one is whole."""
 QUEUE = "partial_rollout/queue.json"
 """Written first by this package's mode; verl's `sync` mode writes neither this nor TransferQueue's dump."""
 PARTS = ("actor", "data.pt")
@@ -62,6 +67,9 @@ class CheckpointKeeper:
         self._removes = removes_checkpoints(config)
         self._own: set[int] = set()
         """Steps of the checkpoints of this run, and of those that it goes on from: only these are removed."""
+        self._by_time = saves_by_time(config)
+        self._num_bytes = checkpoint_bytes(config) if self._by_time else None
+        """About what a checkpoint has; None: not known."""
         self._keep: int | None = None
         if self._removes:
             self._keep = num_kept_checkpoints(config)
@@ -87,27 +95,45 @@ class CheckpointKeeper:
         else:
             first = None
         # What came later belongs to a run that was left for this one.
-        self._own = {step for step in _steps(self._root) if first is not None and step <= first}
+        steps = _steps(self._root)
+        self._own = {step for step in steps if first is not None and step <= first}
+        if self._by_time:  # the others were saved because somebody wanted them
+            marked = {step for step, folder in steps.items() if (folder / BY_TIME).exists()}
+            self._own = {step for step in marked if step in self._own or missing_parts(steps[step])}
+
+    def lack_of_room(self) -> str:
+        """What stands in the way of one more checkpoint, in words; empty if nothing does."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        return lack_of_room(self._num_bytes, shutil.disk_usage(self._root).free, free_host_memory())
 
     def before_save(self, step: int) -> None:
         """A folder of that step is no longer whole: it is written over."""
-        (self._root / f"global_step_{step}" / MANIFEST).unlink(missing_ok=True)
+        folder = self._root / f"global_step_{step}"
+        (folder / MANIFEST).unlink(missing_ok=True)
+        if self._by_time:
+            (folder / BY_TIME).parent.mkdir(parents=True, exist_ok=True)
+            (folder / BY_TIME).touch()
 
-    def after_save(self, step: int) -> None:
-        """Mark the checkpoint that verl has saved, then remove older ones of this run that nobody asked to keep."""
-        if self._marks:
-            mark_whole(self._root / f"global_step_{step}")
+    def after_save(self, step: int) -> int:
+        """Mark the checkpoint that verl has saved, then remove older ones of this run that nobody asked to keep.
+
+        Returns its bytes; 0: not known.
+        """
+        num_bytes = mark_whole(self._root / f"global_step_{step}") if self._marks else 0
         self._own.add(step)
+        if self._by_time:
+            self._num_bytes = num_bytes or self._num_bytes
         if self._removes:
             prune(self._root, self._keep, among=self._own)
+        return num_bytes
 
     @property
     def _root(self) -> Path:
         return Path(self._trainer.default_local_dir).absolute()
 
 
-def mark_whole(folder: Path) -> None:
-    """Write the manifest of a checkpoint of which every part has been saved.
+def mark_whole(folder: Path) -> int:
+    """Write the manifest of a checkpoint of which every part has been saved; returns the bytes of its parts.
 
     Raises:
         DataError: a part of the folder is missing or empty.
@@ -119,6 +145,7 @@ def mark_whole(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder, folder.parent):
         _put_on_disk(path)
     write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}).encode())
+    return sum(sizes.values())
 
 
 def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:

@@ -88,6 +88,11 @@ def _pins_memory() -> bool:
 
 def free_memory() -> tuple[int, int, int | None]:
     """Bytes of memory and of /dev/shm that this node, or this container, has free; and of its smallest GPU in all."""
+    return free_host_memory(), shutil.disk_usage(SHARED_MEMORY).free, gpu_memory()
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this node, or this container, has free."""
     free = psutil.virtual_memory().available
     own = OWN_GROUPS.read_text(encoding="utf-8") if OWN_GROUPS.exists() else ""
     limits = [
@@ -95,11 +100,7 @@ def free_memory() -> tuple[int, int, int | None]:
         for controller, folder, *names in CGROUPS
         for place in group_folders(own, controller, Path(folder))
     ]
-    return (
-        min([free, *(limit for limit in limits if limit is not None)]),
-        shutil.disk_usage(SHARED_MEMORY).free,
-        gpu_memory(),
-    )
+    return min([free, *(limit for limit in limits if limit is not None)])
 
 
 def gpu_memory(command: Sequence[str] = NVIDIA_SMI) -> int | None:

@@ -10,6 +10,9 @@ from partial_rollout.observability.choices import tell
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import configure_logging, report_to
 from partial_rollout.rollout.replica import register_replicas
+from partial_rollout.runtime.death_watch import own_process
+from partial_rollout.runtime.processes import TASK_RUNNER
+from partial_rollout.runtime.run_watch import note_found
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
@@ -31,6 +34,7 @@ class TaskRunner(TaskRunnerBase):
         block = read_block(config)
         configure_logging()
         report_to(EventWriter(events_folder(block), "task_runner", keep_all=True))
+        note_found(own_process(TASK_RUNNER.role, TASK_RUNNER.role))
         stages.begin(stages.TRAINING)
         enabled = is_enabled(config)
         timeout_s = block.timeouts.resources_s

@@ -67,6 +67,7 @@ from verl.utils.debug import marked_timer
 from partial_rollout.errors import DataError
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
+    CheckpointSaved,
     Choice,
     EventWriter,
     GateMoved,
@@ -100,6 +101,7 @@ from partial_rollout.train.metrics import curves, numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, transfer_queue_actors
+from partial_rollout.train.save_cadence import SaveCadence
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
 from partial_rollout.train.uncorrected import UncorrectedTokens
@@ -153,6 +155,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
         self._doing = "was starting"
+        self._cadence = SaveCadence(self.settings.block.minutes_between_saves)
         self._last_checkpoint = LastCheckpoint(self.settings.block.timeouts.stop_s)
         self.watch = RunWatch(
             self.manager,
@@ -221,6 +224,7 @@ class PartialRolloutTrainer(PPOTrainer):
         stages.begin(stages.FIRST_STEP)
         num_taken = self._ask(self.manager.statistics.remote()).taken
         self._last_checkpoint.begin(self.global_steps - 1, num_taken)
+        self._cadence.begin()
         self.agent_loop_manager.start()
 
     def prepare_step(self) -> dict[str, float]:
@@ -252,6 +256,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_step_end(self) -> None:
         """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
+        self._save_by_time()
         self._doing = f"sent the weights of step {self.global_steps} to the engines"
         # Before the gates open: after the last step parked requests would begin responses that nobody trains.
         if self.global_steps >= self.total_training_steps:
@@ -336,7 +341,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
-        self._doing = f"saved the checkpoint of step {self.global_steps}"
+        self._doing, started_s = f"saved the checkpoint of step {self.global_steps}", time.monotonic()
         self._checkpoints.before_save(self.global_steps)
         # Tokens before the queue: a group that finishes in between is done in the queue, and needs no tokens. The other
         # way round its prompt would be ongoing in the queue, and its tokens forgotten.
@@ -350,8 +355,27 @@ class PartialRolloutTrainer(PPOTrainer):
         save_tokens(tokens, self.config, self.global_steps)
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
-        self._checkpoints.after_save(self.global_steps)
+        num_bytes = self._checkpoints.after_save(self.global_steps)
         self._last_checkpoint.saved(self.global_steps)
+        seconds = time.monotonic() - started_s
+        self._cadence.saved(self.global_steps, seconds)
+        self._events.write(CheckpointSaved(step=self.global_steps, seconds=seconds, num_bytes=num_bytes))
+
+    def _save_by_time(self) -> None:
+        """Save where `save_minutes` says so, at the place in a step at which verl saves by steps."""
+        if not self._cadence.is_due(self.global_steps, is_last=self.global_steps >= self.total_training_steps):
+            return
+        if lack := self._checkpoints.lack_of_room():
+            logger.warning(
+                "step %d is not saved: %s. Make room below trainer.default_local_dir, or set %s.save_minutes=null",
+                self.global_steps,
+                lack,
+                BLOCK,
+            )
+            self._cadence.put_off()
+            return
+        with marked_timer("save_checkpoint", self.timing_raw, color="green"):
+            self._save_checkpoint()
 
     def _save_last_checkpoint(self) -> None:
         """The run ends before its time: save what the steps so far have trained, if it is in one piece."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,10 +12,20 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, Fault, GateMoved, ProcessFound
-from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _start, task, traced
+from partial_rollout.observability import stages
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    EventReader,
+    Fault,
+    ProcessFound,
+    StageBegan,
+    StepEnded,
+)
+from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, task, traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,8 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
+STARTING_AGAIN = "starting again"
+"""A new start of the same command has a Ray of its own, and no training workers yet."""
 DRIVER = "driver"
 """Stands for the command itself; a client of the nursery passes its signals on."""
+EVERYTHING = "everything"
+"""Stands for the command with all of its processes, as when the machine goes down."""
 CORE = "EngineCore"
 """In the name of an engine's first process."""
 LOOK_S = 0.1
@@ -40,11 +55,16 @@ class Blow:
     number: signal.Signals = signal.SIGKILL
     name: str = ""
     """A part of its name."""
+    delay_s: float = 0.0
+    """After the moment that step and phase say."""
 
     def is_due(self, events: Sequence[AnyEvent]) -> bool:
         """Whether the job has come so far."""
+        if self.phase == STARTING_AGAIN:
+            return sum(isinstance(e, StageBegan) and e.name == stages.TRAINING for e in events) > 1
         if self.phase == GENERATING:
-            return any(isinstance(e, GateMoved) and e.is_open and e.step == self.step - 1 for e in events)
+            # Not when the gates open: the step before ends a little later, with its metrics.
+            return any(isinstance(e, StepEnded) and e.step == self.step - 1 for e in events)
         return any(isinstance(e, BatchTaken) and e.step == self.step for e in events)
 
 
@@ -71,25 +91,39 @@ class Struck:
         return self.ended_s - self.at_s[-1]
 
 
-def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow]) -> Struck:
+def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], limit_s: float = JOB_TIMEOUT_S) -> Struck:
     """Run a job to its end and strike its processes, one after the other, when it has come so far."""
     mark, at_s, due, reader = uuid.uuid4().hex, [], list(blows), EventReader(folder / "events")
+    reader.read()  # of earlier jobs
     events: list[AnyEvent] = []
     log = folder / f"output-{mark}.txt"
     with log.open("w") as output, _start(task, folder, overrides, mark, output=output) as job:
-        deadline_s = time.monotonic() + JOB_TIMEOUT_S
+        deadline_s = time.monotonic() + limit_s
         while not _has_ended(job):
             events += reader.read()
             if due and due[0].is_due(events):
-                at_s.append(time.time())
                 blow = due.pop(0)
-                os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(blow.delay_s)
+                at_s.append(time.time())
+                _strike(blow, job, mark, events)
             if time.monotonic() > deadline_s:
                 job.kill()
         ended_s = time.time()
     text = log.read_text()
     assert not due, text[-4000:]
     return Struck(_ended(job, text, folder, mark), tuple(at_s), ended_s)
+
+
+def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:
+    if blow.role == EVERYTHING:
+        job.kill()
+        for process in psutil.process_iter():
+            if _has_mark(process, mark):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+    else:
+        os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
 
 
 def _has_ended(job: subprocess.Popen[str]) -> bool:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from partial_rollout.runtime import processes
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import run_job
-from tests.faults.conftest import DRIVER, GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import DRIVER, GENERATING, STARTING_AGAIN, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,3 +43,18 @@ def test_a_run_that_is_told_to_terminate_loses_no_step(
     assert [step["training/global_step"] for step in again.steps] == list(range(saved + 1, 6))
     uids = Counter(uid for event in again.events for uid in event["uids"])
     assert set(uids.values()) == {1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_starts_again_can_be_ended(
+    task: Path, tmp_path: Path, report: dict[str, Any], number: signal.Signals
+) -> None:
+    steps = [*options(task, tmp_path), "trainer.save_freq=1", "trainer.total_training_steps=5"]
+    blows = [Blow(processes.TRAINING_RANK.role, 2), Blow(DRIVER, 2, STARTING_AGAIN, number)]
+    struck = strike(task, tmp_path, *steps, blows=blows)
+    job = struck.job
+    report |= {"signal": number.name, "while": STARTING_AGAIN, "code": job.code, "ended_s": struck.seconds_to_end}
+    assert job.code == INTERRUPTED_CODE, job.output[-4000:]
+    assert struck.seconds_to_end < STOP_S + MARGIN_S
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
+    assert job.survivors == []

@@ -99,7 +99,7 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     assert time.monotonic() - killed_s < KILLED_TO_KNOWN_S
     (fault,) = faults(tmp_path)
     assert (fault.role, fault.name, fault.pid, fault.step) == (TRAINING_RANK.role, "actor-0", pid, 3)
-    assert fault.action == "the run ends"
+    assert fault.action == "training ends"
     with pytest.raises(RayActorError) as told:
         ray.get(busy, timeout=LIMIT_S)
     assert isinstance(watch.explain(told.value), ActorLost)

@@ -18,6 +18,7 @@ from partial_rollout.observability import events
 from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
+    CheckpointSaved,
     Choice,
     CommandEnded,
     DeadlinePassed,
@@ -46,6 +47,7 @@ ONE_OF_EACH: list[AnyEvent] = [
     BatchTaken(t=2.0, step=1, uids=["a"], source_index=[None], deferrals=[0], interruptions=[2]),
     GateMoved(t=3.0, step=1, version=0, is_open=False, seconds=0.1, interrupted=4),
     WeightsUpdated(t=4.0, step=1, version=1, seconds=0.2, relaunches=1),
+    CheckpointSaved(t=4.5, step=1, seconds=0.4, num_bytes=1024),
     SegmentEnded(t=5.0, uid="a", session=1, server="s", version=1, seconds=1.5, prompt_tokens=9, tokens=3),
     TrajectoryEnded(t=6.0, uid="a", session=1, seconds=2.0, engine_seconds=1.5, tokens=3, interruptions=1),
     PromptDropped(t=6.5, uid="a", source_index="3", reason="no_spread", metric=1.0),

@@ -32,6 +32,7 @@ from partial_rollout.settings.memory import (
     uncounted_state,
 )
 from partial_rollout.settings.prepare import examine
+from partial_rollout.settings.retention import may_save, num_kept_checkpoints, saves_by_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -671,6 +672,7 @@ def test_choosing_changes_nothing(composed: Composed):
         "partial_rollout.slots.least",
         PLANNER,
         IS,
+        SAVE,
     }
     assert OmegaConf.to_container(config) == before
 
@@ -682,3 +684,50 @@ def test_a_choice_is_one_line_with_what_was_seen_and_why(composed: Composed):
         ". Why: engines keep their memory over training, so an interrupted response finds its KV again "
         "(docs/modes.md#which-interrupt-mode)"
     )
+
+
+# ---- checkpoints ----
+
+SAVE = "partial_rollout.save_minutes"
+UNSAVED = {"trainer.save_freq": -1}
+"""verl's default."""
+
+
+def test_a_run_whose_user_has_said_nothing_saves_by_time_and_keeps_the_newest_checkpoint(composed: Composed):
+    config = composed(UNSAVED)
+    (choice,) = chosen(config, SAVE)
+    assert choice.value == 20
+    assert "trainer.save_freq=-1, which nobody set" in str(choice)
+    assert started(config).minutes_between_saves == 20
+    assert saves_by_time(config)
+    assert num_kept_checkpoints(config) == 1
+    assert num_kept_checkpoints(composed(UNSAVED | {SAVE: 5, "trainer.max_actor_ckpt_to_keep": 3})) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "seen"),
+    [
+        (UNSAVED, ["trainer.save_freq=-1"], "trainer.save_freq=-1 (set on the command line)"),
+        ({"trainer.save_freq": 50}, [], "trainer.save_freq=50 (set in a configuration file)"),
+        (UNSAVED | {"trainer.nnodes": 2}, [], "trainer.nnodes=2"),
+        (UNSAVED | {f"{ACTOR}.checkpoint.async_save": True}, [], "async_save=True"),
+    ],
+)
+def test_nothing_is_saved_by_time_beside_the_user_s_own_number_and_where_disks_would_fill(
+    composed: Composed, changes: dict[str, Any], given: list[str], seen: str
+):
+    config = composed(changes)
+    (choice,) = chosen(config, SAVE, given)
+    assert choice.value is None
+    assert seen in choice.seen
+    kept = num_kept_checkpoints(config)
+    assert started(config, given).minutes_between_saves is None
+    assert not saves_by_time(config)
+    assert num_kept_checkpoints(config) == kept
+
+
+def test_minutes_set_by_hand_stay(composed: Composed):
+    assert chosen(composed(UNSAVED | {SAVE: 3.5}), SAVE) == []
+    assert chosen(composed(UNSAVED | {SAVE: None}), SAVE) == []
+    assert not may_save(composed(UNSAVED | {SAVE: None}))
+    assert may_save(composed(UNSAVED | {SAVE: 3.5}))

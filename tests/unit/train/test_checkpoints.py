@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -313,3 +313,74 @@ def test_a_folder_that_cannot_be_removed_does_not_end_the_run(
         save(tmp_path, step)
     assert prune(tmp_path, 1, among={1, 2}) == []
     assert "global_step_1 could not be removed" in caplog.text
+
+
+# ---- checkpoints that nobody asked for ----
+
+
+def by_time(root: Path, **keys: Any) -> DictConfig:
+    settings = config(root, **keys)
+    OmegaConf.update(settings, "trainer.save_freq", -1, force_add=True)
+    OmegaConf.update(settings, "partial_rollout.save_minutes", 20.0, force_add=True)
+    OmegaConf.update(settings, "actor_rollout_ref.model.path", str(root / "nowhere"), force_add=True)
+    return settings
+
+
+def save_by(keeper: CheckpointKeeper, root: Path, step: int, *, whole: bool = True) -> None:
+    keeper.before_save(step)
+    save(root, step, whole=False)
+    if whole:
+        keeper.after_save(step)
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in root.glob("global_step_*"))
+
+
+def test_of_what_is_saved_by_time_the_newest_stays_and_what_was_asked_for_stays_too(tmp_path: Path) -> None:
+    for step in (5, 10):  # with trainer.save_freq=5, before
+        save(tmp_path, step)
+    track(tmp_path, "10")
+    keeper = CheckpointKeeper(by_time(tmp_path))
+    keeper.before_load()
+    for step in (11, 14):
+        save_by(keeper, tmp_path, step)
+    assert steps_in(tmp_path) == [5, 10, 14]
+
+
+def test_a_torn_checkpoint_of_before_goes_when_a_newer_one_is_whole(tmp_path: Path) -> None:
+    first = CheckpointKeeper(by_time(tmp_path))
+    first.before_load()
+    save_by(first, tmp_path, 3)
+    track(tmp_path, "3")
+    save_by(first, tmp_path, 7, whole=False)  # killed
+    (tmp_path / "global_step_7/data.pt").unlink()
+    again = CheckpointKeeper(by_time(tmp_path))
+    again.before_load()
+    save_by(again, tmp_path, 6)
+    assert steps_in(tmp_path) == [6, 7]
+    save_by(again, tmp_path, 9)
+    assert steps_in(tmp_path) == [9]
+
+
+def test_a_limit_of_the_user_holds_for_what_is_saved_by_time(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(by_time(tmp_path, max_actor_ckpt_to_keep=2))
+    keeper.before_load()
+    for step in (1, 2, 3):
+        save_by(keeper, tmp_path, step)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_there_must_be_room_for_a_checkpoint_as_large_as_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "free_host_memory", lambda: 1 << 40)
+    keeper = CheckpointKeeper(by_time(tmp_path))
+    keeper.before_load()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _folder: usage._replace(free=20))
+    assert keeper.lack_of_room() == ""  # nothing is known of the model
+    save_by(keeper, tmp_path, 1)
+    assert "and the disk has 0.0 GiB free" in keeper.lack_of_room()
+    monkeypatch.undo()
+    assert keeper.lack_of_room() == ""

@@ -1,0 +1,174 @@
+"""Training is started again, in the same command, after the death of a process that it cannot go on without.
+
+    a process dies ──> training ends ──> Ray is shut down ──> what is left of the processes is killed ──> a new start
+
+The new start is what typing the command again would be: with `trainer.resume_mode=auto` it goes on from the last
+checkpoint. A run that dies before it has completed a step is not started again, since it would die again. Neither is
+one that dies again and again without a further checkpoint: it would take the same steps for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+from ray.exceptions import RayActorError, RayTaskError
+
+from partial_rollout.errors import ActorLost
+from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.runtime.death_watch import how_it_died
+from partial_rollout.runtime.processes import TASK_RUNNER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+GONE_S = 20.0
+"""Processes of a run that has ended end by themselves within this time, or are killed: a GPU must be free again."""
+RESUME_MODE = "auto"
+"""With any other `trainer.resume_mode` a new start would not go on from where the run was."""
+WITHOUT_CHECKPOINT = 1
+"""New starts of a command that has saved nothing yet: they may begin with the first step."""
+WRITERS = ("trainer", "task_runner", "server")
+"""Processes that write the events which are read here; the workers' files are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended the training."""
+
+    error: BaseException
+    """Below Ray's wrappers of every actor that it passed through."""
+    node: str
+    """Address of the driver's node, as Ray knew it."""
+    is_task_runner: bool = False
+    """Whether the error says that the task runner itself has died."""
+
+    @classmethod
+    def of(cls, error: BaseException, node: str) -> Failure:
+        """From what was raised in the driver; call this while Ray runs, which knows the address of its `node`."""
+        return cls(root_cause(error), node, isinstance(error, RayActorError) and not isinstance(error, RayTaskError))
+
+    @property
+    def is_death(self) -> bool:
+        """Whether a process has died."""
+        return isinstance(self.error, ActorLost | RayActorError)
+
+
+class RestartBudget:
+    """How often a run may be started again without a further checkpoint in between.
+
+    >>> budget = RestartBudget(2)
+    >>> [budget.take(saved_step=step) for step in (0, 0, 7, 7, 7)]
+    [1, 0, 1, 2, 0]
+    >>> [budget.take(saved_step=step) for step in (8, 8)]
+    [1, 2]
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._saved_step = self._used = 0
+
+    def take(self, saved_step: int) -> int:
+        """The number of the new start that follows, from 1; 0: none. `saved_step` is that of the latest checkpoint.
+
+        Checkpoints of steps that a new start has taken again are no further ones, so a run that dies in the same step
+        each time ends.
+        """
+        if saved_step > self._saved_step:
+            self._saved_step, self._used = saved_step, 0
+        if self._used >= self.limit:
+            return 0
+        self._used += 1
+        return self._used
+
+    @property
+    def limit(self) -> int:
+        """New starts from the same checkpoint."""
+        return self._limit if self._saved_step else min(self._limit, WITHOUT_CHECKPOINT)
+
+
+class RunRestarts:
+    """Decides, for the driver, what follows the end of the training by an error."""
+
+    def __init__(self, limit: int, events: Path | None, resume_mode: str) -> None:
+        """`events` is the folder of the run's event stream, which says how far the run has come."""
+        self._budget, self._limit = RestartBudget(limit), limit
+        self._events, self._resume_mode, self._since_s = events, resume_mode, time.time()
+
+    def follows(self, failure: Failure) -> bool:
+        """Whether training is to be started again; call this when Ray is shut down. Ends what is left of processes."""
+        if self._events is None or not self._limit or not failure.is_death:
+            return False
+        told = [event for event in EventReader(self._events, WRITERS).read() if event.t >= self._since_s]
+        end_left_over([event for event in told if isinstance(event, ProcessFound)], failure.node, gone_s=GONE_S)
+        number, why_not = self._decide(told)
+        if number:
+            action = f"training is started again from its last checkpoint (new start {number} of {self._budget.limit})"
+        else:
+            action = f"training is not started again: {why_not}"
+        fault = None
+        if failure.is_task_runner:  # what else dies is named by the task runner
+            role = TASK_RUNNER.role
+            fault = Fault(role=role, name=role, text=f"the {role} died: {_how(failure.error)}", action=action)
+        text = fault.text if fault else str(failure.error)
+        logger.warning("%s\n%s", text, action, extra={"event": fault} if fault else {})
+        return number > 0
+
+    def _decide(self, told: Sequence[object]) -> tuple[int, str]:
+        """The number of the new start, from 1; or 0 and why none follows."""
+        if self._resume_mode != RESUME_MODE:
+            return 0, f"trainer.resume_mode={self._resume_mode} would not go on from the last checkpoint"
+        if not any(isinstance(event, StepEnded) for event in told):
+            return 0, "the command has completed no step, so it would die again"
+        saved_step = max((event.step for event in told if isinstance(event, CheckpointSaved)), default=0)
+        number = self._budget.take(saved_step)
+        since = f"since the checkpoint of step {saved_step}" if saved_step else "of a command that saved no checkpoint"
+        return number, f"new starts {since}: {self._budget.limit}, which is the limit"
+
+
+def end_left_over(found: Iterable[ProcessFound], node: str, *, gone_s: float) -> list[int]:
+    """Kill those processes on this node that have not ended after `gone_s`; returns their ids.
+
+    Ctrl-C ends the wait, and the processes with it.
+    """
+    left: dict[int, psutil.Process] = {}
+    for event in found:
+        with contextlib.suppress(psutil.Error):
+            if event.pid and event.node == node:
+                process = psutil.Process(event.pid)
+                if process.create_time() <= event.t:  # not another process that has got its id
+                    left[event.pid] = process
+    try:
+        psutil.wait_procs(list(left.values()), timeout=gone_s)
+    finally:
+        alive = [process for process in left.values() if _runs(process)]
+        for process in alive:
+            logger.warning("pid %d of the run that has ended is left over: it is killed", process.pid)
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                process.kill()
+    psutil.wait_procs(alive, timeout=gone_s)
+    return [process.pid for process in alive]
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised first, below Ray's wrappers of every actor it passed through."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return error
+
+
+def _how(error: BaseException) -> str:
+    return how_it_died(error) if isinstance(error, RayActorError) else str(error)

@@ -1,0 +1,93 @@
+"""The command trains again after a death, and says how it ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from omegaconf import OmegaConf
+from ray.exceptions import RayTaskError
+
+from partial_rollout import launch
+from partial_rollout.errors import ActorLost, ConfigError, InternalError
+from partial_rollout.observability.events import CheckpointSaved, EventWriter, StepEnded
+from partial_rollout.settings.block import PartialRolloutConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from partial_rollout.settings.prepare import Prepared
+
+DIED = RayTaskError("run", "traceback", ActorLost("training rank actor-0 died"))
+DONE = None
+
+
+class Job:
+    """Stands for a prepared configuration; each start completes and saves a step, then raises the next error."""
+
+    is_enabled = True
+
+    def __init__(self, folder: Path, ends: Sequence[BaseException | None], **block: Any) -> None:
+        given = PartialRolloutConfig(events=str(folder), **block).to_mapping()
+        self.config = OmegaConf.create({
+            "partial_rollout": given, "trainer": {"save_freq": 1, "resume_mode": "auto"},
+        })  # fmt: skip
+        self.ends, self.starts = list(ends), 0
+        self._writer = EventWriter(folder, "trainer")
+
+    def run(self, _prepared: object) -> None:
+        self.starts += 1
+        self._writer.write(StepEnded(step=1, total=9, metrics={}))
+        self._writer.write(CheckpointSaved(step=1, seconds=0.1))
+        if (error := self.ends.pop(0)) is not None:
+            raise error
+
+
+def end_of(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    monkeypatch.setattr(launch, "run", job.run)
+    return launch.launch(cast("Prepared", job))
+
+
+def test_a_command_that_is_started_again_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, [DIED, DIED, DONE])
+    assert end_of(job, monkeypatch) == (0, "")
+    assert job.starts == 3
+
+
+def test_a_command_whose_processes_die_again_and_again_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, [DIED, DIED, DIED], restarts=2)
+    assert end_of(job, monkeypatch) == (1, "training failed: ActorLost: training rank actor-0 died")
+    assert job.starts == 3
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([ConfigError("no")], 2),
+        ([RayTaskError("run", "traceback", ConfigError("no"))], 2),
+        ([InternalError("lost")], 1),
+        ([DIED, InternalError("lost")], 1),
+    ],
+)
+def test_what_is_no_death_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[BaseException], code: int
+) -> None:
+    job = Job(tmp_path, ends)
+    assert end_of(job, monkeypatch)[0] == code
+    assert job.starts == len(ends)
+
+
+def test_ctrl_c_in_a_new_start_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, [DIED, KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        end_of(job, monkeypatch)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_with_no_restarts_and_without_the_flag_a_death_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_enabled: bool
+) -> None:
+    job = Job(tmp_path, [DIED], restarts=0 if is_enabled else 3)
+    job.is_enabled = is_enabled
+    assert end_of(job, monkeypatch)[0] == 1
