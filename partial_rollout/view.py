@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability.advice import next_step, would_help
 from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.lanes import WINDOW_S, Lanes
 from partial_rollout.observability.page import PAGE
@@ -28,9 +29,9 @@ from partial_rollout.observability.prompt_view import prompt_view
 from partial_rollout.observability.record import RunRecord, events_folder_of, load
 from partial_rollout.observability.report import STYLE, is_shown, lost_rows, message_rows, step_charts
 from partial_rollout.observability.step_line import PREFIX, step_line
-from partial_rollout.observability.summary import duration, next_step, summary_lines
+from partial_rollout.observability.summary import duration, summary_lines
 from partial_rollout.observability.waits import WHAT, Waits
-from partial_rollout.observability.why import Interruptions, step_rows, step_why, would_help
+from partial_rollout.observability.why import Interruptions, step_rows, step_why
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,6 +45,8 @@ LOOK_S = 1.0
 """The files are read at most once in this time, however many pages are open."""
 NUM_OLDEST = 20
 MAX_PICTURES = 8
+SILENT_S, SILENT_STEPS = 600.0, 3
+"""A run that has told nothing for longer, and for as many steps, stands still or was killed."""
 QUEUE = {state: f"{PREFIX}/queue/{state}" for state in ("pending", "ongoing", "deferred", "done", "taken")}
 """The metric of each state; image jobs have not all of them, verl's own modes none."""
 
@@ -119,12 +122,17 @@ class RunState:
             "name": record.name,
             "head": self._head(step),
             "flow": [[state, f"{metrics[name]:.0f}"] for state, name in QUEUE.items() if name in metrics],
-            "num_waits": len(waits),
+            "waiting": self._waiting(len(waits)),
             "waits": [_row(wait, self._now_s) for wait in waits[:NUM_OLDEST]],
             "steps": [list(row) for row in step_rows(record, self.interruptions)],
             "messages": [list(row) for row in message_rows(record)],
             "pictures": [[path.name, path.stat().st_mtime] for path in pictures(self.run)],
         }
+
+    def _waiting(self, num_waits: int) -> str:
+        if self.record.ended is not None:
+            return "The run has ended: nobody waits any more."
+        return f"{num_waits} in all" + (", the oldest:" if num_waits > NUM_OLDEST else "")
 
     def why(self, step: int | None) -> list[str]:
         """Sentences about a step, by default about the last one."""
@@ -140,14 +148,15 @@ class RunState:
 
     def _head(self, step: int) -> list[list[str]]:
         record = self.record
-        ended = record.ended
+        ended, times = record.ended, record.values("timing_s/step")[-5:]
         if ended is not None:
             health = "ended" if ended.code == 0 else f"ended with code {ended.code}: {ended.text}"
         elif record.stages and not record.steps:
             health = f"starting, {record.stages[-1].name} for {duration(self._now_s - record.stages[-1].t)}"
         else:
-            health = f"last event {duration(self._now_s - self.lanes.now_s)} ago"
-        times = record.values("timing_s/step")[-5:]
+            silent_s = self._now_s - self.lanes.now_s
+            stands = silent_s > max([SILENT_S, *(SILENT_STEPS * each for each in times)])
+            health = f"last event {duration(silent_s)} ago" + (": it stands still, or was killed" if stands else "")
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
         gate = "" if record.gate is None else "open" if record.gate.is_open else "closed"
         head = [["step", f"{step}/{record.total or '?'}"], ["gate", gate], ["weights", str(record.version)]]

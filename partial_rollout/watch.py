@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.foreign import LogMessages, LogTail
 from partial_rollout.observability.live import LiveView, Screen
 from partial_rollout.observability.record import RunRecord, events_folder_of, metrics_steps
 from partial_rollout.observability.report import REPORT
 from partial_rollout.observability.stages import usual_seconds
-from partial_rollout.observability.summary import next_step, summary_lines
+from partial_rollout.observability.summary import summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,6 +25,18 @@ LONGEST, REPREFILL, DRAIN, UPDATES = "waiting for the longest", "re-prefill", "d
 CHECKPOINT, IDLE = "checkpoint", "idle"
 CAUSES = (GENERATING, UNDIVIDED, REPREFILL, LONGEST, DRAIN, TRAINING, CHECKPOINT, UPDATES, IDLE)
 """In the order in which they come in a step."""
+MEANS = {
+    GENERATING: "engines computed new tokens",
+    UNDIVIDED: "engines generated; how many of their slots were empty is not known",
+    REPREFILL: "engines computed the context of interrupted responses again (an estimate)",
+    LONGEST: "slots were empty while engines generated: no prompt was pending, or only the longest responses were left",
+    DRAIN: "from closing the gate until the engines were empty, or stood",
+    TRAINING: "log-probs, advantages, update of the model",
+    CHECKPOINT: "a checkpoint was saved",
+    UPDATES: "weights were sent to the engines, and the gate was opened",
+    IDLE: "what no timer counts",
+}
+"""For somebody who sees the causes for the first time."""
 LOST = frozenset({LONGEST, REPREFILL, DRAIN, UPDATES, CHECKPOINT, IDLE})
 """Seconds in which a GPU computed nothing, or nothing new."""
 

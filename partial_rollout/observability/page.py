@@ -18,7 +18,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow
 <div id="lanes"></div><figure id="pictures"></figure>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
-<h2>Who has waited longest</h2><p id="waiting"></p><table id="waits"></table>
+<h2>Who has waited longest</h2>
+<p>Unfinished trajectories that workers have begun. Prompts that are <i>pending</i> wait for a free slot.</p>
+<p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Step
 <input id="which" type="number" min="1" placeholder="last" size="6"></h3><ul id="why"></ul>
@@ -31,7 +33,7 @@ const at = name => document.getElementById(name);
 const WAITS = ["row", "prompt", "who", "turn", "waits for", "since", "has"];
 const STEPS = ["step", "seconds", "to the usual", "most above the usual", "interrupted", "cost of it", "slots in use",
   "pending"];
-const CAUSES = ["cause", "GPU seconds", "share", ""], MESSAGES = ["kind", "text", "", "what to change"];
+const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];
 let paused = false, seconds = 120, back = 0, timer = 0, drawn = "";
 function make(tag, text) { return Object.assign(document.createElement(tag), {textContent: text}); }
 function line(tag, cells) { const row = make("tr", ""); row.append(...cells.map(cell => make(tag, cell))); return row; }
@@ -71,10 +73,11 @@ async function look() {
     at("advice").textContent = now.advice;
     pairs("head", now.head); pairs("flow", now.flow);
     table("waits", now.waits.map(wait => wait.slice(1)), WAITS, now.waits.map(wait => wait[0]));
-    at("waiting").textContent = `${now.num_waits} in all` + (now.waits.length < now.num_waits ? ", the oldest:" : "");
+    at("waiting").textContent = now.waiting;
     at("why").replaceChildren(...now.why.map(said => make("li", said)));
     table("helps", now.helps); table("steps", now.steps, STEPS); table("causes", now.causes, CAUSES);
-    table("summary", now.summary); table("messages", now.messages, MESSAGES); show(now.pictures);
+    table("summary", now.summary); show(now.pictures);
+    if (now.messages.length) table("messages", now.messages, MESSAGES); else table("messages", [["none"]]);
     at("lanes").innerHTML = now.lanes; at("charts").innerHTML = now.charts;  // drawings, made with escaped texts
     document.body.dataset.step = now.step;
   } catch (error) { at("lost").textContent = "no answer from the server: " + error.message; }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability.advice import next_step, would_help
 from partial_rollout.observability.charts import COLOURS, Line, bar_chart, line_chart
 from partial_rollout.observability.comparison import (
     SKIP,
@@ -21,12 +22,12 @@ from partial_rollout.observability.comparison import (
     table,
     verdict,
 )
-from partial_rollout.observability.gpu_seconds import LOST, THROUGHPUT, gpu_seconds, lost
+from partial_rollout.observability.gpu_seconds import LOST, MEANS, THROUGHPUT, gpu_seconds, lost
 from partial_rollout.observability.record import first_steps, load
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
 from partial_rollout.observability.suggestions import suggestion
-from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, next_step, summary_lines
-from partial_rollout.observability.why import LONGEST_RESPONSE, would_help
+from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, summary_lines
+from partial_rollout.observability.why import LONGEST_RESPONSE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ PAGE = """<!doctype html>
 {% for label, text in run.helps %}<tr><th>{{ label }}?</th><td>{{ text }}</td></tr>{% endfor %}
 <tr><th>next</th><td>{{ run.next }}</td></tr></table>
 {% if run.lost %}<h3>GPU seconds by cause</h3>
-<table><tr><th>cause</th><th>GPU seconds</th><th>share</th><th></th></tr>
+<table><tr><th>cause</th><th>GPU seconds</th><th>share</th><th></th><th>what it is</th></tr>
 {% for row in run.lost %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}
 {% if run.messages %}<h3>Warnings, errors and faults</h3>
@@ -155,15 +156,15 @@ def report_at_end(events: Path) -> None:
         logger.warning("the report of this run could not be written: %s", error)
 
 
-def lost_rows(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
-    """All steps of a run: cause, GPU seconds, share of all of them, whether they are lost; the sum of the lost ones."""
+def lost_rows(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str, str]]:
+    """All steps of a run: cause, GPU seconds, share of all of them, whether they are lost, what it is; the lost sum."""
     causes = gpu_seconds(step for step in steps if STEP_SECONDS in step)
     whole = sum(causes.values())
     rows = [
-        (cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", "lost" if cause in LOST else "")
+        (cause, f"{seconds:,.1f}", f"{seconds / whole:.1%}", "lost" if cause in LOST else "", MEANS[cause])
         for cause, seconds in causes.items()
     ]
-    return [*rows, ("lost in all", lost_in_all(causes, ",.1f"), f"{lost(causes) / whole:.1%}", "")] if rows else []
+    return [*rows, ("lost in all", lost_in_all(causes, ",.1f"), f"{lost(causes) / whole:.1%}", "", "")] if rows else []
 
 
 def _charts(records: Sequence[RunRecord], counted: Sequence[RunRecord], skip: int) -> list[str]:

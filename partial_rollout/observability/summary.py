@@ -1,4 +1,4 @@
-"""The last lines of a run: what it showed, and what to try next."""
+"""The last lines of a run: what it showed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS, seconds_by_part
 
 if TYPE_CHECKING:
-    from partial_rollout.observability.events import Choice
     from partial_rollout.observability.record import RunRecord
 
 WINDOW = 10
@@ -22,11 +20,6 @@ WAITS = {
     "reward": "reward and storing",
     "held": "held back",
 }
-MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
-FEW_SLOTS, MANY_AGAIN = 0.75, 0.1
-"""Share of slots in use, and share of trained tokens computed again, from which on another setting is worth a try."""
-ROOMY_KV = 0.8
-"""Share of the KV cache in use below which an engine evicts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,73 +132,6 @@ def _choices(record: RunRecord) -> str:
 
 def _faults(record: RunRecord) -> str:
     return "; ".join(f"{fault.role} {fault.name}: {fault.action or fault.text}" for fault in list(record.faults)[-3:])
-
-
-def next_step(record: RunRecord) -> str:
-    """The one thing to try next."""
-    if record.unit == DENOISE_STEPS:
-        return _next_of_images(record)
-    dropped, used = dropped_by_reason(record), record.mean(f"{PREFIX}/slot_utilisation")
-    trained = record.sum(f"{PREFIX}/response_tokens")
-    again = record.sum(f"{PREFIX}/reprefilled_tokens") / trained if trained else 0.0
-    if used is None:
-        return (
-            "run it with +async_training.partial_rollout=True too, and compare: python -m partial_rollout.compare A B"
-        )
-    if dropped:
-        return f"prompts were dropped ({', '.join(dropped)}): docs/troubleshooting.md says what each reason means"
-    if again > MANY_AGAIN:
-        return f"{again:.0%} as many tokens as were trained were computed again: {keep_kv(record)}"
-    if used < FEW_SLOTS:
-        return f"slots were in use for {used:.0%}: {more_prompts(record)}"
-    return "compare with the same command without the flag: python -m partial_rollout.compare A B"
-
-
-def _next_of_images(record: RunRecord) -> str:
-    """The gate moves only where requests can be interrupted."""
-    other = "whole requests (rollout.step_execution=false rollout.prefetch_factor=1; in the recipes PARTIAL_ROLLOUT=0)"
-    if record.gate is None:
-        other = "requests that are interrupted (rollout.step_execution=true; in the recipes PARTIAL_ROLLOUT=1)"
-    return f"compare the seconds of a step and the reward with those of the same job with {other}"
-
-
-def keep_kv(record: RunRecord) -> str:
-    """What keeps the KV of interrupted requests, where much of it was computed again."""
-    choice = _chosen(record, MODE_KEY)
-    if choice is None:
-        return (
-            "keep the KV of interrupted requests with partial_rollout.tail.interrupt_mode=auto, or reuse_kv where "
-            "engines keep their memory (docs/modes.md)"
-        )
-    if choice.after == "abort":
-        return f"auto took abort ({choice.seen}: {choice.reason}); docs/modes.md says what keeps KV"
-    most = max(record.values(f"{PREFIX}/kv_usage") + record.values(f"{PREFIX}/slots/kv_usage_max"), default=1.0)
-    if most < ROOMY_KV:
-        return (
-            f"auto took {choice.after}, and the KV cache was never more than {most:.0%} full, so nothing was evicted: "
-            "vLLM keeps whole blocks only, and these responses are short. Smaller blocks: "
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
-        )
-    return (
-        f"auto took {choice.after}, and KV was evicted before it was used again: more KV memory, or fewer "
-        "partial_rollout.num_slots (docs/modes.md)"
-    )
-
-
-def more_prompts(record: RunRecord) -> str:
-    """What fills empty slots."""
-    choice = _chosen(record, DEPTH_KEY)
-    if choice is None:
-        return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
-    return (
-        f"auto keeps {choice.after} batches in flight ({choice.reason}); a partial_rollout.prefetch_factor set by hand "
-        "may fill them, for older tokens (docs/modes.md)"
-    )
-
-
-def _chosen(record: RunRecord, key: str) -> Choice | None:
-    """What the run chose last for a key."""
-    return {choice.key: choice for choice in record.choices}.get(key)
 
 
 def duration(seconds: float) -> str:

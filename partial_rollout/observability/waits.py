@@ -25,7 +25,7 @@ ENDED = "ended"
 """The phase of a trajectory that has failed or was cancelled."""
 WHAT = {
     "agent": "its agent loop",
-    "engine": "an engine",
+    "engine": "tokens of an engine",
     "gate": "the gate",
     "tool": "a tool or its agent loop",
     "reward": "its reward",

@@ -1,4 +1,4 @@
-"""Why a step took as long as it did, what its interruption cost, and which settings would help.
+"""Why a step took as long as it did, and what its interruption cost.
 
 What an interruption cost comes from the requests themselves: the next request of an interrupted trajectory says how
 many tokens of its context the engine computed again. They are charged to the step whose end interrupted the trajectory,
@@ -8,7 +8,7 @@ which the weight version of the interrupted request tells.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 from partial_rollout.observability.events import (
@@ -22,7 +22,6 @@ from partial_rollout.observability.events import (
 from partial_rollout.observability.gpu_seconds import step_causes
 from partial_rollout.observability.record import INTERRUPTED, numbers
 from partial_rollout.observability.step_line import PREFIX, STEP_SECONDS, TOKENS
-from partial_rollout.observability.summary import MANY_AGAIN, MODE_KEY, keep_kv, more_prompts
 
 if TYPE_CHECKING:
     from partial_rollout.observability.record import RunRecord
@@ -33,11 +32,7 @@ SLOW = 1.15
 """A step that took more than this times the usual is slow."""
 LONGEST_RESPONSE = "response_length/max"
 PENDING = f"{PREFIX}/queue/pending"
-LAST, SKIP = 20, 2
-"""Steps that say whether a setting would help, and first steps that do not: in them the queue fills."""
-LEAST_SLOTS_KEY = "partial_rollout.slots.least"
-ENOUGH_SLOTS = 0.85
-"""Share of the slots in use above which more prompts find no empty slot."""
+NUM_ROWS = 20
 
 
 @dataclass(slots=True)
@@ -171,7 +166,7 @@ def _cost(cost: Interruption | None, metrics: dict[str, float], unit: str) -> li
     ]
 
 
-def step_rows(record: RunRecord, interruptions: Interruptions, num: int = LAST) -> list[tuple[str, ...]]:
+def step_rows(record: RunRecord, interruptions: Interruptions, num: int = NUM_ROWS) -> list[tuple[str, ...]]:
     """The last steps, the latest first: number, seconds, times the usual, what was most above the usual, interrupted
     requests, what that cost, slots in use, prompts pending at the end."""
     return [_row(record, interruptions.of(number), number) for number in sorted(record.steps, reverse=True)[:num]]
@@ -193,42 +188,3 @@ def _row(record: RunRecord, cost: Interruption | None, number: int) -> tuple[str
         "" if used is None else f"{used:.0%}",
         "" if pending is None else f"{pending:.0f}",
     )
-
-
-def would_help(record: RunRecord) -> list[tuple[str, str]]:
-    """Settings, each with whether it would help and what says so; nothing for verl's own modes."""
-    steps = sorted(record.steps)
-    last = [numbers(record.steps[number]) for number in (steps[SKIP:] or steps)[-LAST:]]
-    last = [step for step in last if f"{PREFIX}/slot_utilisation" in step]
-    if not last:
-        return []
-    return [("a deeper queue", _deeper(record, last)), ("keeping KV", _kept(record, last))]
-
-
-def _deeper(record: RunRecord, last: list[dict[str, float]]) -> str:
-    used = _used(record, last)
-    lacking = sum(not step.get(PENDING, 0.0) for step in last)
-    seen = f"slots were in use for {used:.0%}, and no prompt was pending at the end of {lacking} of {len(last)} steps"
-    if used >= ENOUGH_SLOTS:
-        return f"no: {seen}"
-    if 2 * lacking <= len(last):
-        return f"no: {seen}, so slots were not empty for want of prompts"
-    chosen = {choice.key: choice for choice in record.choices}
-    if MODE_KEY in chosen and chosen[MODE_KEY].after == "abort":
-        return f"hardly: {seen}, but with abort more prompts in flight are more to compute again (docs/modes.md)"
-    return f"perhaps: {seen}; {more_prompts(record)}"
-
-
-def _used(record: RunRecord, last: list[dict[str, float]]) -> float:
-    """Of the slots at the start, where their number changes: it grows until some are empty."""
-    least = {choice.key: choice.after for choice in record.choices}.get(LEAST_SLOTS_KEY)
-    if isinstance(least, int) and least > 0:
-        return min(1.0, fmean(step.get(f"{PREFIX}/mean_running", 0.0) for step in last) / least)
-    return fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
-
-
-def _kept(record: RunRecord, last: list[dict[str, float]]) -> str:
-    trained = sum(step.get(f"{PREFIX}/response_tokens", 0.0) for step in last)
-    again = sum(step.get(f"{PREFIX}/reprefilled_tokens", 0.0) for step in last) / trained if trained else 0.0
-    seen = f"{again:.0%} as many tokens as were trained were computed again"
-    return f"perhaps: {seen}; {keep_kv(record)}" if again > MANY_AGAIN else f"no: {seen}"

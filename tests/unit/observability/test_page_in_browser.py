@@ -140,6 +140,7 @@ async def test_an_image_job_has_its_pictures(tmp_path: Path) -> None:
             assert "no denoise step is computed again" in shown
             assert "async_training.partial_rollout" not in shown
             assert (await tab.cells("waits"))[1][-1] == ""
+            assert await tab.cells("messages") == [["none"]]
             assert await tab.parts("flow") == ["ongoing 2", "done 0", "taken 4"]
             for name in ("notes.txt", "../before.png", "after.png"):
                 answer = f"fetch('picture' + location.search + '&name={name}').then(answer => answer.status)"

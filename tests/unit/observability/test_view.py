@@ -16,6 +16,7 @@ from partial_rollout import view
 from partial_rollout.errors import DataError
 from partial_rollout.main_diffusion import as_step
 from partial_rollout.observability import lanes as lanes_module
+from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
@@ -33,7 +34,7 @@ from partial_rollout.observability.lanes import MAX_ROWS, Lanes
 from partial_rollout.observability.prompt_view import MAX_TEXTS, NO_TEXT, SO_FAR, prompt_view
 from partial_rollout.observability.record import RunRecord, load
 from partial_rollout.observability.report import lost_rows
-from partial_rollout.observability.summary import next_step, summary_lines
+from partial_rollout.observability.summary import summary_lines
 from partial_rollout.view import RunState, make_app
 
 if TYPE_CHECKING:
@@ -154,6 +155,15 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
     assert first["waits"][0][5:] == ["for a tool or its agent loop", "1 min 56 s", "7 tokens, 0 interruptions"]
     assert first["messages"] == [["warning", EVIL, "", ""]]
     assert (second["step"], dict(second["head"])["health"], second["waits"]) == (3, "ended", [])
+
+
+def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ended_nobody_waits(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    health = [dict(RunState(run, clock=lambda at_s=at_s: at_s).shown["head"])["health"] for at_s in (700.0, 710.0)]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert health == ["last event 9 min 57 s ago", "last event 10 min 07 s ago: it stands still, or was killed"]
+    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "1 in all"
+    write(tmp_path, CommandEnded(t=110.0, code=0), role="driver")
+    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "The run has ended: nobody waits any more."
 
 
 def test_the_files_are_read_at_most_once_a_second(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from partial_rollout import watch
 from partial_rollout.errors import DataError
+from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import (
     AnyEvent,
     Choice,
@@ -33,7 +34,7 @@ from partial_rollout.observability.live import CLEAR_LINE, LiveView, Screen
 from partial_rollout.observability.record import RunRecord, load, metrics_steps
 from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.observability.step_line import step_line
-from partial_rollout.observability.summary import next_step, summary_lines
+from partial_rollout.observability.summary import summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,12 +195,16 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
     assert summary_lines(recorded()) == []
 
 
+EMPTY = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/queue/pending": 0}
+"""Slots are empty for want of prompts."""
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({}, "prompt_too_long"),
         ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefilled_tokens": 900}, "reuse_kv"),
-        ({"partial_rollout/dropped/prompt_too_long": 0}, "a higher partial_rollout.prefetch_factor"),
+        (EMPTY, "a higher partial_rollout.prefetch_factor"),
         ({"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/slot_utilisation": 0.9}, "without the flag"),
     ],
 )
@@ -216,7 +221,7 @@ AGAIN = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefil
         (AGAIN, "partial_rollout.tail.interrupt_mode", "abort", "auto took abort (seen: because)"),
         (AGAIN, "partial_rollout.tail.interrupt_mode", "reuse_kv", "auto took reuse_kv, and KV was evicted"),
         (
-            {"partial_rollout/dropped/prompt_too_long": 0},
+            EMPTY,
             "partial_rollout.prefetch_factor",
             2.5,
             "auto keeps 2.5 batches in flight (because)",

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from partial_rollout.observability.advice import next_step, would_help
 from partial_rollout.observability.events import Choice, GateMoved, PhaseBegan, SegmentEnded, StepEnded
 from partial_rollout.observability.record import RunRecord
 from partial_rollout.observability.suggestions import SUGGESTIONS, suggestion
-from partial_rollout.observability.why import Interruption, Interruptions, step_rows, step_why, would_help
+from partial_rollout.observability.why import Interruption, Interruptions, step_rows, step_why
 
 PACKAGE = Path(__file__).resolve().parents[3] / "partial_rollout"
 STEP = {
@@ -149,6 +150,19 @@ def test_kept_kv_helps_where_much_is_computed_again():
         record_of(much | {"partial_rollout/kv_usage": 0.99}), "partial_rollout.tail.interrupt_mode", "reuse_kv"
     )
     assert "KV was evicted" in dict(would_help(full))["keeping KV"]
+
+
+def test_the_one_thing_to_try_is_none_that_would_not_help():
+    """The first steps, in which the queue filled and much was computed again, do not count for either of the two."""
+    late = {"partial_rollout/slot_utilisation": 0.9}
+    early = {"partial_rollout/slot_utilisation": 0.1, "partial_rollout/reprefilled_tokens": 9000.0}
+    record = record_of(early, early, late, late)
+    assert [said.partition(":")[0] for _, said in would_help(record)] == ["no", "no"]
+    assert next_step(record).startswith("compare with the same command")
+    empty = record_of({}, {}, {}, {})
+    assert next_step(empty) in dict(would_help(empty))["a deeper queue"].replace("; a higher", ": a higher")
+    aborting = chosen(record_of({}), "partial_rollout.tail.interrupt_mode", "abort")
+    assert next_step(aborting).startswith("compare with the same command")
 
 
 def test_verls_own_modes_have_no_such_settings():

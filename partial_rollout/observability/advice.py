@@ -1,0 +1,161 @@
+"""What to change in a run: the one thing to try next, and whether settings would help. Each says what it has seen.
+
+The steps that count are the last ones, without the first ones, in which the queue fills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from partial_rollout.observability.events import DENOISE_STEPS
+from partial_rollout.observability.record import numbers
+from partial_rollout.observability.step_line import PREFIX
+from partial_rollout.observability.summary import dropped_by_reason
+from partial_rollout.observability.why import PENDING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.observability.events import Choice
+    from partial_rollout.observability.record import RunRecord
+
+MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
+LEAST_SLOTS_KEY = "partial_rollout.slots.least"
+LAST, SKIP = 20, 2
+"""Steps that count, and first steps that do not."""
+ENOUGH_SLOTS = 0.85
+"""Share of the slots in use above which more prompts find no empty slot."""
+MANY_AGAIN = 0.1
+"""Share of trained tokens computed again from which on retained KV is worth a try."""
+ROOMY_KV = 0.8
+"""Share of the KV cache in use below which an engine evicts nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether a setting would help."""
+
+    word: str
+    """`no`, `hardly` or `perhaps`."""
+    seen: str
+    change: str = ""
+    """How to change it, where it may help."""
+
+    def __str__(self) -> str:
+        """As pages show it."""
+        return f"{self.word}: {self.seen}" + (f"; {self.change}" if self.change else "")
+
+
+def next_step(record: RunRecord) -> str:
+    """The one thing to try next; it never contradicts `would_help`."""
+    if record.unit == DENOISE_STEPS:
+        return _next_of_images(record)
+    last, dropped = _last_steps(record), dropped_by_reason(record)
+    if not last:
+        return (
+            "run it with +async_training.partial_rollout=True too, and compare: python -m partial_rollout.compare A B"
+        )
+    if dropped:
+        return f"prompts were dropped ({', '.join(dropped)}): docs/troubleshooting.md says what each reason means"
+    for answer in (_kept(record, last), _deeper(record, last)):
+        if answer.change:
+            return f"{answer.seen}: {answer.change}"
+    return "compare with the same command without the flag: python -m partial_rollout.compare A B"
+
+
+def would_help(record: RunRecord) -> list[tuple[str, str]]:
+    """Settings, each with whether it would help and what says so; nothing for verl's own modes."""
+    last = _last_steps(record)
+    if not last:
+        return []
+    return [("a deeper queue", str(_deeper(record, last))), ("keeping KV", str(_kept(record, last)))]
+
+
+def _last_steps(record: RunRecord) -> list[dict[str, float]]:
+    """Empty for verl's own modes, which do not say how many slots were in use."""
+    steps = sorted(record.steps)
+    last = [numbers(record.steps[number]) for number in (steps[SKIP:] or steps)[-LAST:]]
+    return [step for step in last if f"{PREFIX}/slot_utilisation" in step]
+
+
+def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
+    least = _least_slots(record)
+    used = fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
+    if least:  # their number grows until some are empty
+        used = min(1.0, fmean(step.get(f"{PREFIX}/mean_running", 0.0) for step in last) / least)
+    lacking = sum(not step.get(PENDING, 0.0) for step in last)
+    which = f" (of the {least} at the start)" if least else ""
+    of_steps = f"no prompt was pending at the end of {lacking} of {len(last)} steps"
+    seen = f"slots were in use for {used:.0%}{which}, and {of_steps}"
+    if used >= ENOUGH_SLOTS:
+        return Answer("no", seen)
+    if 2 * lacking <= len(last):
+        return Answer("no", f"{seen}, so slots were not empty for want of prompts")
+    mode = _chosen(record, MODE_KEY)
+    if mode is not None and mode.after == "abort":
+        return Answer(
+            "hardly", f"{seen}, but with abort more prompts in flight are more to compute again (docs/modes.md)"
+        )
+    return Answer("perhaps", seen, _more_prompts(record))
+
+
+def _least_slots(record: RunRecord) -> int:
+    """Slots at the start, where their number changes; 0: it does not."""
+    choice = _chosen(record, LEAST_SLOTS_KEY)
+    return choice.after if choice is not None and isinstance(choice.after, int) else 0
+
+
+def _kept(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
+    trained = sum(step.get(f"{PREFIX}/response_tokens", 0.0) for step in last)
+    again = sum(step.get(f"{PREFIX}/reprefilled_tokens", 0.0) for step in last) / trained if trained else 0.0
+    seen = f"{again:.0%} as many tokens as were trained were computed again"
+    return Answer("perhaps", seen, _keep_kv(record)) if again > MANY_AGAIN else Answer("no", seen)
+
+
+def _next_of_images(record: RunRecord) -> str:
+    """The gate moves only where requests can be interrupted."""
+    other = "whole requests (rollout.step_execution=false rollout.prefetch_factor=1; in the recipes PARTIAL_ROLLOUT=0)"
+    if record.gate is None:
+        other = "requests that are interrupted (rollout.step_execution=true; in the recipes PARTIAL_ROLLOUT=1)"
+    return f"compare the seconds of a step and the reward with those of the same job with {other}"
+
+
+def _keep_kv(record: RunRecord) -> str:
+    """What keeps the KV of interrupted requests, where much of it was computed again."""
+    choice = _chosen(record, MODE_KEY)
+    if choice is None:
+        return (
+            "keep the KV of interrupted requests with partial_rollout.tail.interrupt_mode=auto, or reuse_kv where "
+            "engines keep their memory (docs/modes.md)"
+        )
+    if choice.after == "abort":
+        return f"auto took abort ({choice.seen}: {choice.reason}); docs/modes.md says what keeps KV"
+    most = max(record.values(f"{PREFIX}/kv_usage") + record.values(f"{PREFIX}/slots/kv_usage_max"), default=1.0)
+    if most < ROOMY_KV:
+        return (
+            f"auto took {choice.after}, and the KV cache was never more than {most:.0%} full, so nothing was evicted: "
+            "vLLM keeps whole blocks only, and these responses are short. Smaller blocks: "
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
+        )
+    return (
+        f"auto took {choice.after}, and KV was evicted before it was used again: more KV memory, or fewer "
+        "partial_rollout.num_slots (docs/modes.md)"
+    )
+
+
+def _more_prompts(record: RunRecord) -> str:
+    """What fills empty slots."""
+    choice = _chosen(record, DEPTH_KEY)
+    if choice is None:
+        return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
+    return (
+        f"auto keeps {choice.after} batches in flight ({choice.reason}); a partial_rollout.prefetch_factor set by hand "
+        "may fill them, for older tokens (docs/modes.md)"
+    )
+
+
+def _chosen(record: RunRecord, key: str) -> Choice | None:
+    """What the run chose last for a key."""
+    return {choice.key: choice for choice in record.choices}.get(key)
