@@ -109,7 +109,11 @@ def _takes_media(config: DictConfig) -> bool:
 
 
 def _own_pool(config: DictConfig) -> bool:
-    return _has_reward_model(config) and not _shares_reward_devices(config)
+    return _has_reward_model(config) and not _shares_reward_devices(config) and not _scores_alone(config)
+
+
+def _scores_alone(config: DictConfig) -> bool:
+    return _has_reward_model(config) and _of(config, "reward.custom_reward_function.path") is None
 
 
 KNOWN_ESTIMATORS = (
@@ -375,13 +379,29 @@ ROWS = (
     ),
     Row(
         "reward",
-        "reward model on GPUs of its own",
-        UNTRIED,
-        "its engines are verl's own. With a classifier verl 0.9.1 itself fails (`KeyError: 'reward_extra_info'` in its "
-        "agent loop); a reward function that asks the model was not tried",
+        "reward model on devices of its own (a reward function asks it)",
+        SEEN_ON_CPU,
+        "a classifier, `make matrix`: over interruptions and a restart. Its engines are verl's own",
         _own_pool,
-        {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True},
-        brief="reward model on GPUs of its own",
+        {
+            "reward.reward_model.enable": True,
+            "reward.reward_model.enable_resource_pool": True,
+            "reward.custom_reward_function.path": "pkg://mine",
+        },
+        brief="reward model asked by a function",
+    ),
+    Row(
+        "reward",
+        "reward model as the only reward",
+        REFUSED,
+        "verl 0.9.1 itself ends each of its responses with `KeyError: 'reward_extra_info'`, without the flag too",
+        _scores_alone,
+        {
+            "reward.reward_model.enable": True,
+            "reward.reward_model.enable_resource_pool": True,
+            "reward.custom_reward_function.path": None,
+        },
+        brief="reward model alone: verl 0.9.1 fails",
     ),
     Row(
         "reward",

@@ -298,6 +298,12 @@ def _check_trainer(config: DictConfig, _settings: Settings) -> None:
         "on devices of its own (enable_resource_pool=True)",
         "sharing them puts engines to sleep while they generate",
     )
+    _require(
+        not reward.enable or config.reward.custom_reward_function.path is not None,
+        "reward.reward_model.enable=True without a reward function",
+        "with reward.custom_reward_function.path, a function that asks the model at `reward_router_address`",
+        "verl 0.9.1, without the flag too, ends a response that only a model scores with KeyError: 'reward_extra_info'",
+    )
 
 
 def _check_weights(config: DictConfig, settings: Settings) -> None:

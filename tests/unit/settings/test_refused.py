@@ -310,3 +310,10 @@ def test_sequence_parallelism_that_does_not_fit_the_devices_is_refused_with_verl
     sizes = {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 4, "trainer.n_gpus_per_node": 2}
     with pytest.raises(ConfigError, match="sequence parallelism of 4 .* = 2 devices is not allowed: must be a divisor"):
         check(composed({**sizes, "partial_rollout.packing.planner": "verl"}))
+
+
+def test_a_reward_model_needs_a_function_that_asks_it(composed: Composed):
+    own_devices = {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True}
+    with pytest.raises(ConfigError, match=r"without a reward function .*reward\.custom_reward_function\.path"):
+        check(composed({**own_devices, "reward.custom_reward_function.path": None}))
+    check(composed({**own_devices, "reward.custom_reward_function.path": __file__}))
