@@ -88,6 +88,7 @@ MODES: dict[str, list[str]] = {
     "colocate_async": [COLOCATE],
     "colocate_async_fast_poll": [COLOCATE, *_fast_poll("FastPollReplayBufferAsync")],
     "flag": [FLAG],
+    "flag_released": [FLAG, "actor_rollout_ref.rollout.free_cache_engine=True"],
     "wait": _ours("wait"),
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": _ours("partial", "abort", "partial_rollout.prefetch_factor=3"),
@@ -105,7 +106,7 @@ MODES: dict[str, list[str]] = {
     "reorder": _ours("reorder"),
     "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
-CPU_MODES = [mode for mode in MODES if "offload" not in mode]
+CPU_MODES = [mode for mode in MODES if "offload" not in mode and "released" not in mode]
 
 
 def mode_options(mode: str, slots: int) -> list[str]:
