@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.advise.result import read_result
 from partial_rollout.advise.scheduler import Group, Mode, Rollout, Speed
 from partial_rollout.advise.workload import lengths, workload
 from partial_rollout.core.depth import DepthController, StepLoad
 from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CPU = Speed(0.008, 0.00025, 0.0, prefill_tokens_per_s=4000.0, interruption_s=0.2)
 """About what vLLM does on two cores with the benchmarks' small model."""
@@ -87,3 +92,18 @@ def test_adaptive_slots_gain_nothing_where_contexts_are_computed_again(trace: st
     fixed = Run(trace, retains_kv=False).steps()
     adaptive = Run(trace, retains_kv=False, moves_slots=True).steps()
     assert rate(adaptive) < 1.02 * rate(fixed)
+
+
+def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository: Path):
+    """Its steps' slots and queue, given to the controller step by step, make the depths that the job had.
+
+    Its KV cache was never full.
+    """
+    job = read_result(repository / "benchmarks/results/gpu/jobs_8b_flag_h200.json")["jobs"][0]
+    steps, controller, slots = job["first_steps"] + job["steps"], DepthController(LEAST, MOST), 256
+    found = [controller.depth]
+    for step in steps[:-1]:
+        running, pending = step["partial_rollout/mean_running"], int(step["partial_rollout/queue/pending"])
+        found.append(controller.observe(StepLoad(running / slots, pending, is_kv_full=False)).after)
+    assert found == [step["partial_rollout/depth"] for step in steps]
+    assert (found[0], found[5], found[10], found[-1]) == (LEAST, 2.5, MOST, MOST)
