@@ -17,7 +17,7 @@ from PIL import Image
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.errors import UserError
-from partial_rollout.observability.events import CommandEnded, EventWriter, StepEnded
+from partial_rollout.observability.events import CommandEnded, EventWriter, StageBegan, StepEnded
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
 from partial_rollout.observability.step_line import REWARD
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 METRICS, EVENTS = "metrics.jsonl", "events"
+STAGES = ("engines", "first pictures", "first step")
+"""Of the start, in their order."""
 GAP = 2
 """Pixels between the images of a grid."""
 
@@ -50,6 +52,7 @@ def main(config: DictConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         events = EventWriter(folder / EVENTS, "trainer", keep_all=True)
         report_to(events)
+        begin("engines", events)
         with launched(settings, events) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
             asyncio.run(train(job, settings.trainer, metrics_file, events))
         ended = CommandEnded(code=0)
@@ -76,12 +79,14 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO,
     """Run all steps, with a line of metrics for each; save pictures before and after, and the trained weights."""
     folder = Path(trainer.output_dir)
     if trainer.num_pictures:
+        begin("first pictures", events)
         save_grid(await job.pictures(trainer.num_pictures), folder / "before.png")
+    begin("first step", events)
     for _ in range(trainer.total_training_steps):
         metrics = await job.step()
+        events.write(as_step(metrics, trainer.total_training_steps))
         metrics_file.write(json.dumps(metrics) + "\n")
         metrics_file.flush()
-        events.write(as_step(metrics, trainer.total_training_steps))
         print(describe(metrics, trainer.total_training_steps), flush=True)
         if trainer.num_pictures:
             await asyncio.to_thread(save_grid, job.latest[: trainer.num_pictures], folder / "latest.png")
@@ -89,6 +94,11 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO,
     print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
     if trainer.num_pictures:
         save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
+
+
+def begin(stage: str, events: EventWriter) -> None:
+    """A part of the start begins."""
+    events.write(StageBegan(number=STAGES.index(stage) + 1, total=len(STAGES), name=stage))
 
 
 def as_step(metrics: dict[str, float], total: int) -> StepEnded:

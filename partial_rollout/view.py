@@ -62,6 +62,8 @@ class RunState:
         self.run, self.record = run, RunRecord(run.resolve().name, keep=is_shown)
         self._reader, self.waits, self.lanes = EventReader(events_folder_of(run)), Waits(), Lanes()
         self.interruptions = Interruptions()
+        self._told_steps = False
+        """Whether the stream has steps; that of verl's own modes has none."""
         self._metrics_s = 0.0
         """When the file of verl's `file` logger was written, as of the last look."""
         self._of_steps: dict[str, object] = {}
@@ -80,19 +82,19 @@ class RunState:
         events = self._reader.read()
         self._num_events += len(events)
         self.waits.add(events)
-        has_steps = False
+        has_steps = any(isinstance(event, StepEnded) for event in events)
+        self._told_steps = self._told_steps or has_steps
         for event in events:
             self.record.add(event)
             self.lanes.add(event)
             self.interruptions.add(event)
-            has_steps = has_steps or isinstance(event, StepEnded)
         if has_steps or self._look_at_metrics() or not self._of_steps:
             self._of_steps = self._state_of_steps()
         self.shown = self._of_steps | self._state()
 
     def _look_at_metrics(self) -> bool:
         """Take in the steps of verl's own modes, whose only record is verl's file; whether there may be new ones."""
-        if self.record.steps and not self._metrics_s:
+        if self._told_steps:
             return False
         written_s = max((path.stat().st_mtime for path in self.run.glob("metrics*.jsonl")), default=0.0)
         if written_s == self._metrics_s:

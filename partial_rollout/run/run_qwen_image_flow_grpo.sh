@@ -27,4 +27,4 @@ image_command model.path="$(path_value "$MODEL_PATH")" model.lora_rank="$LORA_RA
   rollout.height="$SIZE" rollout.width="$SIZE" rollout.n="$GROUP_SIZE" rollout.num_steps="$NUM_STEPS" \
   actor.lr="$LEARNING_RATE" trainer.train_batch_size="$BATCH_SIZE" trainer.total_training_steps="$TOTAL_STEPS" \
   trainer.weights_timeout_s=600 "$@"
-exec "${COMMAND[@]}"
+watch_command "$OUTPUT_DIR"

@@ -24,5 +24,4 @@ image_command model.path="$(path_value "$MODEL_PATH")" model.dtype=float32 \
 [[ $SKIP_SETUP == 1 ]] || PARTIAL_ROLLOUT_OMNI=1 bash "$ROOT/scripts/setup_cpu.sh" "$VENV"
 require_file "$INTERPRETER" "Leave out SKIP_SETUP=1, or set VENV to an environment that has vllm-omni in VENV/omni."
 "$INTERPRETER" -m partial_rollout.run.tiny_qwen_image.make_checkpoint --out "$MODEL_PATH"
-"${COMMAND[@]}"
-printf 'metrics and pictures: %s\n' "$OUTPUT_DIR"
+watch_command "$OUTPUT_DIR"

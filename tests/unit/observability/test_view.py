@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from partial_rollout import view
 from partial_rollout.errors import DataError
-from partial_rollout.main_diffusion import as_step
+from partial_rollout.main_diffusion import as_step, begin
 from partial_rollout.observability import lanes as lanes_module
 from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import (
@@ -122,6 +122,18 @@ def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None
     assert "was interrupted at images 0: 6 denoise steps after 0, 0 of them reused, weights 0" in seen
     assert "ended at images 0: 4 denoise steps after 6, 6 of them reused, weights 1" in seen
     assert "PARTIAL_ROLLOUT=1" in next_step(RunRecord(steps={1: step(1)}, unit="denoise steps"))
+
+
+def test_an_image_job_that_starts_has_a_page_though_its_metrics_are_none_of_verls(tmp_path: Path) -> None:
+    now = iter(range(200, 300, 10))
+    begin("engines", writer := EventWriter(tmp_path / "events", "trainer", clock=lambda: 150.0))
+    (tmp_path / "metrics.jsonl").write_text("")
+    state = RunState(tmp_path, clock=lambda: float(next(now)))
+    assert dict(state.shown["head"])["health"] == "starting, engines for 50 s"  # pyright: ignore[reportArgumentType, reportCallIssue]
+    writer.write(step(1))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    state.look()
+    assert state.shown["step"] == 1
 
 
 async def test_a_wrong_token_is_refused_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
