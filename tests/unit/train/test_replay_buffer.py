@@ -45,6 +45,21 @@ class Ref:
     ready: bool = True
 
 
+@dataclass(eq=False)
+class LateRef:
+    """An object ref that is ready so many seconds after it was first looked at."""
+
+    value: Any
+    ray: FakeRay
+    after_s: float
+    since_s: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        self.since_s = self.ray.now_s if self.since_s is None else self.since_s
+        return self.ray.now_s - self.since_s >= self.after_s
+
+
 @dataclass
 class FakeRay:
     """`wait` with nothing ready lets its whole timeout pass."""
@@ -329,3 +344,23 @@ def test_a_dead_transfer_queue_is_told(world: World, monkeypatch: pytest.MonkeyP
     with pytest.raises(WaitTimeout, match="TransferQueue to clear 1 rows of prompts that have left"):
         buffer.sample(STEP, "train", 1)
     never.set()
+
+
+def test_a_wait_as_long_as_those_before_is_no_warning(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sound run with long responses waits for minutes in each step; its log says so, its warnings do not."""
+    monkeypatch.setattr(replay_buffer, "REPORT_INTERVAL_S", 10.0)
+    caplog.set_level(logging.INFO, logger=replay_buffer.__name__)
+    taken = TakeResult(groups=(group("a", 1),))
+    buffer = world.buffer(*(cast("Any", LateRef(taken, world.ray, after_s)) for after_s in (25.0, 25.0, 75.0)))
+    told: list[list[tuple[str, int]]] = []
+    for step in range(3):
+        caplog.clear()
+        buffer.sample(STEP + step, "train", 1)
+        reports = [each for each in caplog.records if each.name == replay_buffer.__name__]
+        told.append([(each.levelname, int(each.getMessage().split()[3])) for each in reports])
+    assert told[0] == [("WARNING", 10), ("WARNING", 20), ("WARNING", 30)]
+    assert told[1] == [("INFO", 10), ("INFO", 20), ("INFO", 30)]
+    usual = [("INFO", seconds) for seconds in range(10, 70, 10)]
+    assert told[2] == [*usual, ("WARNING", 70), ("WARNING", 80)]
