@@ -7,6 +7,7 @@ Exit code 0: the run can start, as far as one can see from here; 1: something is
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from partial_rollout.errors import ConfigError, Refusal, UserError
+from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
@@ -101,6 +103,7 @@ def diagnose(words: Sequence[str]) -> Report:
     try:
         line = CommandLine.parse(words)
         check_overrides(line.overrides)
+        check_versions()
         config = compose_line(resolve(line))
         if not enable(config) and ByHand.read(line.overrides).has(FLAG):
             report.add("look at", f"the command line turns {FLAG} off; this is what it would do with True")
@@ -166,7 +169,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     report = diagnose(words)
-    print(report)
+    try:
+        print(report, flush=True)
+    except BrokenPipeError:  # `doctor ... | head`: the reader has seen enough, and Python's own flush at the end fails
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(report.is_blocked)
 
 

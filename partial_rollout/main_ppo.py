@@ -79,9 +79,10 @@ def _begin(prepared: Prepared) -> Path | None:
 def start() -> None:
     """Check the command line's keys and the versions, on whose files the configuration is built, then run `main`."""
     try:
-        check_overrides(sys.argv[1:])
+        line = CommandLine.parse(sys.argv[1:])
+        check_overrides(line.overrides)
         check_versions()
-        sys.argv[1:] = resolve(CommandLine.parse(sys.argv[1:])).arguments()
+        sys.argv[1:] = resolve(line).arguments()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

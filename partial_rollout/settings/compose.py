@@ -34,6 +34,11 @@ ENTRY_POINTS = ("verl.trainer.main_ppo", "partial_rollout.main_ppo")
 """Modules whose command lines these are."""
 WITH_VALUE = (("-c", "--cfg"), ("-p", "--package"), ("--experimental-rerun",))
 """Hydra's other options that take a word."""
+WITHOUT_VALUE = (
+    *("-h", "--help", "--hydra-help", "--version", "-r", "--run", "-m", "--multirun", "--resolve"),
+    *("-sc", "--shell-completion", "-i", "--info"),
+)
+"""Hydra's options that stand alone; `--info` may be followed by a word."""
 SEARCHPATH = "hydra.searchpath"
 VERL_PACKAGE = "pkg://verl.trainer.config"
 """Hydra would import verl, and with it torch and Ray, to find this."""
@@ -66,12 +71,13 @@ class CommandLine:
         """From the words of a whole command (`python3 -m verl.trainer.main_ppo ...`), or of its arguments only.
 
         Raises:
-            ConfigError: another program is started.
+            ConfigError: another program is started, or a word is neither an option of Hydra's nor an override.
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for names in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir"), *WITH_VALUE):
             parser.add_argument(*names)
         known, rest = parser.parse_known_args(_arguments(words))
+        _check_words(rest)
         others = {names[-1]: getattr(known, names[-1].lstrip("-").replace("-", "_")) for names in WITH_VALUE}
         return cls(
             known.config_path,
@@ -105,6 +111,58 @@ def _arguments(words: Sequence[str]) -> list[str]:
             "starts the training, or its overrides only"
         )
     return list(words)
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse, by its name, each word that Hydra would refuse without naming it."""
+    for position, word in enumerate(words):
+        before = words[position - 1] if position else ""
+        if word.startswith("-"):
+            _check_option(word)
+        elif not word.strip():
+            raise ConfigError(
+                "the command line has a word of spaces only: a backslash that continues a line must be its last "
+                "character (or an unset variable stands in quotes)"
+            )
+        elif "=" not in word and not word.startswith("~") and before not in ("-i", "--info"):
+            raise ConfigError(_without_equals(words, position))
+        elif "=" in word or word.startswith("~"):
+            _check_grammar(word)
+
+
+def _check_option(word: str) -> None:
+    name, equals, _ = word.partition("=")
+    if name in WITHOUT_VALUE:
+        return
+    key = word.lstrip("-")
+    what = f"write it without {word[: len(word) - len(key)]}: {key}" if equals else "an override is written key=value"
+    raise ConfigError(f"{word} is not an option of Hydra's: {what}")
+
+
+def _without_equals(words: Sequence[str], position: int) -> str:
+    """What is wrong with a word in which `=` is missing, with the word that was perhaps meant."""
+    word, after = words[position], [*words[position + 1 : position + 3], "", ""]
+    meant = "key=value"
+    if after[0].startswith("="):
+        meant = f"{word}{after[0]}{after[1] if after[0] == '=' else ''}"
+    elif position and words[position - 1].endswith("="):
+        meant = f"{words[position - 1]}{word}"
+    return f"{word} is not an override: write {meant}, as one word without spaces around ="
+
+
+def _check_grammar(override: str) -> None:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        value = override.partition("=")[2]
+        if "~/" in value:
+            home = override.replace("~/", "$HOME/")
+            why = f"Hydra takes no ~ in a value, and the shell has not replaced it: write {home}"
+        elif value.endswith(","):
+            why = f"there is a comma at its end: write {override.rstrip(',')}"
+        else:
+            why = explain(error)
+        raise ConfigError(f"{override} cannot be read: {why}") from error
 
 
 def resolve(line: CommandLine) -> CommandLine:

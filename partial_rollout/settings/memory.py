@@ -149,7 +149,8 @@ class DeviceNeed:
             f"training takes {self.training_bytes / GIB:.1f} GiB of each GPU ({self.state_bytes / GIB:.1f} for "
             f"weights, gradients and optimizer, {self.row_bytes / GIB:.1f} for a row of {self.row_tokens:,} tokens, "
             f"{OTHER_BYTES / GIB:.0f} for the rest), the engine has {self.engine_share:g} of the GPU "
-            f"(gpu_memory_utilization), so both need a GPU of {self.least_bytes / GIB:.0f} GiB, or a lower share"
+            f"(gpu_memory_utilization), so both need a GPU of {self.least_bytes / GIB:.0f} GiB, or the engine a lower "
+            "gpu_memory_utilization"
         )
 
 

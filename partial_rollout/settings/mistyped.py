@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from partial_rollout.settings.by_hand import GENERATED, override_key, verl_defaults
+from partial_rollout.settings.command_line import FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -55,6 +56,8 @@ def unknown_key(text: str) -> str | None:
     if match is None:
         return None
     key = match[1]
+    if key == FLAG:
+        return f"write +{FLAG}=True: the + is needed, because verl's configuration files do not have this key"
     backends = [strategy for strategy in GENERATED if key in verl_defaults(strategy)]
     if backends:
         engines = " or ".join(backends)

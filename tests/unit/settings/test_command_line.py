@@ -10,6 +10,7 @@ import pytest
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.command_line import check_overrides
+from partial_rollout.settings.compose import CommandLine
 
 SLOW = ("torch", "vllm", "verl", "transformers")
 
@@ -68,3 +69,33 @@ def test_the_entry_point_tells_it_at_once():
     assert result.returncode == 2, result.stderr
     assert "error: unknown key partial_rollout.prefech_factor: did you mean" in result.stderr
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--actor_rollout_ref.rollout.n=8"], "write it without --: actor_rollout_ref.rollout.n=8"),
+        (["-actor_rollout_ref.rollout.n=8"], "write it without -: actor_rollout_ref.rollout.n=8"),
+        (["a.b=1", "--no_such_option"], "--no_such_option is not an option of Hydra's: an override is written"),
+        (["a.b=1", "rollout.n", "=", "8"], "rollout.n is not an override: write rollout.n=8, as one word"),
+        (["a.b=1", "rollout.n", "=8"], "rollout.n is not an override: write rollout.n=8, as one word"),
+        (["rollout.n=", "8"], "8 is not an override: write rollout.n=8, as one word"),
+        (["a.b=1", "alone"], "alone is not an override: write key=value, as one word"),
+        (["a.b=1", " "], "a word of spaces only: a backslash that continues a line"),
+        (["data.train_files=~/data/x.parquet"], r"no ~ in a value, .* write data.train_files=\$HOME/data/x.parquet"),
+        (["data.train_files=[~/a,~/b]"], r"write data.train_files=\[\$HOME/a,\$HOME/b\]"),
+        (["data.train_batch_size=256,"], "a comma at its end: write data.train_batch_size=256$"),
+        (["a.b=1", "trainer.nnodes=["], r"trainer.nnodes=\[ cannot be read: no viable alternative at input"),
+    ],
+)
+def test_a_word_that_is_neither_option_nor_override_is_told_by_its_name(words: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        CommandLine.parse(words)
+
+
+def test_hydras_options_and_overrides_are_left_as_they_are():
+    options = ["--cfg", "job", "--resolve", "--info", "all", "-m", "--help"]
+    overrides = ["~trainer.logger", "+a.b=1", "data.files=[a,b]", "c.d='~/e'", "f.g=1,2", "h.i=", "j={k: 1}"]
+    line = CommandLine.parse([*options, *overrides])
+    assert line.options == ("--cfg=job", "--resolve", "--info", "-m", "--help")
+    assert line.overrides == ("all", *overrides)

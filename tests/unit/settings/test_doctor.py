@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from partial_rollout.doctor import diagnose
-from partial_rollout.errors import ConfigError
+from partial_rollout.errors import ConfigError, VersionError
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.compose import CommandLine, compose_line, resolve
 from partial_rollout.settings.prepare import prepare
@@ -183,3 +183,20 @@ def test_another_program_is_told():
     report = diagnose(["python3", "-m", "verl.trainer.sft_trainer", "data.train_files=a"])
     assert report.is_blocked
     assert "does not start one of verl.trainer.main_ppo, partial_rollout.main_ppo" in report.lines[0][1]
+
+
+def test_versions_that_the_start_refuses_are_told(paths: list[str], monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise VersionError("found vllm 0.1, this release needs vllm 0.24")
+
+    monkeypatch.setattr("partial_rollout.doctor.check_versions", refuse)
+    assert blocked([*paths, *VLLM]) == ["found vllm 0.1, this release needs vllm 0.24"]
+
+
+def test_a_reader_that_goes_away_is_no_fault(paths: list[str]):
+    read, write = os.pipe()
+    os.close(read)
+    doctor = [sys.executable, "-m", "partial_rollout.doctor", *paths, *VLLM]
+    with os.fdopen(write, "wb") as gone:
+        done = subprocess.run(doctor, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")

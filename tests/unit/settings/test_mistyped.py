@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from partial_rollout.doctor import diagnose
 from partial_rollout.settings.mistyped import added_by_mistake, guess, known_keys, unknown_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,10 @@ def test_only_a_key_very_near_to_one_of_verls_is_looked_at():
     assert added_by_mistake(added) == {
         "actor_rollout_ref.rollout.max_num_seq": "actor_rollout_ref.rollout.max_num_seqs"
     }
+
+
+def test_a_flag_without_its_plus_is_told_how_to_write_it(tmp_path: Path):
+    (tmp_path / "data").touch()
+    data = [f"data.{name}_files={tmp_path / 'data'}" for name in ("train", "val")]
+    report = diagnose([*data, "async_training.partial_rollout=True"])
+    assert report.blocked[0].startswith("write +async_training.partial_rollout=True: ")
