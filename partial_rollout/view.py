@@ -56,6 +56,8 @@ class RunState:
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         """Raises DataError if there is no run at `run`."""
+        if run.is_file():
+            raise DataError(f"{run} is a file: give the folder of the run")
         self._clock, self._looked_s = clock, -math.inf
         self.shown: dict[str, object] = {}
         """What the page shows, as of the last look."""
@@ -160,8 +162,9 @@ class RunState:
             stands = silent_s > max([SILENT_S, *(SILENT_STEPS * each for each in times)])
             health = f"last event {duration(silent_s)} ago" + (": it stands still, or was killed" if stands else "")
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
-        gate = "" if record.gate is None else "open" if record.gate.is_open else "closed"
-        head = [["step", f"{step}/{record.total or '?'}"], ["gate", gate], ["weights", str(record.version)]]
+        head = [["step", f"{step}/{record.total or '?'}"]]
+        if record.gate is not None:  # verl's own modes have none
+            head += [["gate", "open" if record.gate.is_open else "closed"], ["weights", str(record.version)]]
         return [*head, *([["left", f"about {duration(left_s)}"]] if left_s else []), ["health", health]]
 
 

@@ -164,7 +164,11 @@ def metrics_steps(path: Path) -> list[StepEnded]:
         DataError: a line is none of that logger.
     """
     steps = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no file of verl's file logger, which is text: {error}") from error
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             data: dict[str, float | None] = {

@@ -124,6 +124,16 @@ def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None
     assert "PARTIAL_ROLLOUT=1" in next_step(RunRecord(steps={1: step(1)}, unit="denoise steps"))
 
 
+def test_a_run_of_verls_own_modes_has_a_page_without_gate_and_queue(tmp_path: Path) -> None:
+    verls = {"critic/score/mean": 0.5, "timing_s/step": 8.0, "timing_s/gen": 5.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": verls}) + "\n")
+    now = iter(range(200, 300, 10))
+    state = RunState(tmp_path, clock=lambda: float(next(now)))
+    assert state.shown["head"][0] == ["step", "1/?"]  # pyright: ignore[reportIndexIssue]
+    assert (len(state.shown["head"]), state.shown["flow"]) == (2, [])  # pyright: ignore[reportArgumentType]
+    assert "+async_training.partial_rollout=True" in str(state.shown["advice"])
+
+
 def test_an_image_job_that_starts_has_a_page_though_its_metrics_are_none_of_verls(tmp_path: Path) -> None:
     now = iter(range(200, 300, 10))
     begin("engines", writer := EventWriter(tmp_path / "events", "trainer", clock=lambda: 150.0))
@@ -225,6 +235,11 @@ def test_what_is_no_run_and_a_port_that_is_taken_are_errors(tmp_path: Path, caps
     with pytest.raises(DataError, match="neither events nor metrics"):
         RunState(tmp_path / "nowhere")
     assert view.main([str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "metrics.jsonl.gz").write_bytes(b"\x1f\x8b")
+    assert view.main([str(tmp_path / "metrics.jsonl.gz")]) == 2
+    assert "is a file: give the folder of the run" in capsys.readouterr().err
+    with pytest.raises(DataError, match="is no file of verl's file logger, which is text"):
+        load(tmp_path / "metrics.jsonl.gz")
     with view.socket.create_server((view.HOST, 0)) as taken:
         assert view.main([str(a_run(tmp_path)), "--port", str(taken.getsockname()[1])]) == 2
     assert "error: [Errno 98] Address already in use" in capsys.readouterr().err
