@@ -28,7 +28,7 @@ from partial_rollout.core.interrupt import MODES
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
-from partial_rollout.settings.derived import ADAPTER_RANKS, depth_bounds, read_block, read_settings
+from partial_rollout.settings.derived import ADAPTER_RANKS, depth_bounds, has_own_reference, read_block, read_settings
 from partial_rollout.settings.flag import ROLLOUT
 from partial_rollout.settings.memory import (
     GIB,
@@ -40,7 +40,7 @@ from partial_rollout.settings.memory import (
     model_sizes,
     uncounted_state,
 )
-from partial_rollout.settings.refused import AT_THE_END, check_packing, unmet_needs
+from partial_rollout.settings.refused import AT_THE_END, Needs, check_packing, unmet_needs
 from partial_rollout.settings.retention import ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
 
 if TYPE_CHECKING:
@@ -65,14 +65,22 @@ SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
-UNTRIED_WITH_KV = {key: (None, False) for key in AT_THE_END}
+UNTRIED_WITH_KV: Needs = {
+    **{key: (None, False) for key in AT_THE_END},
+    **{f"rollout.engine_kwargs.vllm.{name}": (None,) for name in ("kv_transfer_config", "kv_offloading_size")},
+    "rollout.engine_kwargs.vllm.no_enable_prefix_caching": (None, False),
+}
 """Needs of a mode that retains KV, beyond those without which it is refused: with these nobody has run one."""
-UNTRIED_WITH_OFFLOADING = {
+UNTRIED_WITH_OFFLOADING: Needs = {
     **UNTRIED_WITH_KV,
     **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
     "model.lora_adapter_path": (None,),
     "rollout.enable_sleep_mode": (None, True),
     "rollout.pipeline_model_parallel_size": (None, 1),
+    "rollout.expert_parallel_size": (None, 1),
+    # Host memory that `host_need` does not count.
+    "rollout.engine_kwargs.vllm.cpu_offload_gb": (None, 0),
+    "rollout.engine_kwargs.vllm.swap_space": (None, 0),
     "rollout.engine_kwargs.vllm.kv_cache_dtype": (None, "auto"),
     "rollout.quantization": (None,),
 }
@@ -433,9 +441,25 @@ def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
     except ConfigError as obstacle:
         why = "our planner has not what it needs (FSDP, whole mini-batches on each rank)"
         yield Choice(PLANNER_KEY, AUTO, "verl", str(obstacle).partition(" is not allowed")[0], why, page)
+        return
+    if (fixed := _fixed_sizes(config)) and not block.packing.token_budget:
+        why = (
+            f"micro-batches have the size that you gave; our planner fills rows up to a number of tokens "
+            f"(set {PLANNER_KEY}=global for it)"
+        )
+        yield Choice(PLANNER_KEY, AUTO, "verl", f"{fixed}=False", why, page)
     else:
         seen = f"actor_rollout_ref.actor.strategy={config.actor_rollout_ref.actor.strategy}"
         yield Choice(PLANNER_KEY, AUTO, "global", seen, "fewer micro-batches, with rows even in what they cost", page)
+
+
+def _fixed_sizes(config: DictConfig) -> str:
+    """The switch of a pass whose micro-batches have a fixed number of responses; empty if none has."""
+    passes = ["actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz"]
+    if has_own_reference(config):
+        passes.append("ref.log_prob_use_dynamic_bsz")
+    keys = (f"actor_rollout_ref.{name}" for name in passes)
+    return next((key for key in keys if not OmegaConf.select(config, key)), "")
 
 
 # ---- checkpoints ----

@@ -125,6 +125,14 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     _write_block(changes, settings)
 
 
+def fit_workers(changes: Changes, settings: Settings) -> None:
+    """Lower verl's default number of agent-loop workers where a batch has fewer prompts; a number set by hand stays."""
+    key, num_groups = f"{ROLLOUT}.agent.num_workers", settings.num_slots // settings.group
+    if 1 <= num_groups < settings.num_workers and not changes.by_hand.where(changes.config, key):
+        why = f"a worker starts all responses of a prompt together, and there are slots for {num_groups} prompts"
+        changes.complete(key, num_groups, why)
+
+
 def verl_fetches_single_prompts(config: DictConfig) -> bool:
     """Whether verl sets data.gen_batch_size to 1 by itself, in its mode `sync` as well."""
     switches = ("algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups")

@@ -223,10 +223,17 @@ def devices_of_engine(config: DictConfig) -> int:
     return rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
 
 
+BESIDE = {"reward.reward_model.enable": "a reward model", "distillation.enabled": "a teacher"}
+"""Engines beside those of the rollout, which may be on the same nodes."""
+
+
 def uncounted_state(config: DictConfig) -> str:
     """What training keeps in host memory and `host_need` does not count, in words; empty if there is nothing."""
     if needs_critic(config):
         return "a critic, whose size is not known"
+    for key, what in BESIDE.items():
+        if OmegaConf.select(config, key):
+            return f"{what}, whose memory is not counted"
     is_sharded = config.actor_rollout_ref.actor.strategy in PACKED_STRATEGIES
     roles = ("model", "actor", "ref") if has_own_reference(config) else ("model", "actor")
     offloads = (key for role in roles for key in _offloads(config, f"actor_rollout_ref.{role}"))

@@ -9,7 +9,7 @@ from partial_rollout.errors import ConfigError, UserError
 from partial_rollout.settings.auto import propose, take
 from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.flag import apply_mode, is_enabled, place_events, provide_attention
+from partial_rollout.settings.flag import apply_mode, fit_workers, is_enabled, place_events, provide_attention
 from partial_rollout.settings.refused import INPUT_CHECKS, MODE_CHECKS, check_counts
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     choices: tuple[Choice, ...] = ()
     proposals: tuple[Proposal, ...] = ()
     if enabled:
+        fit_workers(changes, settings)
         proposals = tuple(propose(config))
         choices = tuple(take(changes))
         settings = read_settings(config)

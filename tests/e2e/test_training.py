@@ -147,7 +147,6 @@ def _check_choices(job: Job) -> None:
     assert chosen["partial_rollout.tail.interrupt_mode"] == "reuse_kv"
     assert chosen["partial_rollout.slots.adaptive"] is True
     assert chosen["partial_rollout.prefetch_factor"] == 2.0
-    assert chosen["partial_rollout.packing.planner"] == "global"
     lines = [line for line in job.output.splitlines() if "auto: partial_rollout.tail.interrupt_mode = reuse_kv" in line]
     assert len(lines) == 1
     assert last_start < min(event.t for event in job.stream if isinstance(event, StepEnded) and event.step == 11)

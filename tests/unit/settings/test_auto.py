@@ -99,6 +99,9 @@ def test_engines_that_keep_their_memory_keep_the_kv_too(composed: Composed):
         {f"{ROLLOUT}.enable_rollout_routing_replay": True},
         {f"{ROLLOUT}.mtp.enable_rollout": True},
         {f"{ROLLOUT}.disaggregation.enabled": True},
+        {f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}},
+        {f"{ROLLOUT}.engine_kwargs.vllm.kv_offloading_size": 4},
+        {f"{ROLLOUT}.engine_kwargs.vllm.no_enable_prefix_caching": True},
         {f"{TAIL}.policy": "wait"},
     ],
 )
@@ -272,6 +275,15 @@ def value_of_size(config: DictConfig, machine: Machine) -> int | None:
         ({f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"a": 1}}, LARGE, "kv_transfer_config="),
         ({f"{ROLLOUT}.engine_kwargs.vllm.kv_offloading_size": 4}, LARGE, "kv_offloading_size=4"),
         ({"actor_rollout_ref.model.lora_rank": 8}, LARGE, "lora_rank=8"),
+        ({"actor_rollout_ref.model.lora_adapter_path": "here"}, LARGE, "lora_adapter_path=here"),
+        ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, LARGE, "pipeline_model_parallel_size=2"),
+        ({f"{ROLLOUT}.expert_parallel_size": 2}, LARGE, "expert_parallel_size=2"),
+        ({f"{ROLLOUT}.quantization": "fp8"}, LARGE, "quantization=fp8"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}, LARGE, "kv_cache_dtype=fp8"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb": 20}, LARGE, "cpu_offload_gb=20"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.swap_space": 16}, LARGE, "swap_space=16"),
+        ({"reward.reward_model.enable": True}, LARGE, "a reward model"),
+        ({"distillation.enabled": True}, LARGE, "a teacher"),
         ({f"{ROLLOUT}.enable_sleep_mode": False}, LARGE, "enable_sleep_mode=False"),
         ({f"{TAIL}.policy": "reorder"}, LARGE, "policy=reorder"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, LARGE, "an engine of 2 devices on nodes with"),
@@ -565,22 +577,44 @@ def test_bounds_set_by_hand_are_those_of_an_adaptive_number(composed: Composed):
     assert (told.slots.adaptive, told.slots.least, told.slots.most) == (True, 32, 48)
 
 
+def test_the_least_number_of_slots_set_by_hand_stays(composed: Composed):
+    told = started(composed({"partial_rollout.slots.least": 16}))
+    assert (told.slots.adaptive, told.slots.least) == (True, 16)
+
+
 # ---- planner ----
 
 PLANNER = "partial_rollout.packing.planner"
+DYNAMIC = {
+    f"actor_rollout_ref.{key}": True
+    for key in ("actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz", "ref.log_prob_use_dynamic_bsz")
+}
+"""Passes whose micro-batches have as many responses as a number of tokens has room for."""
 
 
 @pytest.mark.parametrize(
     ("changes", "planner", "seen"),
     [
-        ({}, "global", "strategy=fsdp2"),
+        (DYNAMIC, "global", "strategy=fsdp2"),
+        ({}, "verl", "actor.use_dynamic_bsz=False"),
+        (
+            {**DYNAMIC, "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": False},
+            "verl",
+            "rollout.log_prob_use_dynamic_bsz=False",
+        ),
+        (
+            {**DYNAMIC, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False, "algorithm.use_kl_in_reward": True},
+            "verl",
+            "ref.log_prob_use_dynamic_bsz=False",
+        ),
+        ({"partial_rollout.packing.token_budget": 4096}, "global", "strategy=fsdp2"),
         ({"actor_rollout_ref.actor.strategy": "megatron"}, "verl", "strategy=megatron"),
         ({"actor_rollout_ref.actor.shuffle": True}, "verl", "shuffle=True"),
         ({"trainer.n_gpus_per_node": 3}, "verl", "for 3 ranks"),
     ],
 )
 def test_our_planner_is_taken_where_the_trainer_has_what_it_needs(composed: Composed, changes, planner: str, seen: str):
-    config = composed(changes)
+    config = composed({PLANNER: "auto", **changes})
     (choice,) = chosen(config, PLANNER)
     assert choice.value == planner
     assert seen in choice.seen
@@ -663,7 +697,7 @@ def test_a_correction_without_a_threshold_is_off(composed: Composed):
 
 
 def test_choosing_changes_nothing(composed: Composed):
-    config = composed({IS: None})
+    config = composed({IS: None, PLANNER: "auto"})
     before = OmegaConf.to_container(config)
     assert {choice.key for choice in choose(config)} == {
         MODE,

@@ -9,6 +9,9 @@ from omegaconf import OmegaConf
 
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.by_hand import ByHand, verl_defaults
+from partial_rollout.settings.changes import Changes
+from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import fit_workers
 from tests.unit.settings.support import apply, unlisted, values
 
 if TYPE_CHECKING:
@@ -118,3 +121,26 @@ def test_that_checkpoints_are_removed_by_the_flags_trainer_is_listed_and_done_la
 def test_verls_defaults_are_those_of_the_trainers_backend(strategy: str):
     assert verl_defaults(strategy)["trainer.v1.trainer_mode"] == "sync"
     assert str(verl_defaults(strategy)["actor_rollout_ref.actor.strategy"]).startswith(strategy)
+
+
+WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "typed", "num_workers"),
+    [
+        ({WORKERS: 8, "data.train_batch_size": 4}, (), 4),
+        ({WORKERS: 8, "data.train_batch_size": 16}, (), 8),
+        ({WORKERS: 8, "data.train_batch_size": 4}, (f"{WORKERS}=8",), 8),
+        ({WORKERS: 6, "data.train_batch_size": 4}, (), 6),
+    ],
+)
+def test_verls_default_number_of_workers_is_lowered_to_the_prompts_of_a_small_batch(
+    composed: Composed, changes: dict[str, Any], typed: tuple[str, ...], num_workers: int
+):
+    """8 is verl's default; another number in a file is the user's."""
+    config = composed(changes)
+    made = Changes(config, ByHand.read(typed))
+    fit_workers(made, read_settings(config))
+    assert OmegaConf.select(config, WORKERS) == num_workers
+    assert [change.after for change in made.made] == ([] if num_workers == changes[WORKERS] else [num_workers])
