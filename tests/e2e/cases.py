@@ -158,5 +158,7 @@ def counts(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
 def last_error(job: Job) -> str:
     """The driver's own message, or the last line that names an exception."""
     lines = [line.strip() for line in job.output.splitlines()]
-    told = [line for line in lines if line.startswith("error: ")] or [line for line in lines if "Error" in line and not line.startswith("Error executing job")]
-    return told[-1][:300] if told else f"code {job.code}"
+    told = [line for line in lines if line.startswith("error: ")]
+    # Hydra's line has all overrides, and the error only below it.
+    named = [line for line in lines if "Error" in line and not line.startswith("Error executing job")]
+    return (told or named or [f"code {job.code}"])[-1][:300]
