@@ -130,7 +130,7 @@ ROWS = (
         "engine",
         "vLLM, CPU build 0.28.0",
         TESTED,
-        "`tests/engine`, `tests/e2e`",
+        "`tests/e2e/test_training.py`, `tests/engine/test_interrupt_modes.py`",
         _vllm_on("cpu"),
         brief="vLLM on a CPU",
     ),
@@ -217,7 +217,7 @@ ROWS = (
         {f"{ROLLOUT}.name": "sglang"},
         brief="SGLang, TensorRT-LLM: only vLLM has our gate",
     ),
-    Row("trainer", "FSDP2", TESTED, "the quickstart's strategy", _is(f"{ACTOR}.strategy", "fsdp2"), brief="FSDP2"),
+    Row("trainer", "FSDP2", TESTED, "`tests/e2e/test_training.py`", _is(f"{ACTOR}.strategy", "fsdp2"), brief="FSDP2"),
     Row(
         "trainer",
         "FSDP",
@@ -295,7 +295,7 @@ ROWS = (
         "algorithm",
         "GRPO, DAPO's losses",
         TESTED,
-        "`configs/recipe/*.yaml`",
+        "`tests/e2e/test_training.py`; DAPO's clipping: `tests/e2e/test_adaptive.py`",
         _is("algorithm.adv_estimator", "grpo"),
         brief="GRPO, DAPO",
     ),
@@ -355,8 +355,8 @@ ROWS = (
         "algorithm",
         "`filter_groups` (DAPO's dynamic sampling)",
         TESTED,
-        "as in verl's asynchronous modes: k groups without spread are dropped, k fresh prompts are sampled at once; "
-        "`max_num_gen_batches` is ignored with a warning",
+        "`tests/e2e/test_adaptive.py`; as in verl's asynchronous modes: k groups without spread are dropped, k fresh "
+        "prompts are sampled at once; `max_num_gen_batches` is ignored with a warning",
         _is("algorithm.filter_groups.enable", True),
         {"algorithm.filter_groups.enable": True},
         brief="`filter_groups`",
@@ -373,7 +373,7 @@ ROWS = (
         "reward",
         "functions, rule-based or your own",
         TESTED,
-        "`tests/e2e`",
+        "`tests/e2e/test_training.py`, `tests/e2e/test_adaptive.py`",
         lambda config: not _has_reward_model(config),
         brief="functions",
     ),
@@ -412,7 +412,7 @@ ROWS = (
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": False},
         brief="reward model on the engines' GPUs: it puts engines to sleep",
     ),
-    Row("agent loop", "single turn", TESTED, "`tests/e2e`", _is_one_call, brief="single turn"),
+    Row("agent loop", "single turn", TESTED, "`tests/e2e/test_training.py`", _is_one_call, brief="single turn"),
     Row(
         "agent loop",
         "several calls of one trajectory; tools",
@@ -438,16 +438,18 @@ ROWS = (
         "`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop_token_ids`, `min_tokens`, "
         "`ignore_eos`",
         TESTED,
-        "limits count over the whole response",
+        "`tests/engine/test_interruption.py`, `tests/unit/rollout/test_client.py`; limits count over the whole "
+        "response",
         brief="temperature, `top_p`, `top_k`, seeds, stop tokens, `min_tokens`",
     ),
     Row(
         "sampling",
         "`stop` strings, with `include_stop_str_in_output`",
         TESTED,
-        "looked for in the whole response. As in vLLM, the tokens of the string are in the response; the parameter is "
-        "about text, which training does not see. If a string falls on an interruption, the engine sees only a part of "
-        "it: then it goes on to the response's end, and what comes after the string is cut",
+        "`tests/engine/test_interruption.py`; looked for in the whole response. As in vLLM, tokens of the string are "
+        "in the response; the parameter is about text, which training does not see. If a string falls on an "
+        "interruption, the engine sees only a part of it: then it goes on to the response's end, and what comes after "
+        "the string is cut",
         brief="stop strings",
     ),
     Row(

@@ -24,6 +24,8 @@ FILTERED = [
     "reward.custom_reward_function.path=pkg://tests.e2e.row_reward",
 ]
 """Every fourth group has no spread."""
+CLIPPING = ["clip_ratio_low=0.2", "clip_ratio_high=0.28", "clip_ratio_c=10.0", "loss_agg_mode=token-mean"]
+"""As in the recipe `dapo`."""
 pytestmark = pytest.mark.e2e
 
 
@@ -33,6 +35,7 @@ def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replac
         f"{VLLM}.block_size={BLOCK_SIZE}", f"{VLLM}.num_gpu_blocks_override={NUM_BLOCKS}",
         "partial_rollout.slots.adaptive=True", "partial_rollout.slots.interval_s=0.3",
         f"partial_rollout.num_slots={FIRST}", "partial_rollout.stream_interval=8", *FILTERED,
+        *(f"actor_rollout_ref.actor.{each}" for each in CLIPPING),
     )  # fmt: skip
     assert job.code == 0, job.output[-4000:]
     assert job.survivors == []

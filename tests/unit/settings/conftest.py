@@ -20,13 +20,14 @@ CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
-    """The quickstart's configuration, composed once because that takes seconds; its paths are there."""
+    """The quickstart's configuration, without its planner; composed once because that takes seconds. Its paths exist."""
     folder = tmp_path_factory.mktemp("task")
     paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
     paths["actor_rollout_ref.model.path"] = "model"
     for name in paths.values():
         (folder / name).touch()
     sizes = ["critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"]
+    sizes.append("partial_rollout.packing.planner=auto")
     with initialize_config_dir(CONFIGS, version_base=None):
         return compose("quickstart_cpu", overrides=[*sizes, *(f"{key}={folder / name}" for key, name in paths.items())])
 

@@ -11,7 +11,7 @@ import pytest
 
 from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import UserError
-from partial_rollout.settings.matrix import REFUSED, ROWS, SEEN_ON_CPU, Row, rows_of
+from partial_rollout.settings.matrix import REFUSED, ROWS, SEEN_ON_CPU, TESTED, Row, rows_of
 from tests.unit.settings.support import check
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def test_what_a_row_names_as_its_proof_is_there_and_says_so():
     for row in ROWS:
         for name in re.findall(r"`((?:tests|configs)/[^`*]+)`", row.where):
             assert (ROOT / name).exists(), row.what
+        if row.state == TESTED:
+            assert re.search(r"`tests/[^`]+/test_\w+\.py`", row.where), row.what
     cases = json.loads((ROOT / "benchmarks/results/matrix.json").read_text())["rows"].values()
     ran = " ".join(case["case"] for case in cases if case["runs"])
     seen = [row.what for row in ROWS if row.state == SEEN_ON_CPU]
