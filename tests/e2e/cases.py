@@ -45,13 +45,10 @@ def _reward_model(_: str) -> list[str]:
         f"{block}.rollout.dtype=float32", f"{block}.rollout.free_cache_engine=False",
         f"++{block}.rollout.enable_sleep_mode=False",
         f"{block}.rollout.max_num_seqs=32", f"{block}.rollout.prompt_length=352", f"{block}.rollout.response_length=1",
-        f"{REWARD_FUNCTION}.path=null", "ray_kwargs.ray_init.num_gpus=2",
+        f"{REWARD_FUNCTION}.path={Path(__file__).with_name('model_reward.py')}",
+        f"{REWARD_FUNCTION}.name=compute_score",
+        "ray_kwargs.ray_init.num_gpus=2",
     ]  # fmt: skip
-
-
-def _asked_reward_model(model: str) -> list[str]:
-    function = Path(__file__).with_name("model_reward.py")
-    return [*_reward_model(model), f"{REWARD_FUNCTION}.path={function}", f"{REWARD_FUNCTION}.name=compute_score"]
 
 
 @dataclass(frozen=True)
@@ -123,11 +120,8 @@ CASES = {
     ),
     "reward_model": Case(
         "a reward function that asks a reward model on devices of its own",
-        _twice(_asked_reward_model),
+        _twice(_reward_model),
         write_reward_model,
-    ),
-    "classifier": Case(
-        "a classifier on devices of its own as the only reward", _twice(_reward_model), write_reward_model
     ),
     "megatron": Case(
         "Megatron with planner=verl",

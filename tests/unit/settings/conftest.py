@@ -20,7 +20,7 @@ CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
-    """The quickstart's configuration, without its planner; composed once because that takes seconds. Its paths exist."""
+    """The quickstart's configuration but for its planner, composed once because that takes seconds; its paths exist."""
     folder = tmp_path_factory.mktemp("task")
     paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
     paths["actor_rollout_ref.model.path"] = "model"
