@@ -3,7 +3,8 @@
     actor dies ──> prompt manager ──next_death──> thread of the RunWatch ──signal──> main thread: the error is raised
 
 verl's trainer waits without a bound in many places (for TransferQueue's controller, for training ranks), and none of
-them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python, Ray or ZeroMQ. Code
+them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python and ZeroMQ. Ray's `get`
+returns with the error when what it waits for is there; so actors that wait for the dead one for ever are ended. Code
 that swallows the error meets it again after `AGAIN_S`, until the end of the run has begun. From then on the run has
 `stop_s` to end; after it the process is ended, and its stacks are in the log.
 """
@@ -115,6 +116,7 @@ class RunWatch:
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
         self._doing, self._step, self._answer_s = doing, step, answer_s
         self._reactions: dict[str, Callable[[Death], str]] = {}
+        self._releases: dict[str, Callable[[], None]] = {}
         self._stopped, self._is_fatal = threading.Event(), threading.Event()
         self._fatal: PartialRolloutError | None = None
         self._lost = ""
@@ -136,6 +138,13 @@ class RunWatch:
         A reaction returns in words what was done.
         """
         self._reactions |= reactions
+
+    def release(self, releases: Mapping[str, Callable[[], None]]) -> None:
+        """What ends others, by the role of the dead process that they wait for without a bound.
+
+        A trainer that waits in `ray.get` for one of them gets no signal's error out of it.
+        """
+        self._releases |= releases
 
     def stop(self) -> None:
         """The end of the run has begun: actors that end now are no deaths."""
@@ -217,6 +226,8 @@ class RunWatch:
         self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
         self._note(death, "training ends")
+        if (release := self._releases.get(self._lost)) is not None:
+            release()
         self._interruption.end_by(self._fatal)
         self._stopped.set()
 

@@ -30,6 +30,17 @@ def transfer_queue_actors() -> list[Actor]:
     return [(processes.TRANSFER_QUEUE_CONTROLLER.role, name, controller), *storage]
 
 
+def training_ranks(trainer: Any) -> list[tuple[str, ActorHandle]]:
+    """The ranks of actor and critic, by name."""
+    groups = {"actor": trainer.actor_rollout_wg, "critic": getattr(trainer, "critic_wg", None)}
+    return [
+        (f"{name}-{rank}", worker)
+        for name, group in groups.items()
+        if group is not None
+        for rank, worker in enumerate(group.workers)
+    ]
+
+
 def other_actors(trainer: Any, agent_loops: Any) -> list[Actor]:
     """All other actors of a trainer that is ready to train, but for the prompt manager."""
     servers = [
@@ -37,17 +48,10 @@ def other_actors(trainer: Any, agent_loops: Any) -> list[Actor]:
         for replica in trainer.llm_server_manager.get_replicas()
         for node, server in enumerate(replica.servers)
     ]
-    groups = {"actor": trainer.actor_rollout_wg, "critic": getattr(trainer, "critic_wg", None)}
-    ranks = [
-        (f"{name}-{rank}", worker)
-        for name, group in groups.items()
-        if group is not None
-        for rank, worker in enumerate(group.workers)
-    ]
     return [
         *_with_role(processes.ENGINE_SERVER, servers),
         *_with_role(processes.LOAD_BALANCER, [("load-balancer", trainer.llm_server_manager.global_load_balancer)]),
-        *_with_role(processes.TRAINING_RANK, ranks),
+        *_with_role(processes.TRAINING_RANK, training_ranks(trainer)),
         *_with_role(processes.REWARD_WORKER, _numbered("reward", trainer.reward_loop_manager.reward_loop_workers)),
         *_with_role(
             processes.AGENT_LOOP_WORKER, _numbered("agent_loop_worker", agent_loops.agent_loop_workers, separator="_")

@@ -61,6 +61,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
@@ -100,7 +101,7 @@ from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.train.metrics import curves, numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
-from partial_rollout.train.roles import other_actors, transfer_queue_actors
+from partial_rollout.train.roles import other_actors, training_ranks, transfer_queue_actors
 from partial_rollout.train.save_cadence import SaveCadence
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
@@ -111,7 +112,6 @@ from partial_rollout.weights.update import update_engines
 if TYPE_CHECKING:
     from collections.abc import Sequence, Sized
 
-    import ray
     from omegaconf import DictConfig
     from transfer_queue import KVBatchMeta
 
@@ -203,6 +203,8 @@ class PartialRolloutTrainer(PPOTrainer):
         )
         restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
         self.watch.react(restarts.reactions())
+        # Training ranks wait for a dead TransferQueue for ever; without it they can save nothing.
+        self.watch.release({kind.role: self._end_ranks for kind in (TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)})
         self.watch.watch(other_actors(self, agent_loop_manager))
         try:
             super().fit(agent_loop_manager)
@@ -214,6 +216,10 @@ class PartialRolloutTrainer(PPOTrainer):
             raise named from error
         finally:
             shutdown_run(self)
+
+    def _end_ranks(self) -> None:
+        for _, rank in training_ranks(self):
+            ray.kill(rank)
 
     def close_manager(self) -> None:
         """End all waits at the prompt manager."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from partial_rollout.errors import ActorLost
 from partial_rollout.observability.events import EventReader, EventWriter, Fault
 from partial_rollout.observability.log import report_to
-from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK
+from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
@@ -103,6 +103,28 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     with pytest.raises(RayActorError) as told:
         ray.get(busy, timeout=LIMIT_S)
     assert isinstance(watch.explain(told.value), ActorLost)
+
+
+def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_told(
+    listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int]
+) -> None:
+    """As in verl's trainer, whose ranks wait for TransferQueue: no signal's error comes out of this `ray.get`."""
+    waiting, _ = rank
+    actor_class: Any = ray.remote(num_cpus=0)(Rank)
+    controller = actor_class.remote()
+    watch = listening()
+    watch.release({TRANSFER_QUEUE_CONTROLLER.role: lambda: ray.kill(waiting)})
+    watch.watch([(TRANSFER_QUEUE_CONTROLLER.role, "controller", controller)])
+    busy = waiting.train.remote()
+    pid = ray.get(controller.pid.remote(), timeout=LIMIT_S)
+    killed_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises((RayError, SystemError, ActorLost)) as told:
+        ray.get(busy, timeout=LIMIT_S)
+    named = watch.explain(told.value)
+    assert isinstance(named, ActorLost)
+    assert str(named).startswith(f"{TRANSFER_QUEUE_CONTROLLER.role} controller (pid {pid}")
+    assert time.monotonic() - killed_s < 2 * KILLED_TO_KNOWN_S
 
 
 def test_a_call_of_the_trainer_to_a_watched_actor_does_not_wait_behind_the_watch(
