@@ -212,7 +212,11 @@ def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
     choices = list(_interrupt_mode(config, block, machine))
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
     choices += _slots(config, block, ByHand(), mode)  # where engines do not tell their load, `take` has chosen
+    if choices and mode == "abort":  # `take` has said that the depth may rise
+        choices += _depth(config, block, ByHand(), mode)
     for choice in choices:
+        if choice.key == DEPTH_KEY:
+            continue  # it stays `auto`, see `take`
         copies = [f"{ROLLOUT}.custom.{choice.key}"] if choice.key.startswith(f"{BLOCK}.") else []
         for key in (choice.key, *copies):
             OmegaConf.update(config, key, choice.value, force_add=True)

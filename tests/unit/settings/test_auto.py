@@ -557,7 +557,10 @@ def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, mod
         config = composed(here)
         assert started(config).slots.adaptive == "auto"
         assert not config.actor_rollout_ref.rollout.disable_log_stats
-        take_on_cluster(config, machine)
+        decided = take_on_cluster(config, machine)
+        depth = [choice.why for choice in decided if choice.key == "partial_rollout.prefetch_factor"]
+        assert depth == ([] if adaptive else ["more batches would only make tokens older"])
+        assert config.partial_rollout.prefetch_factor == "auto"
         told = PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
         block = read_settings(config).block
         assert (told.tail, told.slots) == (block.tail, block.slots)

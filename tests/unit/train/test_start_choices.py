@@ -46,7 +46,8 @@ def test_what_the_driver_left_open_is_decided_and_told_to_servers(monkeypatch: p
     monkeypatch.setattr(start_choices, "look_at_nodes", lambda: Machine(host_bytes=512 * GIB))
     config = configuration()
     assert told(config).tail.interrupt_mode == "auto"
-    mode, slots = choose_on_cluster(config)
+    mode, slots, depth = choose_on_cluster(config)
+    assert (depth.value, depth.why) == (2.0, "more batches would only make tokens older")
     assert (mode.key, mode.value) == (MODE_KEY, "abort")
     assert ("no/model is not told" in mode.seen) == (not offline)
     assert (slots.key, slots.value) == (SLOTS_KEY, False)
