@@ -160,7 +160,7 @@ def device_need(config: DictConfig, sizes: ModelSizes) -> DeviceNeed | str:
     share = models.rollout.gpu_memory_utilization
     tokens = _row_tokens(config)
     unknown = _uncounted_on_device(config)
-    if unknown or tokens is None or not 0 < share < 1:
+    if unknown or tokens is None or not 0 < (share or 0) < 1:
         return unknown or (
             "no size of a micro-batch for each GPU" if tokens is None else f"gpu_memory_utilization={share}"
         )

@@ -10,11 +10,9 @@ from partial_rollout.settings.auto import propose, take
 from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.settings.flag import apply_mode, fit_workers, is_enabled, place_events, provide_attention
-from partial_rollout.settings.refused import INPUT_CHECKS, MODE_CHECKS, check_counts
+from partial_rollout.settings.refused import INPUT_CHECKS, MODE_CHECKS, check_counts, refusals_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from omegaconf import DictConfig
 
     from partial_rollout.settings.auto import Choice, Proposal
@@ -59,7 +57,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     """
     check_counts(config)
     enabled, settings = is_enabled(config), read_settings(config)
-    refusals = [error for check in INPUT_CHECKS if (error := _refusal(check, config))]
+    refusals = [error for check in INPUT_CHECKS for error in refusals_of(check, config)]
     changes = Changes(config, by_hand)
     provide_attention(changes)
     place_events(changes)
@@ -70,20 +68,12 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
         proposals = tuple(propose(config))
         choices = tuple(take(changes))
         settings = read_settings(config)
-        refusals += [error for check in MODE_CHECKS if (error := _refusal(check, config, settings))]
+        refusals += [error for check in MODE_CHECKS for error in refusals_of(check, config, settings)]
         apply_mode(changes, settings)
         refusals += changes.refused
     made = tuple(changes.made)
     prepared = None if refusals else Prepared(config, settings, enabled, made, choices, proposals)
     return Examined(prepared, tuple(refusals), made, choices, proposals)
-
-
-def _refusal(check: Callable[..., None], *arguments: object) -> UserError | None:
-    try:
-        check(*arguments)
-    except UserError as error:
-        return error
-    return None
 
 
 def prepare(config: DictConfig, by_hand: ByHand) -> Prepared:

@@ -12,7 +12,7 @@ from partial_rollout.core.interrupt import mode_of
 from partial_rollout.core.queue.staleness import make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.core.resume import UNRESUMABLE
-from partial_rollout.errors import ConfigError, DataError, Refusal
+from partial_rollout.errors import ConfigError, DataError, Refusal, UserError
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves, verl_defaults
 from partial_rollout.settings.derived import (
@@ -28,18 +28,32 @@ from partial_rollout.settings.derived import (
 )
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
+from partial_rollout.settings.verl_values import refusal, refused_sizes, refused_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from omegaconf import DictConfig
 
     from partial_rollout.core.interrupt import InterruptMode
     from partial_rollout.settings.derived import Settings
 
+    Check = Callable[..., Iterable[UserError] | None]
+    """Raises the first refusal, or yields all."""
+
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """`model` or `organisation/model`; anything else can only be a local path."""
 NUMBER, SWITCH = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(?i)true|false")
+WORD_OF_SWITCH = re.compile(r"(?i)yes|no|on|off|y|n")
+"""What YAML 1.1 takes for a switch, and Hydra for a text."""
+ALSO_TEXT = (
+    "algorithm.rollout_correction.rollout_is_threshold",  # 0.5_2.0: both bounds
+    "transfer_queue.",  # another package's, as are the next
+    "actor_rollout_ref.actor.fsdp_config.turbo_config.",
+    "actor_rollout_ref.ref.fsdp_config.turbo_config.",
+    "critic.fsdp.turbo_config.",
+)
+"""Beginnings of keys whose default is a number and that may be texts."""
 FILES = (
     "data.custom_cls.path",
     "data.tool_config_path",
@@ -101,7 +115,8 @@ def check_inputs(config: DictConfig) -> None:
     """
     check_counts(config)
     for check in INPUT_CHECKS:
-        check(config)
+        for error in refusals_of(check, config):
+            raise error
 
 
 def check_config(config: DictConfig, settings: Settings) -> None:
@@ -111,7 +126,16 @@ def check_config(config: DictConfig, settings: Settings) -> None:
         ConfigError: names the value, what is allowed and where to set it.
     """
     for check in MODE_CHECKS:
-        check(config, settings)
+        for error in refusals_of(check, config, settings):
+            raise error
+
+
+def refusals_of(check: Check, *arguments: object) -> Iterator[UserError]:
+    """All that a check has against a configuration: what it yields, and what it raises."""
+    try:
+        yield from check(*arguments) or ()
+    except UserError as error:
+        yield error
 
 
 def check_counts(config: DictConfig) -> None:
@@ -319,28 +343,31 @@ def _check_weights(config: DictConfig, settings: Settings) -> None:
         )
 
 
-def _check_paths(config: DictConfig) -> None:
+def _check_paths(config: DictConfig) -> Iterator[UserError]:
     for key in ("data.train_files", "data.val_files"):
         value = OmegaConf.select(config, key)
         paths = list(value) if OmegaConf.is_list(value) else [value]
-        _require(bool(paths), f"{key}=[]", "at least one file")
+        if not paths:
+            yield refusal(f"{key}=[]", "at least one file")
         for path in paths:
-            _require_path(key, path)
-    _require_path("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, hub=True)
+            yield from _wrong_path(key, path)
+    yield from _wrong_path("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, hub=True)
 
 
-def _require_path(key: str, path: Any, *, hub: bool = False) -> None:
-    _require(isinstance(path, str), f"{key}={path}", "a path" + (" or the name of a model on the hub" if hub else ""))
+def _wrong_path(key: str, path: Any, *, hub: bool = False) -> Iterator[UserError]:
+    """What is wrong with it, if anything is."""
+    if not isinstance(path, str):
+        yield refusal(f"{key}={path}", "a path" + (" or the name of a model on the hub" if hub else ""))
+        return
     if "://" in path or os.path.exists(os.path.expanduser(path)):
         return
-    given = f"{key}={path} does not exist"
+    given, parent = f"{key}={path} does not exist", path.partition("/")[0]
     if not hub or HUB_NAME.fullmatch(path) is None:
-        raise DataError(f"{given}; give the path of an existing one (set {key}=...)")
-    parent = path.partition("/")[0]
-    if "/" in path and os.path.isdir(parent):
-        raise DataError(f"{given}, and the folder {parent} is here: give the path of an existing model (set {key}=...)")
-    if not is_cached(path) and hub_is_off():
-        raise DataError(f"{given}, is not among the downloaded models, and HF_HUB_OFFLINE forbids to fetch it")
+        yield DataError(f"{given}; give the path of an existing one (set {key}=...)")
+    elif "/" in path and os.path.isdir(parent):
+        yield DataError(f"{given}, and the folder {parent} is here: give the path of an existing model (set {key}=...)")
+    elif not is_cached(path) and hub_is_off():
+        yield DataError(f"{given}, is not among the downloaded models, and HF_HUB_OFFLINE forbids to fetch it")
 
 
 def hub_is_off() -> bool:
@@ -357,18 +384,17 @@ def is_cached(name: str) -> bool:
 
 def _require(condition: bool, given: str, allowed: str, because: str = "") -> None:
     if not condition:
-        message = f"{given} is not allowed: must be {allowed}{': ' if because else ''}{because}"
-        raise Refusal(message, given, because=because, instead=f"must be {allowed}")
+        raise refusal(given, allowed, because)
 
 
-def _check_files(config: DictConfig) -> None:
+def _check_files(config: DictConfig) -> Iterator[UserError]:
     """Files that a run reads besides its data; verl opens some of them only when workers and engines have started."""
     for key in FILES:
         path = OmegaConf.select(config, key)
         if path is not None:
-            _require_path(key, path)
+            yield from _wrong_path(key, path)
     if OmegaConf.select(config, "trainer.resume_mode") == "resume_path":
-        _require_path("trainer.resume_from_path", OmegaConf.select(config, "trainer.resume_from_path"))
+        yield from _wrong_path("trainer.resume_from_path", OmegaConf.select(config, "trainer.resume_from_path"))
 
 
 def _check_micro_batches(config: DictConfig) -> None:
@@ -396,18 +422,23 @@ def _require_one(config: DictConfig, block: str, name: str) -> None:
 
 
 def _check_types(config: DictConfig) -> None:
-    """Numbers and switches of verl's that were given in quotes: verl would fail at their first use."""
+    """Texts where verl has a number or a switch: verl would fail at their first use, or take any text for True."""
     container: Any = OmegaConf.to_container(config)
     given = dict(leaves(container))
     strategy = str(config.actor_rollout_ref.actor.strategy)
     for key, default in verl_defaults(strategy).items():
         value = given.get(key)
-        if not isinstance(value, str) or not isinstance(default, int | float):
+        if not isinstance(value, str) or not isinstance(default, int | float) or "${" in value:
             continue
-        kind = "True or False" if isinstance(default, bool) else "a number"
-        plain = SWITCH.fullmatch(value) if isinstance(default, bool) else NUMBER.fullmatch(value)
-        because = "in quotes it is a text, with which verl cannot compute"
-        _require(not plain, f"{key}={value!r}", f"{kind} without quotes ({key}={value})", because)
+        is_switch = isinstance(default, bool)
+        kind = "True or False" if is_switch else "a number"
+        if SWITCH.fullmatch(value) if is_switch else NUMBER.fullmatch(value):
+            because = "in quotes it is a text, with which verl cannot compute"
+            _require(False, f"{key}={value!r}", f"{kind} without quotes ({key}={value})", because)
+        elif is_switch:
+            _require(WORD_OF_SWITCH.fullmatch(value) is None, f"{key}={value}", kind, "any other word counts as True")
+        elif not key.startswith(ALSO_TEXT):
+            _require(False, f"{key}={value}", kind, f"verl computes with it (its default is {default})")
 
 
 def _check_devices(config: DictConfig, settings: Settings) -> None:
@@ -422,7 +453,7 @@ def _check_devices(config: DictConfig, settings: Settings) -> None:
     _require(fits, given, f"a divisor of the devices (set {key})", why)
 
 
-def _check_fields(config: DictConfig) -> None:
+def _check_fields(config: DictConfig) -> Iterator[UserError]:
     """Keys that nothing of verl's reads, below blocks that it makes dataclasses of."""
     for found in unlisted(config):
         if found.is_refused:
@@ -430,7 +461,7 @@ def _check_fields(config: DictConfig) -> None:
             name, owner = found.key.rpartition(".")[2], found.owner.rpartition(".")[2]
             because = f"verl's {owner} has no {name}, and verl would refuse it when its first worker starts"
             instead = _without_field(found.key)
-            raise Refusal(f"{given} is not allowed: {because}; {instead}", given, because=because, instead=instead)
+            yield Refusal(f"{given} is not allowed: {because}; {instead}", given, because=because, instead=instead)
 
 
 def _without_field(key: str) -> str:
@@ -450,8 +481,15 @@ def _without_field(key: str) -> str:
     return f"leave it out, or look for its right name or block{vllm}"
 
 
-INPUT_CHECKS = (_check_entry_point, _check_paths, _check_files, _check_micro_batches, _check_fields)
-MODE_CHECKS = (
+def _check_engine_devices(config: DictConfig, _settings: Settings) -> Iterator[UserError]:
+    yield from refused_sizes(config)
+
+
+INPUT_CHECKS: tuple[Check, ...] = (
+    *(_check_entry_point, _check_paths, _check_files, _check_micro_batches, _check_fields),
+    refused_values,
+)
+MODE_CHECKS: tuple[Check, ...] = (
     _check_engine,
     _check_tail,
     _check_interrupt_mode,
@@ -462,4 +500,5 @@ MODE_CHECKS = (
     _check_trainer,
     _check_weights,
     _check_devices,
+    _check_engine_devices,
 )

@@ -94,7 +94,7 @@ def test_engines_that_keep_their_memory_keep_the_kv_too(composed: Composed):
 @pytest.mark.parametrize(
     "changes",
     [
-        {f"{ROLLOUT}.data_parallel_size": 2},
+        {f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 2},
         {f"{ROLLOUT}.enable_prefix_caching": False},
         {f"{ROLLOUT}.enable_rollout_routing_replay": True},
         {f"{ROLLOUT}.mtp.enable_rollout": True},

@@ -120,6 +120,7 @@ def test_a_planner_set_by_hand_that_cannot_work_is_refused(composed: Composed, k
 
 INTERRUPT_MODE = "partial_rollout.tail.interrupt_mode"
 ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "reuse_kv"])
@@ -177,7 +178,7 @@ def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each
 
 
 def test_a_whole_batch_starts_at_once_where_the_workers_cannot_have_as_many_groups_each(composed: Composed):
-    changes = {"data.train_batch_size": 12, "actor_rollout_ref.rollout.n": 8}
+    changes = {"data.train_batch_size": 12, "actor_rollout_ref.rollout.n": 8, f"{ACTOR}.ppo_mini_batch_size": 12}
     config = composed(changes | {"actor_rollout_ref.rollout.agent.num_workers": 8})
     check(config)
     assert read_settings(config).slot_shares == [16] * 4 + [8] * 4
