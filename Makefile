@@ -48,7 +48,7 @@ tell-time:
 	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 18 minutes on 2 quiet cores; it ends with what it did not run"
 
 test-unit: setup ## minutes, no Ray and no engine
-	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults" $(IN_PARALLEL) $(ARGS)
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults and not slow" $(IN_PARALLEL) $(ARGS)
 
 test-ray: setup ## tests with a local Ray cluster
 	$(PYTEST) -m "ray and not gpu" $(ARGS)

@@ -119,6 +119,7 @@ CHECK = """
 
 
 @NEEDS_PROMETHEUS
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "fires"), [("4m", ["DroppedPrompts"]), ("20m", [rule["alert"] for rule in rules()])])
 def test_each_alert_fires_when_it_should_and_not_before(tmp_path: Path, at: str, fires: list[str]) -> None:
     text = SERIES.format(rules=MONITORING / "alerts.yml")
@@ -134,6 +135,7 @@ def test_each_alert_fires_when_it_should_and_not_before(tmp_path: Path, at: str,
 
 
 @NEEDS_PROMETHEUS
+@pytest.mark.slow
 async def test_a_prometheus_evaluates_every_expression_on_a_recorded_job(tmp_path: Path) -> None:
     scrapes = asyncio.Queue[None]()
 

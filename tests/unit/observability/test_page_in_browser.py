@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from aiohttp.test_utils import TestServer
 
 from partial_rollout import main_diffusion, view
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.observability.events import AnyEvent
 
+pytestmark = pytest.mark.slow
 NUM_PROMPTS, NUM_LOOKS = 5_000, 15
 CLICK = "new Event('click', {bubbles: true})"
 MAX_GROWTH_BYTES = 5_000_000

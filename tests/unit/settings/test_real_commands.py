@@ -35,6 +35,7 @@ def refused_by_verl(config: DictConfig) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath:UserWarning")
 @pytest.mark.parametrize("source", commands(Path()))
 def test_doctor_and_start_agree_on_a_command_of_verls_examples(
