@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.observability.events import BatchTaken, StepEnded
-from tests.e2e.conftest import LONG, is_conserved, run_job
+from tests.e2e.conftest import SHORT, is_conserved, run_job
 from tests.faults.conftest import EVERYTHING, GENERATING, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
@@ -77,5 +77,5 @@ def _texts(folder: Path) -> dict[tuple[str, bool], list[str]]:
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # its writer was killed
                 row = json.loads(line)
-                texts.setdefault((row["input"], len(row["output"]) > LONG / 2), []).append(row["output"])
+                texts.setdefault((row["input"], len(row["output"]) > SHORT), []).append(row["output"])
     return texts
