@@ -102,17 +102,18 @@ def test_the_names_are_verls():
 
 
 def test_verl_itself_refuses_them():
-    sizes = {"ppo_micro_batch_size_per_gpu": 1, "rollout_n": 1}
+    sizes: dict[str, Any] = {"ppo_micro_batch_size_per_gpu": 1, "rollout_n": 1}
     for name in verl_values.LOSS_AGGREGATIONS:
         ActorConfig(strategy="fsdp", loss_agg_mode=name, **sizes)
     with pytest.raises(ValueError, match="token_mean"):
         ActorConfig(strategy="fsdp", loss_agg_mode="token_mean", **sizes)
-    for wrong, error in (
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"mode": "sync"}, ValueError),
         ({"pipeline_model_parallel_size": 2}, NotImplementedError),
         ({"expert_parallel_size": 3}, AssertionError),
         ({"moe_tensor_parallel_size": 2}, AssertionError),
-    ):
+    ]
+    for wrong, error in refused:
         with pytest.raises(error):
             RolloutConfig(name="vllm", **wrong)
 
