@@ -158,7 +158,7 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         _above(f"{ROLLOUT}.tensor_model_parallel_size", 1),
         {f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
-        also="there the weight channel only; whole jobs seen once, on 2 GPUs",
+        also="the tests cover the weight channel only; whole jobs were seen once, on 2 GPUs",
         brief="weights to tensor-parallel engines",
     ),
     Row(
@@ -168,7 +168,7 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         lambda config: num_devices(config) > _engine_devices(config),
         {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
-        also="there the weight channel only; whole jobs seen once, with 2",
+        also="the tests cover the weight channel only; whole jobs were seen once, with 2",
         brief="weights to two replicas",
     ),
     Row(
@@ -177,19 +177,29 @@ ROWS = (
         UNTRIED,
         "each engine has its own KV",
         _above(f"{ROLLOUT}.data_parallel_size", 1),
-        {f"{ROLLOUT}.data_parallel_size": 2},
+        {f"{ROLLOUT}.data_parallel_size": 2, "trainer.n_gpus_per_node": 2},
         also="refused with modes that retain KV",
         brief="data-parallel engines",
     ),
     Row(
         "engine",
-        "pipeline-parallel or expert-parallel engines",
+        "expert-parallel engines",
         UNTRIED,
         "no job of this size was run",
-        lambda config: any(
-            _of(config, f"{ROLLOUT}.{name}", 1) > 1 for name in ("pipeline_model_parallel_size", "expert_parallel_size")
-        ),
-        {f"{ROLLOUT}.expert_parallel_size": 2},
+        _above(f"{ROLLOUT}.expert_parallel_size", 1),
+        {
+            f"{ROLLOUT}.expert_parallel_size": 2,
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            "trainer.n_gpus_per_node": 2,
+        },
+    ),
+    Row(
+        "engine",
+        "pipeline-parallel engines",
+        REFUSED,
+        "verl 0.9.1 has none",
+        _above(f"{ROLLOUT}.pipeline_model_parallel_size", 1),
+        {f"{ROLLOUT}.pipeline_model_parallel_size": 2},
     ),
     Row(
         "engine",

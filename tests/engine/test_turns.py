@@ -105,13 +105,6 @@ async def statistics(engine: EngineUnderTest) -> RolloutStatistics:
     return (await engine.replica.statistics())[0]
 
 
-async def until_more_tokens(engine: EngineUnderTest) -> None:
-    from tests.engine import support
-
-    before = (await statistics(engine)).num_generated_tokens
-    await support.until(engine.replica, lambda now: now.num_generated_tokens >= before + 3)
-
-
 async def until_parked(engine: EngineUnderTest) -> None:
     from tests.engine import support
 
@@ -167,8 +160,7 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     agent = ToolAgent()
     worker = make_worker(agent)
     task = start(worker)
-    await until_more_tokens(engine)
-    await engine.replica.abort_all_requests()
+    await resume_and_interrupt_in_a_turn(engine, agent)
     await engine.replica.resume_generation()
     await agent.tool_runs.wait()
     await engine.replica.abort_all_requests()

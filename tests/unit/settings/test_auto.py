@@ -114,9 +114,9 @@ def test_what_rules_retained_kv_out_leaves_abort(composed: Composed, changes: di
     assert started(config).tail.interrupt_mode == "abort"
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep_kv"])
-def test_an_interrupt_mode_set_by_hand_stays(composed: Composed, mode: str):
-    config = composed({MODE: mode})
+@pytest.mark.parametrize(("mode", "machine"), [("abort", {}), ("keep_kv", {}), ("offload_kv", GPU), ("abort", GPU)])
+def test_an_interrupt_mode_set_by_hand_stays(composed: Composed, mode: str, machine: dict[str, Any]):
+    config = composed({MODE: mode, **machine})
     assert chosen(config, MODE) == []
     assert started(config).tail.interrupt_mode == mode
 

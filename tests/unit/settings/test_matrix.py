@@ -17,15 +17,6 @@ from tests.unit.settings.support import check
 if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
 
-TWO_DEVICES = {"trainer.n_gpus_per_node": 2}
-BESIDE = {
-    "data-parallel engines": TWO_DEVICES,
-    "pipeline-parallel or expert-parallel engines": {
-        **TWO_DEVICES,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
-    },
-}
-"""What a row's example needs besides, for verl to take it."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -39,7 +30,7 @@ def test_a_row_applies_to_its_example_and_only_refused_rows_are_refused(
         with pytest.raises(UserError):
             check(composed(dict(row.example)))
     else:
-        check(composed({**row.example, **BESIDE.get(row.what, {})}))
+        check(composed(dict(row.example)))
 
 
 def test_what_a_row_names_as_its_proof_is_there_and_says_so():
