@@ -49,6 +49,7 @@ TAIL = "partial_rollout.tail"
 MODE = f"{TAIL}.interrupt_mode"
 GPU = {"trainer.device": "cuda", f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True}
 """As verl's defaults have it: engines release their memory each step."""
+OFFLOADING = {**GPU, "partial_rollout.tail.offload_gib": 8}
 LARGE, SMALL = Machine(host_bytes=512 * GIB), Machine(host_bytes=GIB // 2)
 
 
@@ -114,7 +115,9 @@ def test_what_rules_retained_kv_out_leaves_abort(composed: Composed, changes: di
     assert started(config).tail.interrupt_mode == "abort"
 
 
-@pytest.mark.parametrize(("mode", "machine"), [("abort", {}), ("keep_kv", {}), ("offload_kv", GPU), ("abort", GPU)])
+@pytest.mark.parametrize(
+    ("mode", "machine"), [("abort", {}), ("keep_kv", {}), ("offload_kv", OFFLOADING), ("abort", GPU)]
+)
 def test_an_interrupt_mode_set_by_hand_stays(composed: Composed, mode: str, machine: dict[str, Any]):
     config = composed({MODE: mode, **machine})
     assert chosen(config, MODE) == []
