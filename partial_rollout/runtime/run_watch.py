@@ -226,10 +226,11 @@ class RunWatch:
         self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
         self._note(death, "training ends")
-        if (release := self._releases.get(self._lost)) is not None:
-            release()
-        self._interruption.end_by(self._fatal)
-        self._stopped.set()
+        try:
+            self._releases.get(self._lost, lambda: None)()
+        finally:  # whatever became of it, the main thread is told
+            self._interruption.end_by(self._fatal)
+            self._stopped.set()
 
     def _note(self, death: Death, action: str) -> None:
         process, step = death.process, self._step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
@@ -84,3 +84,20 @@ def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPa
         assert str(watch.explain(error)).startswith("training rank actor-0 died: killed")
     other = DataError("no rows")
     assert watch.explain(other) is other
+
+
+def test_the_main_thread_is_told_of_a_death_whatever_becomes_of_those_that_wait_for_the_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interruption, told, manager = Interruption(LIMIT_S), list[str](), cast("Any", None)
+    monkeypatch.setattr(interruption, "end_by", lambda error: told.append(str(error)))
+    watch = RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, answer_s=LIMIT_S)
+
+    def fails() -> None:
+        raise ValueError("no such actor")
+
+    watch.release({"TransferQueue controller": fails})
+    with pytest.raises(ValueError, match="no such actor"):
+        watch._end(Death(Process("TransferQueue controller", "controller"), "killed"))
+    assert len(told) == 1
+    assert told[0].startswith("TransferQueue controller controller died: killed")
