@@ -20,6 +20,7 @@ from partial_rollout.runtime.run_restarts import Failure, RunRestarts
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.compose import explain
 from partial_rollout.settings.derived import read_block
+from partial_rollout.settings.retention import may_save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ def launch(prepared: Prepared) -> tuple[int, str]:
     config, block = prepared.config, read_block(prepared.config)
     limit = block.restarts if prepared.is_enabled else 0
     restarts = RunRestarts(limit, events_folder(block), config.trainer.resume_mode)
-    if prepared.is_enabled and not (config.trainer.save_freq > 0 or block.minutes_between_saves):
+    if prepared.is_enabled and not may_save(config):
         logger.warning(
             "nothing is saved before the run ends (trainer.save_freq=%s, partial_rollout.save_minutes=%s): the death "
             "of a training rank costs all steps",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.depth import IDLE_BELOW
 from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.record import numbers
 from partial_rollout.observability.step_line import PREFIX
@@ -25,8 +26,6 @@ MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.pr
 LEAST_SLOTS_KEY = "partial_rollout.slots.least"
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
-ENOUGH_SLOTS = 0.85
-"""Share of the slots in use above which more prompts find no empty slot."""
 MANY_AGAIN = 0.1
 """Share of trained tokens computed again from which on retained KV is worth a try."""
 ROOMY_KV = 0.8
@@ -89,7 +88,7 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     which = f" (of the {least} at the start)" if least else ""
     of_steps = f"no prompt was pending at the end of {lacking} of {len(last)} steps"
     seen = f"slots were in use for {used:.0%}{which}, and {of_steps}"
-    if used >= ENOUGH_SLOTS:
+    if used >= IDLE_BELOW:
         return Answer("no", seen)
     if 2 * lacking <= len(last):
         return Answer("no", f"{seen}, so slots were not empty for want of prompts")

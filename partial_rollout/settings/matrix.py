@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from partial_rollout.settings.derived import ADAPTER_RANKS, has_own_reference, num_devices, sequence_parallel_size
+from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ SEEN = "seen once on GPUs"
 SEEN_ON_CPU = "seen once on a CPU"
 UNTRIED = "not tried"
 REFUSED = "refused"
-ROLLOUT = "actor_rollout_ref.rollout"
 REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
 

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 
 from partial_rollout.errors import Refusal
 from partial_rollout.settings.derived import needs_critic, num_devices
+from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from omegaconf import DictConfig
 
-ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 LOSS_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ESTIMATORS = (

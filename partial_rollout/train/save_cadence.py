@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from partial_rollout.settings.memory import GIB
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_SHARE = 0.05
 """Of a run's time that saving by time may take: after a save of two minutes the next one is due after 40 minutes."""
-GIB = 1 << 30
 
 
 class SaveCadence:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.train.save_cadence import GIB, SaveCadence, lack_of_room
+from partial_rollout.settings.memory import GIB
+from partial_rollout.train.save_cadence import SaveCadence, lack_of_room
 
 MINUTES = 20.0
 
@@ -41,21 +42,21 @@ def test_a_step_is_due_when_the_minutes_since_the_last_save_have_passed(cadence:
     assert due == [52, 73]
 
 
-def test_a_save_for_another_reason_puts_the_next_one_off(cadence: SaveCadence, clock: Clock) -> None:
-    clock.minutes = 49.0
-    cadence.saved(4, 6.0)
-    clock.minutes = 68.0
+@pytest.mark.parametrize(
+    ("saved", "seconds", "due"),
+    [
+        pytest.param(49.0, 6.0, 69.0, id="a save for another reason puts the next one off"),
+        pytest.param(50.0, 120.0, 90.0, id="saving takes no more than a twentieth of the time"),
+    ],
+)
+def test_a_save_decides_when_the_next_one_is_due(
+    cadence: SaveCadence, clock: Clock, saved: float, seconds: float, due: float
+) -> None:
+    clock.minutes = saved
+    cadence.saved(4, seconds)
+    clock.minutes = due - 1.0
     assert not cadence.is_due(9, is_last=False)
-    clock.minutes = 69.0
-    assert cadence.is_due(10, is_last=False)
-
-
-def test_saving_takes_no_more_than_a_twentieth_of_the_time(cadence: SaveCadence, clock: Clock) -> None:
-    clock.minutes = 50.0
-    cadence.saved(4, 120.0)
-    clock.minutes = 89.0
-    assert not cadence.is_due(9, is_last=False)
-    clock.minutes = 90.0
+    clock.minutes = due
     assert cadence.is_due(9, is_last=False)
 
 
