@@ -448,8 +448,8 @@ def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
         return
     if (fixed := _fixed_sizes(config)) and not block.packing.token_budget:
         why = (
-            f"micro-batches have the size that you gave; our planner fills rows up to a number of tokens "
-            f"(set {PLANNER_KEY}=global for it)"
+            f"micro-batches keep the size that you gave; our planner would fill rows up to a number of tokens instead "
+            f"(set {PLANNER_KEY}=global to have that)"
         )
         yield Choice(PLANNER_KEY, AUTO, "verl", f"{fixed}=False", why, page)
     else:
