@@ -46,6 +46,7 @@ BLOCK_SIZE = 32
 BUFFER_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
 CALL_S = 30.0
+UNTIL_S = 120.0
 SILENCE_S = 16.0
 """What an engine's worker bears of its sender; a rank bears half of it."""
 PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
@@ -138,11 +139,12 @@ def make_router(replica: PartialRolloutReplica) -> Any:
 
 
 async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStatistics], bool]) -> RolloutStatistics:
-    """Ask the server until the condition holds; the test's own timeout is the bound."""
-    while True:
-        statistics = (await replica.statistics())[0]
-        if condition(statistics):
-            return statistics
+    """Ask the server until the condition holds; `TimeoutError` after `UNTIL_S`."""
+    async with asyncio.timeout(UNTIL_S):
+        while True:
+            statistics = (await replica.statistics())[0]
+            if condition(statistics):
+                return statistics
 
 
 async def send_weights(

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TURNS = 4
-TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 40}
+TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 55}
+NUM_SAID = NUM_TURNS * TURN["max_tokens"]
+WAIT_S = 120.0
+"""Bound of each wait: far more than all turns take."""
 LOG_PROB_TOLERANCE = 1e-4
 ROLLOUT = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
 
@@ -34,16 +37,16 @@ class ToolAgent:
 
     def __init__(self) -> None:
         self.output: Any = None
-        self.num_tool_calls = 0
+        self.num_tool_calls = self.turn = 0
         self.tool_runs, self.tool_may_end = asyncio.Event(), asyncio.Event()
 
     async def run(self, client: Any) -> Any:
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
         ids, mask, log_probs = list(PROMPT), [], []
-        for turn in range(NUM_TURNS):
-            said = await client.generate(f"turn-{turn}", prompt_ids=ids, sampling_params=dict(TURN))
-            heard = await self._call_tool(said.token_ids) if turn < NUM_TURNS - 1 else []
+        for self.turn in range(NUM_TURNS):
+            said = await client.generate(f"turn-{self.turn}", prompt_ids=ids, sampling_params=dict(TURN))
+            heard = await self._call_tool(said.token_ids) if self.turn < NUM_TURNS - 1 else []
             ids = [*ids, *said.token_ids, *heard]
             mask += [1] * len(said.token_ids) + [0] * len(heard)
             log_probs += [*said.log_probs, *(0.0 for _ in heard)]
@@ -61,7 +64,7 @@ class ToolAgent:
         """Tokens that depend on all that was said."""
         self.num_tool_calls += 1
         self.tool_runs.set()
-        await self.tool_may_end.wait()
+        await asyncio.wait_for(self.tool_may_end.wait(), WAIT_S)
         return [10 + sum(said) % 50, 10 + sum(said[::2]) % 50, 11]
 
 
@@ -112,24 +115,29 @@ async def until_parked(engine: EngineUnderTest) -> None:
 
 
 async def resume_and_interrupt_in_a_turn(engine: EngineUnderTest, agent: ToolAgent) -> None:
-    """The engine may end the turn before the abort comes; then the tool waits, and the next turn is tried."""
+    """Called while the turn waits at the closed gate. Where the engine ends a turn first, the next one is tried."""
     from tests.engine import support
 
-    before = (await statistics(engine)).num_generated_tokens
-    while True:
+    for _ in range(agent.turn, NUM_TURNS):
+        before = (await statistics(engine)).num_generated_tokens
         agent.tool_runs.clear()
         agent.tool_may_end.clear()
+
+        def turn_is_over() -> bool:
+            return agent.tool_runs.is_set() or agent.output is not None
+
         await engine.replica.resume_generation()
         await support.until(
-            engine.replica, lambda now, least=before + 3: now.num_generated_tokens >= least or agent.tool_runs.is_set()
+            engine.replica, lambda now, least=before + 1: now.num_generated_tokens >= least or turn_is_over()
         )
         await engine.replica.abort_all_requests()
-        now = await support.until(engine.replica, lambda now: now.gate.parked == 1 or agent.tool_runs.is_set())
-        if not agent.tool_runs.is_set():
+        await support.until(engine.replica, lambda now: now.gate.parked == 1 or turn_is_over())
+        if not turn_is_over():
             return
-        before = now.num_generated_tokens
-        agent.tool_may_end.set()
-        await until_parked(engine)
+        if agent.output is None:
+            agent.tool_may_end.set()
+            await until_parked(engine)
+    pytest.fail("the engine ended every turn before the abort came")
 
 
 def stored(saved: Any, folder: Path) -> Any:
@@ -152,17 +160,19 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
 ):
     undisturbed = ToolAgent()
     undisturbed.tool_may_end.set()
-    await start(make_worker(undisturbed))
-    assert sum(undisturbed.output.response_mask) == NUM_TURNS * 40
+    await asyncio.wait_for(start(make_worker(undisturbed)), WAIT_S)
+    assert sum(undisturbed.output.response_mask) == NUM_SAID
     assert undisturbed.output.response_mask.count(0) == (NUM_TURNS - 1) * 3
 
     # In the middle of a turn; then while the tool runs, so that the next turn meets a closed gate.
     agent = ToolAgent()
     worker = make_worker(agent)
+    await engine.replica.abort_all_requests()  # The agent begins at a closed gate, so the test sees each turn's start.
     task = start(worker)
+    await until_parked(engine)
     await resume_and_interrupt_in_a_turn(engine, agent)
     await engine.replica.resume_generation()
-    await agent.tool_runs.wait()
+    await asyncio.wait_for(agent.tool_runs.wait(), WAIT_S)
     await engine.replica.abort_all_requests()
     agent.tool_may_end.set()
     await until_parked(engine)
@@ -187,9 +197,9 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     worker = make_worker(again)
     await worker.restore_tokens(saved)
     before = (await statistics(engine)).num_generated_tokens
-    (summary,) = await start(worker, goes_on=True)
+    (summary,) = await asyncio.wait_for(start(worker, goes_on=True), WAIT_S)
     assert_same(again.output, undisturbed.output)
     assert summary.num_interruptions >= 2
     assert again.num_tool_calls == NUM_TURNS - 1
     num_saved = sum(len(call.token_ids) for call in calls)
-    assert (await statistics(engine)).num_generated_tokens - before == NUM_TURNS * 40 - num_saved
+    assert (await statistics(engine)).num_generated_tokens - before == NUM_SAID - num_saved
