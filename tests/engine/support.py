@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 64
 EOS_ID = 1
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 1024
 BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
 BUFFER_BYTES = 64 << 10

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TURNS = 4
-TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 55}
+TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 240}
 NUM_SAID = NUM_TURNS * TURN["max_tokens"]
 WAIT_S = 120.0
 """Bound of each wait: far more than all turns take."""
@@ -37,16 +37,16 @@ class ToolAgent:
 
     def __init__(self) -> None:
         self.output: Any = None
-        self.num_tool_calls = self.turn = 0
+        self.num_tool_calls = 0
         self.tool_runs, self.tool_may_end = asyncio.Event(), asyncio.Event()
 
     async def run(self, client: Any) -> Any:
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
         ids, mask, log_probs = list(PROMPT), [], []
-        for self.turn in range(NUM_TURNS):
-            said = await client.generate(f"turn-{self.turn}", prompt_ids=ids, sampling_params=dict(TURN))
-            heard = await self._call_tool(said.token_ids) if self.turn < NUM_TURNS - 1 else []
+        for turn in range(NUM_TURNS):
+            said = await client.generate(f"turn-{turn}", prompt_ids=ids, sampling_params=dict(TURN))
+            heard = await self._call_tool(said.token_ids) if turn < NUM_TURNS - 1 else []
             ids = [*ids, *said.token_ids, *heard]
             mask += [1] * len(said.token_ids) + [0] * len(heard)
             log_probs += [*said.log_probs, *(0.0 for _ in heard)]
@@ -59,6 +59,9 @@ class ToolAgent:
             metrics=AgentLoopMetrics(),
         )
         return [self.output]
+
+    def waits_or_has_ended(self) -> bool:
+        return self.tool_runs.is_set() or self.output is not None
 
     async def _call_tool(self, said: list[int]) -> list[int]:
         """Tokens that depend on all that was said."""
@@ -115,28 +118,26 @@ async def until_parked(engine: EngineUnderTest) -> None:
 
 
 async def resume_and_interrupt_in_a_turn(engine: EngineUnderTest, agent: ToolAgent) -> None:
-    """Called while the turn waits at the closed gate. Where the engine ends a turn first, the next one is tried."""
+    """Called while a turn waits at the closed gate; ends when it waits there again, with tokens.
+
+    An abort that comes before the turn's first token is tried again, a little later. Where the engine ends the turn
+    first, the next turn is tried.
+    """
     from tests.engine import support
 
-    for _ in range(agent.turn, NUM_TURNS):
-        before = (await statistics(engine)).num_generated_tokens
+    before = (await statistics(engine)).num_generated_tokens
+    while agent.output is None:
         agent.tool_runs.clear()
         agent.tool_may_end.clear()
-
-        def turn_is_over() -> bool:
-            return agent.tool_runs.is_set() or agent.output is not None
-
         await engine.replica.resume_generation()
-        await support.until(
-            engine.replica, lambda now, least=before + 1: now.num_generated_tokens >= least or turn_is_over()
-        )
         await engine.replica.abort_all_requests()
-        await support.until(engine.replica, lambda now: now.gate.parked == 1 or turn_is_over())
-        if not turn_is_over():
-            return
-        if agent.output is None:
+        now = await support.until(engine.replica, lambda now: now.gate.parked == 1 or agent.waits_or_has_ended())
+        if agent.tool_runs.is_set():
             agent.tool_may_end.set()
             await until_parked(engine)
+            before = (await statistics(engine)).num_generated_tokens
+        elif now.num_generated_tokens > before:
+            return
     pytest.fail("the engine ended every turn before the abort came")
 
 
