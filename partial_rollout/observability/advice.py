@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from partial_rollout.observability.record import RunRecord
 
 MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
-LEAST_SLOTS_KEY = "partial_rollout.slots.least"
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
 MANY_AGAIN = 0.1
@@ -80,14 +79,10 @@ def _last_steps(record: RunRecord) -> list[dict[str, float]]:
 
 
 def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
-    least = _least_slots(record)
     used = fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
-    if least:  # their number grows until some are empty
-        used = min(1.0, fmean(step.get(f"{PREFIX}/mean_running", 0.0) for step in last) / least)
     lacking = sum(not step.get(PENDING, 0.0) for step in last)
-    which = f" (of the {least} at the start)" if least else ""
     of_steps = f"no prompt was pending at the end of {lacking} of {len(last)} steps"
-    seen = f"slots were in use for {used:.0%}{which}, and {of_steps}"
+    seen = f"slots were in use for {used:.0%}, and {of_steps}"
     if used >= IDLE_BELOW:
         return Answer("no", seen)
     if 2 * lacking <= len(last):
@@ -98,12 +93,6 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
             "hardly", f"{seen}, but with abort more prompts in flight are more to compute again (docs/modes.md)"
         )
     return Answer("perhaps", seen, _more_prompts(record))
-
-
-def _least_slots(record: RunRecord) -> int:
-    """Slots at the start, where their number changes; 0: it does not."""
-    choice = _chosen(record, LEAST_SLOTS_KEY)
-    return choice.after if choice is not None and isinstance(choice.after, int) else 0
 
 
 def _kept(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:

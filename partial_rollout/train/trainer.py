@@ -438,7 +438,9 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics |= self.slot_tuner.metrics()
         statistics = self.fleet.statistics()
         running = sum(each.mean_running for each in statistics)
-        metrics |= {"partial_rollout/mean_running": running, "partial_rollout/slot_utilisation": running / slots}
+        # By the slots at the start: adaptive slots are added until some are free, so of them some always look idle.
+        used = running / self.settings.num_slots
+        metrics |= {"partial_rollout/mean_running": running, "partial_rollout/slot_utilisation": used}
         metrics["partial_rollout/kv_usage"] = max([kv_usage, *(each.load.kv_usage for each in statistics)])
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth

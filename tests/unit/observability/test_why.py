@@ -133,11 +133,9 @@ def chosen(record: RunRecord, key: str, value: object) -> RunRecord:
     return record
 
 
-def test_with_abort_a_deeper_queue_hardly_helps_and_growing_slots_are_measured_by_those_at_the_start():
+def test_with_abort_a_deeper_queue_hardly_helps():
     aborting = chosen(record_of({}), "partial_rollout.tail.interrupt_mode", "abort")
     assert dict(would_help(aborting))["a deeper queue"].startswith("hardly: ")
-    growing = chosen(record_of({}), "partial_rollout.slots.least", 32)
-    assert dict(would_help(growing))["a deeper queue"].startswith("no: slots were in use for 100%")
 
 
 def test_kept_kv_helps_where_much_is_computed_again():

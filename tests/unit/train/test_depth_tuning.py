@@ -116,7 +116,8 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
     trainer.manager = SimpleNamespace(statistics=method(lambda: pending), set_capacity=method(told.append))
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
-    trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = None, {}, 7
+    added = SimpleNamespace(num_slots=4 * SLOTS, kv_usage_max=0.0, look=lambda: None, metrics=dict)
+    trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = added, {}, 7
     noted: list[Any] = []
     trainer._events = SimpleNamespace(write=noted.append)
     monkeypatch.setattr(trainer, "_ask", lambda answer: answer)
@@ -125,6 +126,7 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     for _ in range(6):
         trainer._tune()
         depths.append(trainer._pending_sync_metrics["partial_rollout/depth"])
+        assert trainer._pending_sync_metrics["partial_rollout/slot_utilisation"] == 16.0 / SLOTS
     assert depths == [2.0] * 5 + [2.5]
     assert told == [20]
     assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 2.5)]
