@@ -25,7 +25,7 @@ STEP_GAUGES = {
     "drain_seconds": ("timing_s/drain", "Seconds from closing the gates to empty engines, last step."),
     "update_seconds": ("timing_s/update_weights", "Seconds of the last weight update."),
     "reward_mean": ("critic/score/mean", "Mean reward of the last batch."),
-    "slot_usage_ratio": (f"{PREFIX}/slot_utilisation", "Requests in generation while the gate was open, by the slots at the start, last step."),
+    "slot_usage_ratio": (f"{PREFIX}/slot_utilisation", "Requests in generation by slots at the start, last step."),
     "kv_usage_ratio": (f"{PREFIX}/kv_usage", "Share of the KV cache in use in the fullest engine, last step."),
     "staleness_steps_mean": (f"{PREFIX}/staleness_steps/mean", "Mean age of the oldest tokens of the last batch."),
     "staleness_steps_max": (f"{PREFIX}/staleness_steps/max", "Largest age of a token of the last batch."),
