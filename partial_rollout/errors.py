@@ -16,6 +16,7 @@ PartialRolloutError
 ├── ClusterError            Ray cannot give or keep what the run needs
 │   ├── ResourcesUnavailable
 │   ├── ActorLost           an actor of ours died or its main loop ended
+│   │   └── TaskRunnerLost      the one in which training runs
 │   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
 ├── EngineError             the inference engine
 │   ├── EngineDead
@@ -33,6 +34,13 @@ PartialRolloutError
     ├── CapacityExceeded    more prompts were admitted than the prefetch cap allows
     └── StaleClaim          a worker reported on a claim that is no longer its own
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from partial_rollout.types import Death
 
 
 class PartialRolloutError(Exception):
@@ -109,6 +117,14 @@ class ResourcesUnavailable(ClusterError):
 
 class ActorLost(ClusterError):
     """An actor of ours died, or a loop that must not end did."""
+
+
+class TaskRunnerLost(ActorLost):
+    """The task runner died, in which training runs."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(str(death))
+        self.death = death
 
 
 class WaitTimeout(ClusterError, TimeoutError):

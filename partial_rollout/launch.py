@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from partial_rollout.observability.events import events_folder
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts
+from partial_rollout.runtime.runner_watch import RunnerWatch
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.compose import explain
 from partial_rollout.settings.derived import read_block
@@ -25,6 +27,7 @@ from partial_rollout.settings.retention import may_save
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from partial_rollout.errors import TaskRunnerLost
     from partial_rollout.settings.prepare import Prepared
 
 logger = logging.getLogger(__name__)
@@ -96,16 +99,18 @@ def run(prepared: Prepared) -> None:
     _require_estimator(str(config.algorithm.adv_estimator))
     stages.begin(stages.RAY)
     block = prepared.settings.block
-    runner = StartedRunner(ray.remote(num_cpus=0)(TaskRunner), block.timeouts.start_s)
+    runner = StartedRunner(ray.remote(num_cpus=0)(TaskRunner), block.timeouts.start_s, claim_s=block.timeouts.claim_s)
     try:
         run_ppo(config, task_runner_class=runner)
-    except RayError:
-        raise
+    except RayError as error:
+        raise runner.explain(error) from None
     except KeyboardInterrupt:
         end_with_checkpoint(runner.runs, block.manager.name, block.timeouts.stop_s)
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError
         raise ClusterError(f"Ray could not be started or joined with ray_kwargs.ray_init: {error}") from error
+    finally:
+        runner.stop()
 
 
 def _require_estimator(name: str) -> None:
@@ -135,18 +140,29 @@ def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], manager_name: str, s
 class StartedRunner:
     """Stands in for the task runner's actor class in `run_ppo`, which waits for the actor's start without a bound."""
 
-    def __init__(self, actor_class: Any, timeout_s: float, runs: list[ray.ObjectRef[Any]] | None = None) -> None:
-        """`actor_class` comes from `ray.remote`; the actor must be ready `timeout_s` after it was asked for."""
-        self._actor_class, self._timeout_s = actor_class, timeout_s
-        self.runs: list[ray.ObjectRef[Any]] = [] if runs is None else runs
+    def __init__(
+        self, actor_class: Any, timeout_s: float, runs: list[RunningRunner] | None = None, *, claim_s: float = math.inf
+    ) -> None:
+        """`actor_class` comes from `ray.remote`; the actor must be ready `timeout_s` after it was asked for.
+
+        If it gives no sign of life for `claim_s` while it trains, it is killed.
+        """
+        self._actor_class, self._timeout_s, self._claim_s = actor_class, timeout_s, claim_s
+        self._started: list[RunningRunner] = [] if runs is None else runs
+
+    @property
+    def runs(self) -> list[ray.ObjectRef[Any]]:
         """The calls of `run`, which end when the training has ended."""
+        return [ref for runner in self._started for ref in runner.runs]
 
     def options(self, **options: Any) -> StartedRunner:
         """Same as `options` of a Ray actor class."""
-        return StartedRunner(self._actor_class.options(**options), self._timeout_s, self.runs)
+        return StartedRunner(
+            self._actor_class.options(**options), self._timeout_s, self._started, claim_s=self._claim_s
+        )
 
-    def remote(self) -> Any:
-        """Return the running actor in a `RunningRunner`. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
+    def remote(self) -> RunningRunner:
+        """Return the running actor. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
 
         Raises:
             ClusterError: the actor has not started in time.
@@ -155,6 +171,7 @@ class StartedRunner:
         heed_termination()
         runner = self._actor_class.remote()
         who_waits = "the driver waits for the task runner's process to start"
+        watch = None if math.isinf(self._claim_s) else RunnerWatch(self._claim_s)
         try:
             wait_for(runner.__ray_ready__.remote(), timeout_s=self._timeout_s, who_waits=who_waits)
         except WaitTimeout as error:
@@ -162,18 +179,36 @@ class StartedRunner:
                 f"{error}. Perhaps no node has room for it, or the machine is too busy: raylet.out below "
                 "/tmp/ray/session_latest/logs has the reason. partial_rollout.timeouts.start_s sets the bound"
             ) from None
-        return RunningRunner(runner, self.runs)
+        self._started.append(RunningRunner(runner, watch))
+        return self._started[-1]
+
+    def explain(self, error: RayError) -> RayError | TaskRunnerLost:
+        """The error that names the task runner, where `error` says that it has died while it trained."""
+        watches = [runner.watch for runner in self._started if runner.watch is not None]
+        return watches[-1].explain(error) if watches else error
+
+    def stop(self) -> None:
+        """Training has ended, and Ray may be shut down."""
+        for runner in self._started:
+            if runner.watch is not None:
+                runner.watch.stop()
 
 
 class RunningRunner:
     """The task runner's actor as `run_ppo` uses it: `runner.run.remote(config)`."""
 
-    def __init__(self, actor: Any, runs: list[ray.ObjectRef[Any]]) -> None:
-        """`runs` takes in each call of `run`."""
-        self.actor, self.run, self._runs = actor, self, runs
+    def __init__(self, actor: Any, watch: RunnerWatch | None) -> None:
+        """`watch` tells whether the actor is frozen."""
+        self.actor, self.run, self.watch = actor, self, watch
+        self.runs: list[ray.ObjectRef[Any]] = []
+        """The calls of `run`."""
 
     def remote(self, config: Any) -> ray.ObjectRef[Any]:
         """Start the training."""
-        ref = self.actor.run.remote(config)
-        self._runs.append(ref)
+        if self.watch is None:
+            ref = self.actor.run.remote(config)
+        else:
+            ref = self.actor.run.remote(config, self.watch.witness)
+            self.watch.begin(self.actor)
+        self.runs.append(ref)
         return ref

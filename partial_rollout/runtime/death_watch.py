@@ -66,9 +66,9 @@ def nothing(_actor: object, _token: object) -> None:
     """Run inside an actor, when its watch ends with the run."""
 
 
-async def ask_where(handle: Any) -> Process:
+async def ask_where(actor: Watched) -> Process:
     """Ask an actor where it runs."""
-    return await handle.__ray_call__.remote(describe)
+    return await actor.handle.__ray_call__.remote(describe)
 
 
 def end_actor(handle: Any, process: Process) -> None:
@@ -114,11 +114,16 @@ class DeathWatch:
         self,
         park: Callable[[Any], Awaitable[Any]],
         doing: Callable[[str], str],
-        ask: Callable[[Any], Awaitable[Process]] = ask_where,
+        ask: Callable[[Watched], Awaitable[Process]] = ask_where,
         end: Callable[[Any, Process], None] = end_actor,
+        on_death: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`doing` says of a name what the process was occupied with; empty where nothing is known. `end` kills."""
+        """`doing` says of a name what the process was occupied with; empty where nothing is known. `end` kills.
+
+        `on_death` is called with the name of each dead actor, before its death is told.
+        """
         self._park, self._ask, self._doing, self._end_actor = park, ask, doing, end
+        self._on_death = on_death
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._places: dict[str, tuple[Any, Process]] = {}
         """Handle and place of each watched actor."""
@@ -149,6 +154,10 @@ class DeathWatch:
         self._end_actor(*self._places[name])
         return True
 
+    def process(self, name: str) -> Process | None:
+        """Where a watched actor runs; None: nobody of this name is watched."""
+        return self._places[name][1] if name in self._places else None
+
     async def next_death(self, timeout_s: float) -> Death | None:
         """Wait for a death that was not told yet; None if there is none in time, or if the watch ends."""
         async with self._told:
@@ -169,7 +178,7 @@ class DeathWatch:
     async def _begin(self, actor: Watched) -> Process:
         process = Process(actor.role, actor.name)
         try:
-            found = await asyncio.wait_for(self._ask(actor.handle), DESCRIBE_S)
+            found = await asyncio.wait_for(self._ask(actor), DESCRIBE_S)
             process = Process(actor.role, actor.name, found.node, found.pid, found.log)
         except (RayActorError, asyncio.TimeoutError):
             pass  # a dead one is told of by its watch; one that is busy is watched without its place
@@ -185,6 +194,7 @@ class DeathWatch:
         except RayActorError as error:
             self._watches.pop(process.name, None)
             self._places.pop(process.name, None)
+            self._on_death(process.name)
             cause = self._verdicts.pop(process.name, "") or how_it_died(error)
             # In a thread: the disk may be slow, and this event loop serves all workers.
             lines = await asyncio.to_thread(last_lines, process.log) if process.log else ""

@@ -1,9 +1,12 @@
-"""Claims have a deadline, which a sign of life of their worker puts off: a frozen worker is told from a slow one.
+"""Processes have a deadline, which a sign of life puts off: a frozen process is told from a slow one.
 
     worker: its event loop turns, or a trajectory goes on ──> counted ──thread──> beat ──> prompt manager: deadline
+    any other actor:                                          counted by the thread itself
 
 Ray tells nothing of a process that is alive and does nothing. The thread sends the count also while one tool after the
 other keeps the event loop busy; a count that stays the same puts nothing off, so a worker that hangs is silent too.
+Other actors, such as training ranks, may be busy with one thing for minutes: their signs say that the process runs, and
+the deadlines of the calls to them say that it goes on.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
 
-from partial_rollout.core.deadlines import Deadlines, Late
+from partial_rollout.core.deadlines import WARN_SHARE, Deadlines, Late
+from partial_rollout.runtime.death_watch import own_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ray.actor import ActorHandle
+
+    from partial_rollout.types import Process
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +36,32 @@ BEAT_S = 5.0
 """Between two signs of life: far below the deadline, and little work for a manager of a thousand workers."""
 BEATS = 40
 """Signs of life within the time of a deadline, at least: four before the first warning."""
+ANSWER_S = 60.0
+"""Whoever takes signs of life answers at once; a sign that is late is followed by another one."""
 BLOCKED_S = 1.0
 """A timer that is so late says that the manager was blocked: signs of life wait for it meanwhile."""
 SILENT = "sign of life"
 
 
 class Pulse:
-    """A worker's end: counts what goes on in it, and sends the count.
+    """A process' end: counts what goes on in it, and sends the count.
 
-    begin -> sends for ever, until the process ends or the manager has died
+    begin, or begin_alone -> sends for ever, until the process ends or the manager has died
     """
 
     def __init__(self, send: Callable[[int], None], claim_s: float) -> None:
         """`send` is called in a thread and returns when the manager has answered."""
-        self._send, self._interval_s = send, min(BEAT_S, claim_s / BEATS)
+        self._send, self._interval_s = send, interval_s(claim_s)
         self._count = 0
 
     def begin(self) -> None:
         """Call this once, in the event loop of the worker."""
         self._turn(asyncio.get_running_loop())
         threading.Thread(target=self._run, daemon=True, name="pulse").start()
+
+    def begin_alone(self) -> None:
+        """Call this once, in a process of which nothing else is counted: each sign of life is another one."""
+        threading.Thread(target=self._run, args=(self.goes_on,), daemon=True, name="pulse").start()
 
     def goes_on(self) -> None:
         """A trajectory of the worker goes on."""
@@ -57,15 +71,31 @@ class Pulse:
         self.goes_on()
         loop.call_later(self._interval_s, self._turn, loop)
 
-    def _run(self) -> None:
+    def _run(self, before: Callable[[], None] = lambda: None) -> None:
         between = threading.Event()
         while not between.wait(self._interval_s):
+            before()
             try:
                 self._send(self._count)
             except LateAnswer:
-                logger.warning("the prompt manager has not answered a sign of life of this worker; it gets another one")
+                logger.warning("a sign of life of this process was not answered in time; it sends another one")
             except RayActorError:
                 return  # the manager has died, which ends the run
+
+
+def interval_s(claim_s: float) -> float:
+    """Seconds between two signs of life of a process that may be silent for `claim_s`."""
+    return min(BEAT_S, claim_s / BEATS)
+
+
+def begin_beats(_actor: object, manager: ActorHandle, name: str, claim_s: float) -> Process:
+    """Run inside an actor, which `manager` knows as `name`: send signs of life from now on; says where it runs."""
+
+    def send(count: int) -> None:
+        manager.beat.remote(name, count).future().result(ANSWER_S)
+
+    Pulse(send, claim_s).begin_alone()
+    return own_process("", "")
 
 
 class Silence:
@@ -76,11 +106,22 @@ class Silence:
       +--------+ a beat with another count
     """
 
-    def __init__(self, claim_s: float, clock: Callable[[], float], end: Callable[[str, str], None]) -> None:
-        """`end` is called with the name of a worker that was silent for `claim_s`, and with that in words."""
+    def __init__(
+        self,
+        claim_s: float,
+        clock: Callable[[], float],
+        end: Callable[[str, str], None],
+        call: Callable[[str], str] = str,
+    ) -> None:
+        """`end` is called with the name of a process that was silent for `claim_s`, and with that in words.
+
+        `call` makes of a name what a warning calls the process.
+        """
         self._deadlines = Deadlines[str]({SILENT: claim_s})
-        self._clock, self._end = clock, end
+        self._claim_s, self._clock, self._end, self._call = claim_s, clock, end, call
         self._counts: dict[str, int] = {}
+        self._heard_s: dict[str, float] = {}
+        """When the last sign of life came."""
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
 
@@ -88,13 +129,21 @@ class Silence:
         """A sign of life; one with the same count as before is none."""
         if self._counts.get(worker_id) != count:
             self._counts[worker_id] = count
+            self._heard_s[worker_id] = self._clock()
             self._deadlines.begin(worker_id, SILENT, self._clock())
             self._arm()
 
     def forget(self, worker_id: str) -> None:
         """The worker is lost or has stopped."""
         self._counts.pop(worker_id, None)
+        self._heard_s.pop(worker_id, None)
         self._deadlines.end(worker_id)
+
+    def late(self) -> dict[str, float]:
+        """Seconds of silence of each process that is silent for longer than a warning waits."""
+        now_s = self._clock()
+        silent_s = {name: now_s - heard_s for name, heard_s in self._heard_s.items()}
+        return {name: seconds for name, seconds in silent_s.items() if seconds >= WARN_SHARE * self._claim_s}
 
     def stop(self) -> None:
         """The run ends: nobody's silence matters."""
@@ -118,12 +167,13 @@ class Silence:
         for late in self._deadlines.look(now_s):
             if late.is_over:
                 # Its count is kept: the thread of a worker that hangs goes on to send it.
-                self._end(late.key, _describe(late))
+                self._heard_s.pop(late.key, None)
+                self._end(late.key, describe_silence(late))
             else:
                 logger.warning(
                     "%s has given no sign of life for %.0f s, nor have %d others; after %g s "
-                    "(partial_rollout.timeouts.claim_s) it is killed and started again",
-                    late.key,
+                    "(partial_rollout.timeouts.claim_s) it is killed, and the run goes the way of a killed one",
+                    self._call(late.key),
                     late.waited_s,
                     late.num_late - 1,
                     late.limit_s,
@@ -131,7 +181,8 @@ class Silence:
         self._arm()
 
 
-def _describe(late: Late[str]) -> str:
+def describe_silence(late: Late[str]) -> str:
+    """Why a silent process was killed."""
     return (
         f"it was killed, because it had given no sign of life for {late.waited_s:.0f} s, longer than "
         f"partial_rollout.timeouts.claim_s={late.limit_s:g} allows"

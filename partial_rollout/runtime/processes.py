@@ -50,6 +50,7 @@ ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
 LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
 PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.STARTS_AGAIN, STEP)
 TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.STARTS_AGAIN, STEP)
+WITNESS = Kind("witness", "Ray, which starts it again", 5.0, Then.GOES_ON, "nothing")
 
 KINDS = (
     AGENT_LOOP_WORKER,
@@ -62,4 +63,5 @@ KINDS = (
     TRANSFER_QUEUE_STORAGE,
     TRAINING_RANK,
     TASK_RUNNER,
+    WITNESS,
 )

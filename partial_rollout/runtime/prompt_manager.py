@@ -10,8 +10,9 @@
 |         |                               | or one of its own that goes on    | begin_round                            |
 | worker  | finish_many, fail, expire,    | nothing                           |                                        |
 |         | drop, give_back               |                                   |                                        |
-| worker  | beat                          | nothing                           |                                        |
+| actor   | beat                          | nothing                           |                                        |
 | trainer | next_death (long poll)        | the death of a watched actor      | Ray, beats that do not come, close     |
+| trainer | end_silent                    | nothing                           |                                        |
 | anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
@@ -39,8 +40,9 @@ from partial_rollout.errors import ActorLost, ClusterError, InternalError, RunSt
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
-from partial_rollout.runtime.death_watch import DeathWatch, Watched, nothing
-from partial_rollout.runtime.heartbeat import Silence
+from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, nothing
+from partial_rollout.runtime.heartbeat import Silence, begin_beats
+from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
 from partial_rollout.types import FinishResult, ManagerStatus
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class RolloutPromptManager:
         """`metrics` is called here, in the manager's own process, to make what shows the manager's status.
 
         When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
-        A watched worker that gives no sign of life for `claim_s` is killed.
+        A watched actor that gives no sign of life for `claim_s` is killed.
         Warnings go into the run's event stream, whose folder is `events`.
         """
         self._events = "" if events is None else str(events)
@@ -127,8 +129,9 @@ class RolloutPromptManager:
         self._gate = "unknown"
         self._last_failure = ""
         self._closed = self._stop_reason = ""
-        self._deaths = DeathWatch(self._park, self._doing)
-        self._silence = Silence(claim_s, clock, self._end_silent)
+        self._claim_s = claim_s
+        self._silence = Silence(claim_s, clock, self._end_silent, self._call)
+        self._deaths = DeathWatch(self._park, self._doing, self._ask, on_death=self._silence.forget)
         self._never: ray.ObjectRef[None] | None = None
 
     # ---- trainer ----
@@ -305,7 +308,7 @@ class RolloutPromptManager:
         self._schedule_export()
 
     async def beat(self, worker_id: str, count: int) -> None:
-        """A sign of life of a worker, which puts off the deadline of its claims if `count` is not that of before."""
+        """A sign of life of an actor, which puts off its deadline if `count` is not that of before."""
         self._silence.beat(worker_id, count)
 
     # ---- deaths ----
@@ -317,6 +320,23 @@ class RolloutPromptManager:
     async def forget(self, name: str) -> None:
         """The end of the actor of this name is no death: somebody has asked for it."""
         self._deaths.forget(name)
+        self._silence.forget(name)
+
+    async def end_silent(self, why: str) -> list[str]:
+        """A wait has run out, `why` says which: kill the actors that are silent meanwhile; returns them in words.
+
+        Their deaths are told as any others.
+        """
+        ended: list[str] = []
+        for name, silent_s in self._silence.late().items():
+            who = self._call(name)
+            cause = (
+                f"it was killed, because it had given no sign of life for {silent_s:.0f} s when a wait ran out: {why}"
+            )
+            self._silence.forget(name)
+            if self._end_silent(name, cause):
+                ended.append(f"{who}: {cause}")
+        return ended
 
     async def next_death(self, timeout_s: float) -> Death | None:
         """Long poll: a death that was not told yet; None at the timeout, or when the manager is closed."""
@@ -361,10 +381,22 @@ class RolloutPromptManager:
 
     # ---- inside ----
 
-    def _end_silent(self, worker_id: str, why: str) -> None:
-        """The deadline of a worker's claims has passed: what it reports late is refused, before and after it dies."""
-        if self._deaths.kill(worker_id, why):
-            self._queue.fence_worker(worker_id)
+    def _end_silent(self, name: str, why: str) -> bool:
+        """The deadline of an actor has passed: what a worker reports late is refused, before and after it dies."""
+        if not self._deaths.kill(name, why):
+            return False
+        self._queue.fence_worker(name)
+        return True
+
+    def _call(self, name: str) -> str:
+        return str(self._deaths.process(name) or name)
+
+    async def _ask(self, actor: Watched) -> Process:
+        """Where an actor runs; from now on it sends signs of life. Agent-loop workers send others, by themselves."""
+        if actor.role == AGENT_LOOP_WORKER.role:
+            return await ask_where(actor)
+        own: Any = ray.get_runtime_context().current_actor
+        return await actor.handle.__ray_call__.remote(begin_beats, own, actor.name, self._claim_s)
 
     @asynccontextmanager
     async def _changing(self, *, wake_claims: bool = False) -> AsyncIterator[None]:

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import ActorLost
+from partial_rollout.errors import ActorLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
-from partial_rollout.runtime.death_watch import how_it_died
-from partial_rollout.runtime.processes import TASK_RUNNER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,7 +33,7 @@ RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
 WITHOUT_CHECKPOINT = 1
 """New starts of a command that has saved nothing yet: they may begin with the first step."""
-WRITERS = ("trainer", "task_runner", "server")
+WRITERS = ("trainer", "task_runner", "server", "driver")
 """Processes that write the events which are read here; the workers' files are large."""
 
 
@@ -47,13 +45,11 @@ class Failure:
     """Below Ray's wrappers of every actor that it passed through."""
     node: str
     """Address of the driver's node, as Ray knew it."""
-    is_task_runner: bool = False
-    """Whether the error says that the task runner itself has died."""
 
     @classmethod
     def of(cls, error: BaseException, node: str) -> Failure:
         """From what was raised in the driver; call this while Ray runs, which knows the address of its `node`."""
-        return cls(root_cause(error), node, isinstance(error, RayActorError) and not isinstance(error, RayTaskError))
+        return cls(root_cause(error), node)
 
     @property
     def is_death(self) -> bool:
@@ -114,11 +110,11 @@ class RunRestarts:
         else:
             action = f"training is not started again: {why_not}"
         fault = None
-        if failure.is_task_runner:  # what else dies is named by the task runner
-            role = TASK_RUNNER.role
-            fault = Fault(role=role, name=role, text=f"the {role} died: {_how(failure.error)}", action=action)
-        text = fault.text if fault else str(failure.error)
-        logger.warning("%s\n%s", text, action, extra={"event": fault} if fault else {})
+        if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
+            process = failure.error.death.process
+            place = {"role": process.role, "name": process.name, "node": process.node, "pid": process.pid}
+            fault = Fault(**place, text=str(failure.error), action=action)
+        logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0
 
     def _decide(self, told: Sequence[object]) -> tuple[int, str]:
@@ -168,7 +164,3 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError):
         error = error.cause
     return error
-
-
-def _how(error: BaseException) -> str:
-    return how_it_died(error) if isinstance(error, RayActorError) else str(error)

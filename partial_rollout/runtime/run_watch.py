@@ -2,6 +2,9 @@
 
     actor dies ──> prompt manager ──next_death──> thread of the RunWatch ──signal──> main thread: the error is raised
 
+A frozen actor becomes a dead one: the prompt manager kills it when it has given no sign of life for too long, or when
+a wait of the trainer has run out meanwhile. A prompt manager that does not answer the trainer counts as dead.
+
 verl's trainer waits without a bound in many places (for TransferQueue's controller, for training ranks), and none of
 them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python and ZeroMQ. Ray's `get`
 returns with the error when what it waits for is there; so actors that wait for the dead one for ever are ended. Code
@@ -23,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from partial_rollout.errors import ActorLost, PartialRolloutError, RunStopped
+from partial_rollout.core.deadlines import WARN_SHARE
+from partial_rollout.errors import ActorLost, AgentLoopBroken, ClusterError, EngineError, PartialRolloutError
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ASK_S = 10.0
+"""The manager answers at once, or is silent itself."""
+MAY_COME_OF_SILENCE = (ClusterError, EngineError, AgentLoopBroken)
+"""What a trainer meets that waits for a frozen process, or whose agent loops do."""
 POLL_S = 30.0
 """Length of one long poll; the manager answers as soon as an actor has died."""
 AGAIN_S = 5.0
@@ -109,12 +117,16 @@ class RunWatch:
         *,
         doing: Callable[[], str],
         step: Callable[[], int | None],
+        start_s: float,
         answer_s: float,
     ) -> None:
-        """`doing` and `step` say what the trainer does; the manager must answer within `answer_s`."""
+        """`doing` and `step` say what the trainer does.
+
+        The manager must have started after `start_s`, and must answer within `answer_s` from then on.
+        """
         self._manager, self._interruption = manager, interruption
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
-        self._doing, self._step, self._answer_s = doing, step, answer_s
+        self._doing, self._step, self._start_s, self._answer_s = doing, step, start_s, answer_s
         self._reactions: dict[str, Callable[[Death], str]] = {}
         self._releases: dict[str, Callable[[], None]] = {}
         self._stopped, self._is_fatal = threading.Event(), threading.Event()
@@ -128,7 +140,7 @@ class RunWatch:
 
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Watch further actors; returns when they are watched."""
-        found = ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._answer_s)
+        found = ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._start_s)
         for process in found:
             note_found(process)
 
@@ -161,14 +173,29 @@ class RunWatch:
         return self._lost in {kind.role for kind in kinds}
 
     def explain(self, error: Exception) -> Exception:
-        """The error that names the dead process, where `error` comes of a death; otherwise `error`.
+        """The error that names the dead or silent process, where `error` comes of one; otherwise `error`.
 
         An error that a signal raises inside of Ray's compiled code comes out of it as a SystemError.
         """
-        if isinstance(error, RunStopped) or not isinstance(error, RayError | SystemError):
-            return error
-        self._is_fatal.wait(EXPLAIN_S)
-        return self._fatal or error
+        if isinstance(error, RayError | SystemError):
+            self._is_fatal.wait(EXPLAIN_S)
+            return self._fatal or error
+        if isinstance(error, MAY_COME_OF_SILENCE) and not isinstance(error, ActorLost):
+            return self._fatal or self._end_silent(error) or error
+        return error
+
+    def _end_silent(self, error: Exception) -> PartialRolloutError | None:
+        """Kill what is silent, since something has waited for it in vain; returns the error that names it."""
+        ended: list[str] = []
+        try:
+            ended = ray.get(self._manager.end_silent.remote(str(error)), timeout=ASK_S)
+        except (RayActorError, GetTimeoutError):
+            self._is_fatal.wait(POLL_S + self._answer_s)  # within which the manager is given up, if it is silent itself
+        if ended:
+            self._is_fatal.wait(EXPLAIN_S)
+        if self._fatal is None and ended:  # others are to replace it, but the training has ended already
+            return ActorLost("\n".join([*ended, f"The trainer {self._doing()}"]))
+        return self._fatal
 
     def _run(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
         death = self._begin(first)
@@ -181,7 +208,7 @@ class RunWatch:
 
     def _begin(self, first: Sequence[tuple[str, str, ActorHandle]]) -> Death | None:
         def begin() -> None:
-            found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._answer_s)
+            found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._start_s)
             role = PROMPT_MANAGER.role
             self._manager_process = Process(role, role, found.node, found.pid, found.log)
             note_found(self._manager_process)
@@ -191,7 +218,15 @@ class RunWatch:
 
     def _next_death(self) -> Death | None:
         poll = self._manager.next_death.remote(POLL_S)
-        return self._unless_dead(lambda: ray.get(poll, timeout=POLL_S + self._answer_s))
+        warn_s = WARN_SHARE * self._answer_s
+        if not ray.wait([poll], timeout=POLL_S + warn_s)[0] and not self._stopped.is_set():
+            logger.warning(
+                "%s has not answered for %.0f s; after %g s (partial_rollout.timeouts.call_s) training ends",
+                self._manager_process,
+                warn_s,
+                self._answer_s,
+            )
+        return self._unless_dead(lambda: ray.get(poll, timeout=self._answer_s - warn_s))
 
     def _unless_dead(self, call: Callable[[], Death | None]) -> Death | None:
         """`call` of the manager, or the manager's own death."""
@@ -201,7 +236,8 @@ class RunWatch:
             process = self._manager_process
             return Death(process, how_it_died(error), "", last_lines(process.log) if process.log else "")
         except GetTimeoutError:
-            return Death(self._manager_process, f"it has not answered for {self._answer_s:g} s")
+            process, cause = self._manager_process, "it was given up, because it has not answered in time"
+            return Death(process, cause, "", last_lines(process.log) if process.log else "")
 
     def _handle(self, death: Death) -> None:
         reaction = self._reactions.get(death.process.role)

@@ -13,6 +13,7 @@ from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.processes import TASK_RUNNER
 from partial_rollout.runtime.run_watch import note_found
+from partial_rollout.runtime.runner_watch import send_signs
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
@@ -20,18 +21,21 @@ from partial_rollout.train.start_choices import choose_on_cluster
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from ray.actor import ActorHandle
 
 
 class TaskRunner(TaskRunnerBase):
     """verl's task runner, which first checks the cluster's resources and registers our replica and trainer classes."""
 
-    def run(self, config: DictConfig) -> None:
-        """Train to the end.
+    def run(self, config: DictConfig, witness: ActorHandle | None = None) -> None:
+        """Train to the end, and send signs of life to `witness` meanwhile.
 
         Raises:
             ResourcesUnavailable: the cluster cannot give what the run needs, or carries another run.
         """
         block = read_block(config)
+        if witness is not None:
+            send_signs(witness, block.timeouts.claim_s, doing=lambda: getattr(self.trainer, "doing", "was starting"))
         configure_logging()
         report_to(EventWriter(events_folder(block), "task_runner", keep_all=True))
         note_found(own_process(TASK_RUNNER.role, TASK_RUNNER.role))

@@ -162,11 +162,17 @@ class PartialRolloutTrainer(PPOTrainer):
             Interruption(self.settings.block.timeouts.stop_s),
             doing=lambda: self._doing,
             step=lambda: getattr(self, "global_steps", None),
-            answer_s=self.settings.block.timeouts.start_s,
+            start_s=self.settings.block.timeouts.start_s,
+            answer_s=self.settings.block.timeouts.call_s,
         )
         self.watch.start(transfer_queue_actors())
         super().__init__(config)
         self._warn_of_ignored_limit()
+
+    @property
+    def doing(self) -> str:
+        """What the trainer does, as a sentence about the past: it is said of a trainer that has died."""
+        return self._doing
 
     # ---- verl's hooks ----
 

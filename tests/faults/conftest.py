@@ -39,6 +39,8 @@ DRIVER = "driver"
 """Stands for the command itself; a client of the nursery passes its signals on."""
 EVERYTHING = "everything"
 """Stands for the command with all of its processes, as when the machine goes down."""
+RAYLET = "raylet"
+"""Ray's own process of the node; titles of Ray's own processes are there in any job."""
 CORE = "EngineCore"
 """In the name of an engine's first process."""
 LOOK_S = 0.1
@@ -122,6 +124,9 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
             if _has_mark(process, mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+    elif blow.role == RAYLET:
+        (raylet,) = (each for each in psutil.process_iter(["name"]) if each.name() == RAYLET and _has_mark(each, mark))
+        raylet.send_signal(blow.number)
     else:
         os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
 

@@ -70,6 +70,7 @@ def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., Ru
             interruption,
             doing=lambda: "trained step 3",
             step=lambda: 3,
+            start_s=LIMIT_S,
             answer_s=LIMIT_S,
         )
         watch.react(reactions or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
@@ -33,8 +33,9 @@ async def _park(actor: StandIn) -> None:
     await asyncio.shield(actor.end)
 
 
-async def _ask(actor: StandIn) -> Process:
-    return actor.where
+async def _ask(actor: Watched) -> Process:
+    where: Process = cast("StandIn", actor.handle).where
+    return where
 
 
 def _watch(doing: str = "") -> DeathWatch:

@@ -76,6 +76,21 @@ def test_a_worker_that_is_lost_otherwise_or_a_run_that_ends_is_not_waited_for() 
     run_virtual(main())
 
 
+def test_who_is_silent_when_a_wait_runs_out_is_told() -> None:
+    async def main() -> None:
+        ended = Ended()
+        ended.silence.beat("frozen", 1)
+        ended.silence.beat("dead", 1)
+        await asyncio.sleep(A_WHILE_S)
+        ended.silence.beat("alive", 1)
+        assert ended.silence.late() == {}
+        ended.silence.forget("dead")
+        await asyncio.sleep(A_WHILE_S)
+        assert ended.silence.late() == {"frozen": 2 * A_WHILE_S}
+
+    run_virtual(main())
+
+
 def test_time_in_which_the_manager_was_blocked_counts_for_nobody() -> None:
     async def main() -> None:
         loop, blocked_s = asyncio.get_running_loop(), 0.0
@@ -89,29 +104,58 @@ def test_time_in_which_the_manager_was_blocked_counts_for_nobody() -> None:
     run_virtual(main())
 
 
-def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> None:
-    killed: list[str] = []
+def _killing(killed: list[str]) -> RolloutPromptManager:
+    """A manager whose actors stand in, each an Event: one that is killed dies; `killed` takes in its name."""
 
     class Killing(RolloutPromptManager):
-        """The worker's actor stands in: it dies when it is killed."""
-
         async def _park(self, handle: asyncio.Event) -> None:
             await handle.wait()
             raise RayActorError(error_msg="The actor is dead because it was killed by `ray.kill`.")
 
+    async def ask(actor: object) -> Process:
+        return Process("", "", "10.0.0.7", 4711)
+
+    def kill(handle: asyncio.Event, process: Process) -> None:
+        killed.append(process.name)
+        handle.set()
+
+    manager = Killing(Partial(4), 2, asyncio.get_running_loop().time, claim_s=CLAIM_S)
+    manager._deaths._ask, manager._deaths._end_actor = ask, kill
+    return manager
+
+
+def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told() -> None:
+    killed: list[str] = []
+
+    async def main() -> None:
+        manager = _killing(killed)
+        frozen, alive = asyncio.Event(), asyncio.Event()
+        await manager.watch([("load balancer", "lb", frozen), ("training rank", "rank", alive)])  # pyright: ignore[reportArgumentType]
+        await manager.beat("lb", 1)
+        await asyncio.sleep(2 * A_WHILE_S)
+        await manager.beat("rank", 1)
+        (told,) = await manager.end_silent("trainer waits for a batch: no answer within 60 s")
+        assert told.startswith(
+            "load balancer lb (pid 4711 on node 10.0.0.7): it was killed, because it had given no sign"
+        )
+        death = await manager.next_death(1.0)
+        assert death is not None
+        assert "for 40 s when a wait ran out: trainer waits for a batch" in str(death)
+        assert await manager.end_silent("again") == []
+        await manager.beat("rank", 2)
+        await asyncio.sleep(CLAIM_S - 1.0)  # the dead one is no silent one
+        assert await manager.next_death(0.0) is None
+
+    run_virtual(main())
+    assert killed == ["lb"]
+
+
+def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> None:
+    killed: list[str] = []
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        manager, end = Killing(Partial(4), 2, loop.time, claim_s=CLAIM_S), asyncio.Event()
-        deaths = manager._deaths
-
-        async def ask(handle: object) -> Process:
-            return Process("", "", "10.0.0.7", 4711)
-
-        def kill(handle: asyncio.Event, process: Process) -> None:
-            killed.append(process.name)
-            handle.set()
-
-        deaths._ask, deaths._end_actor = ask, kill
+        manager, end = _killing(killed), asyncio.Event()
         await manager.admit([PromptMeta("a", 1, 1)])
         await manager.watch([("agent-loop worker", "w0", end)])  # pyright: ignore[reportArgumentType]
         (claim,) = await manager.claim("w0", 1, timeout_s=0.0)
@@ -166,6 +210,21 @@ def test_a_pulse_counts_the_turns_of_its_event_loop_until_the_manager_has_died()
     assert len(sent) > 1
     assert sent == sorted(sent)
     assert [count for count in sent if count >= 5] == sent[-1:]
+
+
+def test_each_sign_of_a_process_without_an_event_loop_counts() -> None:
+    sent: list[int] = []
+    over = threading.Event()
+
+    def send(count: int) -> None:
+        sent.append(count)
+        if count == 3:
+            over.set()
+            raise RayActorError
+
+    Pulse(send, claim_s=0.01).begin_alone()
+    assert over.wait(LIMIT_S)
+    assert sent == [1, 2, 3]
 
 
 def test_a_pulse_of_a_blocked_event_loop_counts_only_trajectories_that_go_on() -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import ActorLost, ConfigError, WaitTimeout
+from partial_rollout.errors import ActorLost, ConfigError, TaskRunnerLost, WaitTimeout
 from partial_rollout.observability.events import (
     CheckpointSaved,
     EventReader,
@@ -24,6 +24,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.runtime import run_restarts
 from partial_rollout.runtime.processes import TASK_RUNNER
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts, end_left_over
+from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +104,13 @@ def driver(tmp_path: Path) -> Iterator[None]:
 def test_a_dead_task_runner_is_named_by_the_driver(run: Run, tmp_path: Path) -> None:
     restarts = RunRestarts(1, tmp_path, "auto")
     run.save(4)
-    died = Failure.of(RayActorError(error_msg="The actor is dead because its worker was killed."), NODE)
+    process = Process(TASK_RUNNER.role, TASK_RUNNER.role, NODE, 4711, "")
+    died = Failure.of(TaskRunnerLost(Death(process, "its worker was killed", "trained step 3")), NODE)
     assert restarts.follows(died)
     assert not restarts.follows(died)
     faults = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
-    assert {fault.role for fault in faults} == {TASK_RUNNER.role}
-    assert "its worker was killed" in faults[0].text
+    assert {(fault.role, fault.node, fault.pid) for fault in faults} == {(TASK_RUNNER.role, NODE, 4711)}
+    assert faults[0].text == f"task runner (pid 4711 on node {NODE}) died: its worker was killed; it trained step 3"
     assert [fault.action for fault in faults] == [
         "training is started again from its last checkpoint (new start 1 of 1)",
         "training is not started again: new starts since the checkpoint of step 4: 1, which is the limit",
@@ -124,7 +126,6 @@ def test_an_actor_that_dies_in_the_task_runners_start_is_not_taken_for_it(run: R
     for raised in (wrapped, wrapped.as_instanceof_cause()):
         failure = Failure.of(raised, NODE)
         assert failure.error is died
-        assert not failure.is_task_runner
         assert failure.is_death
     assert restarts.follows(failure)
     assert not [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]

@@ -6,9 +6,9 @@ import threading
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
-from partial_rollout.errors import ActorLost, DataError
+from partial_rollout.errors import ActorLost, AgentLoopBroken, DataError, DrainTimeout, RunStopped, WaitTimeout
 from partial_rollout.runtime import run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.types import Death, Process
@@ -75,7 +75,9 @@ def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPa
     interruption = Interruption(LIMIT_S)
     interruption.ended()
     manager: Any = None
-    watch = RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, answer_s=LIMIT_S)
+    watch = RunWatch(
+        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
+    )
     # As it was seen when a rank died while the trainer waited for a batch.
     in_compiled_code = SystemError("CoreWorker.wait returned a result with an exception set")
     assert watch.explain(in_compiled_code) is in_compiled_code
@@ -91,7 +93,9 @@ def test_the_main_thread_is_told_of_a_death_whatever_becomes_of_those_that_wait_
 ) -> None:
     interruption, told, manager = Interruption(LIMIT_S), list[str](), cast("Any", None)
     monkeypatch.setattr(interruption, "end_by", lambda error: told.append(str(error)))
-    watch = RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, answer_s=LIMIT_S)
+    watch = RunWatch(
+        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
+    )
 
     def fails() -> None:
         raise ValueError("no such actor")
@@ -101,3 +105,55 @@ def test_the_main_thread_is_told_of_a_death_whatever_becomes_of_those_that_wait_
         watch._end(Death(Process("TransferQueue controller", "controller"), "killed"))
     assert len(told) == 1
     assert told[0].startswith("TransferQueue controller controller died: killed")
+
+
+class Answer:
+    """A call of the manager that stands in: its `remote` returns what `get` is to give or raise."""
+
+    def __init__(self, given: object) -> None:
+        self.remote = lambda *_arguments: given
+
+
+class Manager:
+    """The prompt manager stands in."""
+
+    def __init__(self, silent: object) -> None:
+        self.end_silent = Answer(silent)
+
+
+def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
+    def get(given: object, timeout: float) -> object:
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
+    monkeypatch.setattr(run_watch, "POLL_S", 0.0)
+    monkeypatch.setattr(run_watch.ray, "get", get)
+    interruption = Interruption(LIMIT_S)
+    interruption.ended()
+    return RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=0.0, answer_s=0.0)
+
+
+LATE = WaitTimeout("trainer waited 60 s for 1 rollout replicas to report; no answer from replica 0")
+
+
+@pytest.mark.parametrize("error", [LATE, DrainTimeout("2 requests"), AgentLoopBroken("dropped")])
+def test_what_comes_of_a_silent_process_is_told_as_its_death(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _watch(Manager(["engine server replica-0: it was killed"]), monkeypatch)
+    named = watch.explain(error)
+    assert isinstance(named, ActorLost)
+    assert str(named) == "engine server replica-0: it was killed\nThe trainer trained step 3"
+
+
+def test_a_wait_that_runs_out_while_all_give_signs_of_life_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _watch(Manager([]), monkeypatch).explain(LATE) is LATE
+    stopped = RunStopped("Ctrl-C")
+    assert _watch(Manager(["nobody is asked"]), monkeypatch).explain(stopped) is stopped
+
+
+def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _watch(Manager(GetTimeoutError()), monkeypatch)
+    assert watch.explain(LATE) is LATE  # slow, but its watch has heard of it
+    watch._end(Death(Process("prompt manager", "prompt manager"), "it was given up"))
+    assert str(watch.explain(LATE)).startswith("prompt manager died: it was given up")

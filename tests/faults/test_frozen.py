@@ -1,0 +1,81 @@
+"""Processes that are frozen: each is named within its time, killed, and the run goes the way of a killed one."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.observability.events import BatchTaken, StepEnded
+from partial_rollout.runtime import processes
+from partial_rollout.runtime.run_watch import POLL_S
+from tests.e2e.conftest import is_conserved
+from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMIT_S = 1200.0
+"""Of a job that starts four times again."""
+CLAIM_S = CALL_S = 10.0
+MARGIN_S = 15.0
+"""Killing it, and saying so, beside other jobs."""
+FIRST = 2
+"""The step in which the first process freezes; the others follow in a step each."""
+BLOWS = {
+    "short": [(processes.TASK_RUNNER, TRAINING)],
+    "for the trainer": [
+        (processes.TRAINING_RANK, TRAINING),
+        (processes.PROMPT_MANAGER, GENERATING),
+        (processes.TRANSFER_QUEUE_CONTROLLER, TRAINING),
+        (processes.TASK_RUNNER, GENERATING),
+    ],
+    "for the workers": [
+        (processes.ENGINE_SERVER, GENERATING),
+        (processes.REWARD_WORKER, GENERATING),
+        (processes.LOAD_BALANCER, GENERATING),
+        (processes.WITNESS, GENERATING),
+    ],
+}
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("case", BLOWS)
+def test_a_run_survives_the_silence_of_its_processes(
+    task: Path, tmp_path: Path, report: dict[str, Any], case: str
+) -> None:
+    struck_kinds = BLOWS[case]
+    num_steps = FIRST + len(struck_kinds)
+    blows = [
+        Blow(kind.role, FIRST + number, phase, signal.SIGSTOP) for number, (kind, phase) in enumerate(struck_kinds)
+    ]
+    steps = [
+        f"trainer.total_training_steps={num_steps}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1",
+        f"partial_rollout.timeouts.claim_s={CLAIM_S}", f"partial_rollout.timeouts.call_s={CALL_S}",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows, limit_s=LIMIT_S)
+    job, faults = struck.job, struck.faults
+    report |= {"roles": [kind.role for kind, _ in struck_kinds], "while": [phase for _, phase in struck_kinds]}
+    report |= {
+        "code": job.code,
+        "known_s": [round(fault.t - at_s, 1) for fault, at_s in zip(faults, struck.at_s, strict=False)],
+    }
+    report |= {"faults": [(fault.role, fault.action) for fault in faults]}
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
+    assert job.code == 0, job.output[-4000:]
+    # The witness is no fault of the run: the driver warns.
+    assert [fault.role for fault in faults] == [kind.role for kind, _ in struck_kinds if kind is not processes.WITNESS]
+    assert all("no sign of life" in fault.text or "not answered in time" in fault.text for fault in faults)
+    assert all(fault.pid for fault in faults)
+    assert [event.step for event in ended] == list(range(1, num_steps + 1))
+    assert all(is_conserved(event.metrics) for event in ended)
+    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
+    batches = {event.step: event for event in job.stream if isinstance(event, BatchTaken)}
+    assert set(Counter(uid for batch in batches.values() for uid in batch.uids).values()) == {1}
+    for fault, at_s in zip(faults, struck.at_s, strict=False):
+        limit_s = POLL_S + CALL_S if fault.role == processes.PROMPT_MANAGER.role else CLAIM_S
+        assert fault.t - at_s < limit_s + MARGIN_S
+    assert job.survivors == []
