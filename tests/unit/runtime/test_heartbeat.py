@@ -146,7 +146,7 @@ def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told() -
         death = await manager.next_death(1.0)
         assert death is not None
         assert death.process.name == "rank"
-        await asyncio.sleep(CLAIM_S)
+        await asyncio.sleep(CLAIM_S / 2)
         assert manager._silence.late() == {}  # a dead one is no silent one
 
     run_virtual(main())
