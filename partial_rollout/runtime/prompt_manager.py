@@ -396,7 +396,9 @@ class RolloutPromptManager:
         if actor.role == AGENT_LOOP_WORKER.role:
             return await ask_where(actor)
         own: Any = ray.get_runtime_context().current_actor
-        return await actor.handle.__ray_call__.remote(begin_beats, own, actor.name, self._claim_s)
+        place: Process = await actor.handle.__ray_call__.remote(begin_beats, own, actor.name, self._claim_s)
+        self._silence.beat(actor.name, 0)  # it may freeze before its first sign of life
+        return place
 
     @asynccontextmanager
     async def _changing(self, *, wake_claims: bool = False) -> AsyncIterator[None]:

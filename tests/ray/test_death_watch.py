@@ -18,7 +18,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 LIMIT_S = 60.0
 KILLED_TO_KNOWN_S = 5.0
+CLAIM_S = 5.0
 
 
 class Rank:
@@ -46,7 +47,8 @@ class Rank:
 
 @pytest.fixture
 def manager(request: pytest.FixtureRequest) -> Iterator[ActorHandle]:
-    handle = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=request.node.name)), 8)
+    timeouts = TimeoutConfig(claim_s=CLAIM_S)
+    handle = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=request.node.name), timeouts=timeouts), 8)
     yield handle
     ray.kill(handle)
 
@@ -104,6 +106,24 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     with pytest.raises(RayActorError) as told:
         ray.get(busy, timeout=LIMIT_S)
     assert isinstance(watch.explain(told.value), ActorLost)
+
+
+def test_a_rank_that_trains_gives_signs_of_life_and_one_that_is_frozen_is_killed(
+    listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int], tmp_path: Path
+) -> None:
+    actor, pid = rank
+    watch = listening()
+    watch.watch([(TRAINING_RANK.role, "actor-0", actor)])
+    busy = actor.train.remote()
+    assert ray.wait([busy], timeout=2 * CLAIM_S)[0] == []
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(
+        ActorLost, match=rf"training rank actor-0 \(pid {pid} on(?s:.*)had given no sign of life for 5 s"
+    ):
+        threading.Event().wait()
+    assert [fault.action for fault in faults(tmp_path)] == ["training ends"]
+    with pytest.raises(RayActorError):
+        ray.get(busy, timeout=LIMIT_S)
 
 
 def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_told(

@@ -6,20 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ClusterError, RunStopped
+from partial_rollout.errors import ClusterError, RunStopped, TaskRunnerLost
 from partial_rollout.launch import StartedRunner, end_with_checkpoint
+from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.runner_watch import Sign, send_signs
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
 from partial_rollout.types import PromptMeta
 
 TIMEOUT_S = 60.0
+CLAIM_S = 5.0
 WAITING = """
 import ray
 from partial_rollout.launch import StartedRunner
@@ -68,6 +73,32 @@ def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
 def test_a_runner_that_dies_at_its_start_says_why() -> None:
     with pytest.raises(RayActorError, match="no disk"):
         StartedRunner(actor_class(Broken), TIMEOUT_S).remote()
+
+
+class Training:
+    """A task runner that trains, and then freezes."""
+
+    def run(self, config: str, witness: Any) -> None:
+        send_signs(witness, CLAIM_S, doing=lambda: "trained step 3")
+        threading.Event().wait(2 * CLAIM_S)
+        # So that the witness has the last sign when it comes.
+        ray.get(witness.take.remote(Sign(own_process("task runner", config), 0, "trained step 4")), timeout=TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not() -> None:
+    runner = StartedRunner(actor_class(Training), TIMEOUT_S, claim_s=CLAIM_S)
+    began_s = time.monotonic()
+    with pytest.raises(RayActorError) as told:
+        ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
+    assert time.monotonic() - began_s > 3 * CLAIM_S
+    named = runner.explain(told.value)
+    runner.stop()
+    assert isinstance(named, TaskRunnerLost)
+    process = named.death.process
+    assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
+    assert "no sign of life for 5 s" in str(named)
+    assert "; it trained step" in str(named)
 
 
 def test_a_driver_that_is_told_to_terminate_is_interrupted() -> None:
