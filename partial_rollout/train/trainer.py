@@ -21,6 +21,7 @@ Who is who among the actors:
                                                                     after an interruption
     PartialRolloutServer            ../rollout/server.py            one engine (vLLM) behind a gate
     TransferQueue                   verl's                          prompt rows; tensors of finished trajectories
+    Witness                         ../runtime/runner_watch.py      keeps this process' signs of life for the driver
 
 The loops, and what passes between them:
 

@@ -12,7 +12,7 @@ from partial_rollout.observability.events import BatchTaken, StepEnded
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.run_watch import POLL_S
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import GENERATING, RAYLET, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +22,8 @@ LIMIT_S = 1200.0
 CLAIM_S = CALL_S = 10.0
 MARGIN_S = 15.0
 """Killing it, and saying so, beside other jobs."""
+RAYLET_S = 120.0
+"""Ray asks a raylet every few seconds, and gives its node up after five answers that did not come."""
 FIRST = 2
 """The step in which the first process freezes; the others follow in a step each."""
 BLOWS = {
@@ -78,4 +80,21 @@ def test_a_run_survives_the_silence_of_its_processes(
     for fault, at_s in zip(faults, struck.at_s, strict=False):
         limit_s = POLL_S + CALL_S if fault.role == processes.PROMPT_MANAGER.role else CLAIM_S
         assert fault.t - at_s < limit_s + MARGIN_S
+    assert job.survivors == []
+
+
+def test_a_run_survives_the_silence_of_its_raylet(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+    """Ray gives the node up, and with it all actors there; the command starts training again on a Ray of its own."""
+    steps = ["trainer.total_training_steps=3", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1"]
+    blow = Blow(RAYLET, FIRST, GENERATING, signal.SIGSTOP)
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[blow])
+    job, at_s = struck.job, struck.at_s[0]
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    report |= {"roles": [RAYLET], "while": GENERATING, "code": job.code, "steps": [event.step for event in ended]}
+    report |= {"known_s": [round(fault.t - at_s, 1) for fault in struck.faults]}
+    report |= {"faults": [(fault.role, fault.text[:200], fault.action) for fault in struck.faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert {event.step for event in ended} == {1, 2, 3}
+    assert struck.seconds_to_notice() < RAYLET_S
+    assert all(is_conserved(event.metrics) for event in ended)
     assert job.survivors == []
