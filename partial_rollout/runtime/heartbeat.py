@@ -110,7 +110,7 @@ class Silence:
         self,
         claim_s: float,
         clock: Callable[[], float],
-        end: Callable[[str, str], None],
+        end: Callable[[str, str], object],
         call: Callable[[str], str] = str,
     ) -> None:
         """`end` is called with the name of a process that was silent for `claim_s`, and with that in words.
