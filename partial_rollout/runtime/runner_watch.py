@@ -151,22 +151,25 @@ class RunnerWatch:
 
     def _run(self, runner: ActorHandle) -> None:
         while not self._stopped.wait(interval_s(self._claim_s)):
-            with self._asking:
-                if self._stopped.is_set():
-                    return
-                latest = self.witness.latest.remote().future()
-            try:
-                place, sign = latest.result(FROZEN_S)
-            except (RayActorError, LateAnswer) as error:
-                self._silence.unknown(time.monotonic())
-                self._without_witness(error)
-                continue
-            if place != self._place:
-                self._place = place
-                note_found(place)
-            late = self._silence.look(sign, time.monotonic())
-            if late is not None:
-                self._tell(late, runner)
+            self._look(runner)
+
+    def _look(self, runner: ActorHandle) -> None:
+        with self._asking:
+            if self._stopped.is_set():
+                return
+            latest = self.witness.latest.remote().future()
+        try:
+            place, sign = latest.result(FROZEN_S)
+        except (RayActorError, LateAnswer) as error:
+            self._silence.unknown(time.monotonic())
+            self._without_witness(error)
+            return
+        if place != self._place:
+            self._place = place
+            note_found(place)
+        late = self._silence.look(sign, time.monotonic())
+        if late is not None:
+            self._tell(late, runner)
 
     def _without_witness(self, error: Exception) -> None:
         if self._place.pid and not self._stopped.is_set():

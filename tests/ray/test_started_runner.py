@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ClusterError, RunStopped, TaskRunnerLost
 from partial_rollout.launch import StartedRunner, end_with_checkpoint
+from partial_rollout.runtime import runner_watch
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
-from partial_rollout.runtime.runner_watch import Sign, send_signs
+from partial_rollout.runtime.runner_watch import RunnerWatch, Sign, send_signs
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
 from partial_rollout.types import PromptMeta
 
@@ -99,6 +101,26 @@ def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not()
     assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
     assert "no sign of life for 5 s" in str(named)
     assert "; it trained step" in str(named)
+
+
+def test_a_witness_that_freezes_is_started_again_and_nobody_else_is_called_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, runner = RunnerWatch(CLAIM_S), actor_class(Runner).remote()
+    place, _ = ray.get(watch.witness.latest.remote(), timeout=TIMEOUT_S)
+    monkeypatch.setattr(runner_watch, "FROZEN_S", TIMEOUT_S)
+    watch._look(runner)
+    monkeypatch.setattr(runner_watch, "FROZEN_S", 1.0)
+    os.kill(place.pid, signal.SIGSTOP)
+    watch._look(runner)
+    deadline_s, now = time.monotonic() + TIMEOUT_S, place
+    while now.pid == place.pid and time.monotonic() < deadline_s:
+        with contextlib.suppress(RayActorError):  # of the one that was killed
+            now, _ = ray.get(watch.witness.latest.remote(), timeout=TIMEOUT_S)
+    assert now.pid not in (0, place.pid)
+    assert ray.get(runner.__ray_ready__.remote(), timeout=TIMEOUT_S)
+    ray.kill(runner)
+    ray.kill(watch.witness)
 
 
 def test_a_driver_that_is_told_to_terminate_is_interrupted() -> None:
