@@ -53,7 +53,12 @@ def test_a_run_that_starts_again_can_be_ended(
     blows = [Blow(processes.TRAINING_RANK.role, 2), Blow(DRIVER, 2, STARTING_AGAIN, number)]
     struck = strike(task, tmp_path, *steps, blows=blows)
     job = struck.job
-    report |= {"signal": number.name, "while": STARTING_AGAIN, "code": job.code, "ended_s": struck.seconds_to_end}
+    report |= {
+        "signal": number.name,
+        "while": STARTING_AGAIN,
+        "code": job.code,
+        "ended_s": round(struck.seconds_to_end, 1),
+    }
     assert job.code == INTERRUPTED_CODE, job.output[-4000:]
     assert struck.seconds_to_end < STOP_S + MARGIN_S
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
