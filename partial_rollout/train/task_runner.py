@@ -16,6 +16,7 @@ from partial_rollout.runtime.run_watch import note_found
 from partial_rollout.runtime.runner_watch import send_signs
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
+from partial_rollout.train.nodes import require_same_packages
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
 from partial_rollout.train.start_choices import choose_on_cluster
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class TaskRunner(TaskRunnerBase):
-    """verl's task runner, which first checks the cluster's resources and registers our replica and trainer classes."""
+    """verl's task runner, which first checks the cluster and registers our replica and trainer classes."""
 
     def run(self, config: DictConfig, witness: ActorHandle | None = None) -> None:
         """Train to the end, and send signs of life to `witness` meanwhile.
 
         Raises:
             ResourcesUnavailable: the cluster cannot give what the run needs, or carries another run.
+            VersionError: a node lacks a package, or has another version of it.
         """
         block = read_block(config)
         if witness is not None:
@@ -45,6 +47,7 @@ class TaskRunner(TaskRunnerBase):
         require_own_transfer_queue(timeout_s)
         require_resources(config, timeout_s)
         require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources
+        require_same_packages(block.timeouts.start_s)
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))

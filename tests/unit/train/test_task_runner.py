@@ -1,4 +1,4 @@
-"""Before anything is made, the task runner asks whose the Ray cluster is, and what is free on it."""
+"""Before anything is made, the task runner asks whose the Ray cluster is, and what is free and installed on it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_
     monkeypatch.setattr(task_runner, "configure_logging", lambda: None)
     monkeypatch.setattr(task_runner, "require_own_transfer_queue", lambda timeout_s: asked.append(timeout_s))
     monkeypatch.setattr(task_runner, "require_resources", lambda config, timeout_s: asked.append("resources"))
+    monkeypatch.setattr(task_runner, "require_same_packages", lambda timeout_s: asked.append("packages"))
 
     def nothing_more(**options: Any) -> None:
         raise InterruptedError
@@ -30,4 +31,4 @@ def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_
     runner_class = getattr(TaskRunner, "__ray_actor_class__", TaskRunner)
     with pytest.raises(InterruptedError):
         runner_class.run(object.__new__(runner_class), CONFIG)
-    assert asked == [7.0, "resources", 0.0]
+    assert asked == [7.0, "resources", 0.0, "packages"]

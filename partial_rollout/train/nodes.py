@@ -1,0 +1,120 @@
+"""Says which node of the Ray cluster lacks this package or has another version of what a run needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from partial_rollout.errors import ClusterError, VersionError
+from partial_rollout.runtime.remote_call import wait_for_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PACKAGE = "partial_rollout"
+OTHERS = ("verl", "vllm", "TransferQueue", "tensordict", "torch", "transformers")
+"""Distributions of which all nodes need the same version. Ray itself compares its own version and Python's."""
+ADVICE = (
+    "All nodes need the same packages: install them there with the same command, or let all nodes use one environment "
+    "on a shared disk. Then start Ray again on that node, since its processes have the environment of `ray start`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePackages:
+    """What one node has."""
+
+    node: str
+    """Host name and address."""
+    packages: Mapping[str, str]
+    """Version by the name of the package; a missing one is not in it."""
+
+
+def require_same_packages(timeout_s: float) -> None:
+    """Compare the packages of all nodes that run processes with those of this one.
+
+    Raises:
+        VersionError: names the nodes that lack a package or have another version of it.
+        ClusterError: a node did not tell its packages within `timeout_s`.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in nodes if node["NodeID"] != here]
+    if not others:
+        return
+    own_address = ray.util.get_node_ip_address()
+    own = NodePackages(f"this node ({own_address})", packages_finder()(PACKAGE, OTHERS))
+    if wrong := differences(own, _ask(others, timeout_s)):
+        raise VersionError(f"{'; '.join(wrong)}. {ADVICE}")
+
+
+def differences(own: NodePackages, others: Sequence[NodePackages]) -> list[str]:
+    """What other nodes lack or have in another version, in words.
+
+    >>> own = NodePackages("a", {"partial_rollout": "0.2.0", "verl": "0.9.1"})
+    >>> differences(own, [NodePackages("b", {"verl": "0.9.1"}), own])
+    ['node b lacks partial_rollout 0.2.0']
+    >>> differences(own, [NodePackages("c", {"partial_rollout": "0.2.0", "verl": "0.9.0"})])
+    ['node c has verl 0.9.0, a has 0.9.1']
+    """
+    wrong: list[str] = []
+    for other in others:
+        for name, version in own.packages.items():
+            found = other.packages.get(name)
+            if found is None:
+                wrong.append(f"node {other.node} lacks {name} {version}")
+            elif found != version:
+                wrong.append(f"node {other.node} has {name} {found}, {own.node} has {version}")
+    return wrong
+
+
+def packages_finder() -> Callable[[str, Sequence[str]], dict[str, str]]:
+    """A function that tells versions, and runs where this package is not installed.
+
+    Ray sends a function of a module by name, and one that is made in a function as it is.
+    """
+
+    def find(package: str, others: Sequence[str]) -> dict[str, str]:
+        import hashlib
+        from importlib import metadata, util
+        from pathlib import Path
+
+        def version_of(name: str) -> str | None:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                return None
+
+        found = {name: version for name in others if (version := version_of(name)) is not None}
+        spec = util.find_spec(package)
+        if spec is None or spec.origin is None:  # an empty folder of that name has no origin
+            return found
+        digest, folder = hashlib.sha256(), Path(spec.origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+        # Two checkouts of one version differ too.
+        found[package] = f"{version_of(package) or 'not installed'} (sources {digest.hexdigest()[:8]})"
+        for point in metadata.entry_points(name=package):
+            found[f"entry point {point.group} of {package}"] = point.value
+        return found
+
+    return find
+
+
+def _ask(nodes: Sequence[Mapping[str, Any]], timeout_s: float) -> list[NodePackages]:
+    find = ray.remote(num_cpus=0, max_retries=0)(packages_finder())
+    calls: list[ray.ObjectRef[Any]] = []
+    for node in nodes:
+        place = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        calls.append(find.options(scheduling_strategy=place).remote(PACKAGE, OTHERS))
+    names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes]
+    who_waits = f"the task runner waits for {', '.join(names)} to tell their packages"
+    try:
+        found = wait_for_all(calls, timeout_s=timeout_s, who_waits=who_waits)
+    except RayError as error:
+        raise ClusterError(f"{who_waits}: {error}") from error
+    return [NodePackages(name, packages) for name, packages in zip(names, found, strict=True)]
