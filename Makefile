@@ -13,7 +13,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni setup-browser check format test tell-time test-unit test-ray test-engine test-omni e2e faults matrix bench docs config clean
+.PHONY: help setup setup-omni setup-browser check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,6 +64,10 @@ e2e: setup ## whole training runs
 
 faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
+
+nodes: setup ## training over two nodes in Linux namespaces, about five minutes; root, and Debian's package iproute2
+	@command -v ip || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends iproute2; }
+	$(PYTEST) -m nodes $(ARGS)
 
 matrix: setup ## algorithms and models in whole short jobs, interrupted and started again; about 15 minutes
 	$(VENV_PYTHON) -m benchmarks.matrix --json outputs/matrix.json $(ARGS)

@@ -115,7 +115,7 @@ class Node:
         env: Mapping[str, str] | None = None,
         stdout: int | IO[str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own; stderr goes where stdout goes."""
+        """Start a command; its stderr goes where its stdout goes."""
         return subprocess.Popen(
             self.command(*words, cwd=cwd),
             env=os.environ | dict(self.variables) | dict(env or {}),
@@ -187,19 +187,18 @@ def _node(name: str, address: str, shared: Sequence[Path]) -> Iterator[Node]:
     hosts = "".join(f"{each} {other}\\n" for each, other in zip(ADDRESSES, NAMES, strict=True))
     script = MAKE_MOUNTS.format(name=name, hosts=hosts, shares=_shares(shared), shm_bytes=SHM_BYTES, ready=READY)
     spaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    # A process group of its own: Ctrl-C reaches this process, which ends the node.
+    # A process group of its own: Ctrl-C reaches this process and the command, and no node before they have ended.
     maker = subprocess.Popen(
         [*spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     )
-    assert_pipes = maker.stdin, maker.stdout
+    pipes = [pipe for pipe in (maker.stdin, maker.stdout) if pipe is not None]
     try:
         if maker.stdout is None or maker.stdout.readline().strip() != READY:
             raise NodeError(f"{name}: its mounts could not be made; what failed stands above")
         yield Node(name, address, psutil.Process(maker.pid).children()[0].pid, {})
     finally:
-        for pipe in assert_pipes:
-            if pipe is not None:
-                pipe.close()
+        for pipe in pipes:
+            pipe.close()
         _end(maker)
 
 
@@ -256,7 +255,7 @@ def _run(words: Sequence[str], limit_s: float = CALL_S, variables: Mapping[str, 
 def main() -> int:
     """Run a command on the head of two nodes; returns its exit code."""
     parser = argparse.ArgumentParser(description="Run a command on the head node of a Ray cluster over two nodes.")
-    parser.add_argument("--shared", type=Path, action="append", default=[], help="folder below /tmp that both nodes see")
+    parser.add_argument("--shared", type=Path, action="append", default=[], help="a folder of /tmp for both nodes")
     parser.add_argument("command", nargs="+", help="the command, after --")
     asked = parser.parse_args()
     apply_cpu_environment()

@@ -1,4 +1,4 @@
-"""Environment and markers for all tests. Folders decide markers: tests/ray, tests/engine, tests/e2e, tests/faults."""
+"""Environment and markers for all tests. Folders decide markers: tests/ray, tests/engine and others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ settings.register_profile("untimed", deadline=None)  # a busy machine makes no t
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
 """Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
+BY_NAME_ONLY = "nodes"
+"""A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
 """Files whose tests start all their processes themselves, and share none."""
@@ -64,7 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = BY_NAME_ONLY in config.getoption("markexpr") or any(f"tests/{BY_NAME_ONLY}" in word for word in config.args)
+    if not named:
+        config.hook.pytest_deselected(items=[item for item in items if _folder(item) == BY_NAME_ONLY])
+        items[:] = [item for item in items if _folder(item) != BY_NAME_ONLY]
     for item in items:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))

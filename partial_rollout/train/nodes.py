@@ -90,6 +90,8 @@ def packages_finder() -> Callable[[str, Sequence[str]], dict[str, str]]:
                 return None
 
         found = {name: version for name in others if (version := version_of(name)) is not None}
+        for point in metadata.entry_points(name=package):
+            found[f"entry point {point.group} of {package}"] = point.value
         spec = util.find_spec(package)
         if spec is None or spec.origin is None:  # an empty folder of that name has no origin
             return found
@@ -98,8 +100,6 @@ def packages_finder() -> Callable[[str, Sequence[str]], dict[str, str]]:
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
         # Two checkouts of one version differ too.
         found[package] = f"{version_of(package) or 'not installed'} (sources {digest.hexdigest()[:8]})"
-        for point in metadata.entry_points(name=package):
-            found[f"entry point {point.group} of {package}"] = point.value
         return found
 
     return find

@@ -1,0 +1,116 @@
+"""A training job over two nodes: ranks, engines and agent-loop workers on both, its checkpoint in a shared folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, ProcessFound, StepEnded
+from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, PROMPT_MANAGER, TASK_RUNNER, TRAINING_RANK
+from tests.e2e.conftest import FLAG, is_conserved, traced
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.nodes.conftest import Cluster
+
+JOB_LIMIT_S = 600.0
+CALL_S = 180.0
+"""Importing Ray and joining the cluster on a busy machine."""
+CHECK_PACKAGES = "import ray; from partial_rollout.train.nodes import require_same_packages as r; ray.init(); r(120.0)"
+BATCH = 8
+PAIR = (TASK_RUNNER, PROMPT_MANAGER)
+"""On one node, so that no second node takes the run with it."""
+RANK_FILES = ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt")
+
+
+def test_the_nodes_have_memory_files_and_addresses_of_their_own(cluster: Cluster) -> None:
+    """What one of them puts on /tmp or /dev/shm, or listens to, the other one does not find."""
+    for folder in ("/tmp", "/dev/shm"):
+        cluster.head.run("touch", f"{folder}/of-the-head")
+        assert "of-the-head" not in cluster.other.run("ls", folder)
+    for node, other in ((cluster.head, cluster.other), (cluster.other, cluster.head)):
+        assert node.address in node.run("hostname", "-i")
+        assert other.address not in node.run("ip", "-brief", "address")
+        (cluster.shared / node.name).touch()
+        assert node.name in other.run("ls", str(cluster.shared))
+
+
+def test_a_node_without_the_package_is_named(cluster: Cluster, tmp_path: Path, repository: Path) -> None:
+    """An empty folder hides it on the second node, first with its sources, then not at all."""
+    package, empty = str(repository / "partial_rollout"), "/dev/shm/empty"
+    cluster.other.run("mkdir", empty)
+    cluster.other.run("mount", "--bind", empty, package)
+    code, output = _run(cluster, [sys.executable, "-c", CHECK_PACKAGES], tmp_path / "hidden", CALL_S)
+    cluster.other.run("umount", package)
+    assert code == 1
+    told = [line for line in output.splitlines() if "VersionError: " in line][-1]
+    assert f"node {cluster.other.name} ({cluster.other.address}) lacks partial_rollout 0." in told
+    assert cluster.head.name not in told
+    code, output = _run(cluster, [sys.executable, "-c", CHECK_PACKAGES], tmp_path / "there", CALL_S)
+    assert code == 0, output
+
+
+@pytest.mark.timeout(3 * JOB_LIMIT_S)
+def test_a_job_over_both_nodes_goes_on_from_its_checkpoint(cluster: Cluster, task: Path) -> None:
+    """Two jobs of two steps; a third of the groups is long, so that steps end with requests in both engines."""
+    folder = cluster.shared / "job"
+    folder.mkdir()
+    options = [FLAG, *traced(task, folder, num_rows=64, every=3), "trainer.save_freq=2", "trainer.test_freq=-1"]
+    for number, last in enumerate((2, 4)):
+        command = _command(task, folder, *options, f"trainer.total_training_steps={last}")
+        code, output = _run(cluster, command, folder / f"log-{number}", JOB_LIMIT_S)
+        assert code == 0, output[-4000:]
+        assert "Traceback" not in output
+    events = EventReader(folder / "events").read()
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert all(is_conserved(step.metrics) for step in steps)
+    assert all(step.metrics["partial_rollout/interrupted"] > 0 for step in steps)
+    assert sum(step.metrics["partial_rollout/resumed_trajectories"] for step in steps) > 0
+    _check_both_nodes_worked(cluster, events)
+    for step in (2, 4):
+        saved = folder / f"checkpoints/global_step_{step}"
+        whole = json.loads((saved / "partial_rollout/whole.json").read_text())["bytes"]
+        assert {f"actor/{name}" for name in RANK_FILES} <= whole.keys()
+    batches = [event for event in events if isinstance(event, BatchTaken)]
+    uids = Counter(uid for batch in batches for uid in batch.uids)
+    assert (len(uids), set(uids.values())) == (4 * BATCH, {1})
+
+
+def _check_both_nodes_worked(cluster: Cluster, events: list[AnyEvent]) -> None:
+    found = [event for event in events if isinstance(event, ProcessFound)]
+    for kind in (TRAINING_RANK, ENGINE, AGENT_LOOP_WORKER):
+        nodes = {event.node for event in found if event.role == kind.role}
+        assert nodes == {cluster.head.address, cluster.other.address}, kind.role
+    runners, managers = ([event.node for event in found if event.role == kind.role] for kind in PAIR)
+    assert managers == runners
+
+
+def _command(task: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
+        f"actor_rollout_ref.model.path={task / 'model'}", f"data.train_batch_size={BATCH}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}", "trainer.logger=[console]", "trainer.nnodes=2",
+        f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+        "ray_kwargs.ray_init.num_cpus=null", "~ray_kwargs.ray_init.num_gpus",  # the cluster is there
+        "actor_rollout_ref.rollout.agent.num_workers=2", f"partial_rollout.events={folder / 'events'}", *overrides,
+    ]  # fmt: skip
+
+
+def _run(cluster: Cluster, command: list[str], log: Path, limit_s: float) -> tuple[int, str]:
+    """Run a command on the head to its end; returns code and output."""
+    with log.open("w") as file:
+        job = cluster.head.popen(*command, stdout=file)
+        try:
+            code = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            job.kill()  # its processes end with the node
+            raise
+    return code, log.read_text()
