@@ -72,6 +72,10 @@ def _vllm_on(device: str) -> Callable[[DictConfig], bool]:
     return lambda config: _of(config, f"{ROLLOUT}.name") == "vllm" and _of(config, "trainer.device") == device
 
 
+def _has_several_nodes(config: DictConfig) -> bool:
+    return bool(_of(config, "trainer.nnodes", 1) > 1)
+
+
 def _has_adapter(config: DictConfig) -> bool:
     return any(_of(config, f"actor_rollout_ref.{key}", 0) > 0 for key in ADAPTER_RANKS)
 
@@ -211,12 +215,32 @@ ROWS = (
     ),
     Row(
         "engine",
-        "several nodes",
-        UNTRIED,
-        "an engine over several nodes is not relaunched",
-        _above("trainer.nnodes", 1),
+        "engines on several nodes, on a CPU",
+        TESTED,
+        "`tests/nodes/test_two_nodes.py`",
+        lambda config: _has_several_nodes(config) and _of(config, "trainer.device") == "cpu",
         {"trainer.nnodes": 2},
-        brief="several nodes",
+        also="two nodes, by `make nodes`",
+        brief="two nodes on a CPU",
+    ),
+    Row(
+        "engine",
+        "several nodes with GPUs",
+        UNTRIED,
+        "two nodes were run on a CPU only",
+        lambda config: _has_several_nodes(config) and _of(config, "trainer.device") != "cpu",
+        {"trainer.nnodes": 2, "trainer.device": "cuda"},
+        brief="several nodes with GPUs",
+    ),
+    Row(
+        "engine",
+        "an engine over several nodes",
+        UNTRIED,
+        "it is not relaunched",
+        lambda config: (
+            _has_several_nodes(config) and _engine_devices(config) > _of(config, "trainer.n_gpus_per_node", 1)
+        ),
+        {"trainer.nnodes": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2},
     ),
     Row(
         "engine",

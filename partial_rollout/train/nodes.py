@@ -1,7 +1,10 @@
-"""Says which node of the Ray cluster lacks this package or has another version of what a run needs."""
+"""Says which node of the Ray cluster lacks this package, has another version of it, or does not see a folder."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,9 @@ from partial_rollout.runtime.remote_call import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "partial_rollout"
 OTHERS = ("verl", "vllm", "TransferQueue", "tensordict", "torch", "transformers")
@@ -22,6 +28,8 @@ ADVICE = (
     "All nodes need the same packages: install them there with the same command, or let all nodes use one environment "
     "on a shared disk. Then start Ray again on that node, since its processes have the environment of `ray start`"
 )
+PROBE = ".seen-by-all-nodes-"
+"""How the name of a file begins that is in a folder for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +40,14 @@ class NodePackages:
     """Host name and address."""
     packages: Mapping[str, str]
     """Version by the name of the package; a missing one is not in it."""
+    unseen: Sequence[str] = ()
+    """Files of other nodes that it does not see."""
 
 
-def require_same_packages(timeout_s: float) -> None:
-    """Compare the packages of all nodes that run processes with those of this one.
+def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) -> None:
+    """Compare the packages of all nodes that run processes with those of this one, and warn of unshared folders.
+
+    `folders`: what a folder is for, and the folder.
 
     Raises:
         VersionError: names the nodes that lack a package or have another version of it.
@@ -46,10 +58,36 @@ def require_same_packages(timeout_s: float) -> None:
     others = [node for node in nodes if node["NodeID"] != here]
     if not others:
         return
-    own_address = ray.util.get_node_ip_address()
-    own = NodePackages(f"this node ({own_address})", packages_finder()(PACKAGE, OTHERS))
-    if wrong := differences(own, _ask(others, timeout_s)):
+    packages, _ = look_at_node()(PACKAGE, OTHERS, ())
+    own = NodePackages(f"this node ({ray.util.get_node_ip_address()})", packages)
+    with ExitStack() as stack:
+        probes = {
+            name: f"{folder} ({what})"
+            for what, folder in folders.items()
+            if folder is not None and (name := _probe(folder, stack))
+        }
+        found = _ask(others, list(probes), timeout_s)
+    if wrong := differences(own, found):
         raise VersionError(f"{'; '.join(wrong)}. {ADVICE}")
+    for other in found:
+        for name in other.unseen:
+            logger.warning(
+                "node %s does not see %s of %s: what is written there is spread over the nodes. After the loss of a "
+                "node, or on other nodes, the run cannot go on from it. Set a folder that all nodes share",
+                other.node,
+                probes[name],
+                own.node,
+            )
+
+
+def _probe(folder: Path, until: ExitStack) -> str:
+    """Put a file into the folder that is gone with `until`; returns its name, or nothing where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return until.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder)).name
+    except OSError as error:  # a run that writes there will say so
+        logger.warning("whether other nodes see %s is not known: %s", folder, error)
+        return ""
 
 
 def differences(own: NodePackages, others: Sequence[NodePackages]) -> list[str]:
@@ -72,13 +110,13 @@ def differences(own: NodePackages, others: Sequence[NodePackages]) -> list[str]:
     return wrong
 
 
-def packages_finder() -> Callable[[str, Sequence[str]], dict[str, str]]:
-    """A function that tells versions, and runs where this package is not installed.
+def look_at_node() -> Callable[[str, Sequence[str], Sequence[str]], tuple[dict[str, str], list[str]]]:
+    """A function that tells versions and which files are not there, and runs where this package is not installed.
 
     Ray sends a function of a module by name, and one that is made in a function as it is.
     """
 
-    def find(package: str, others: Sequence[str]) -> dict[str, str]:
+    def look(package: str, others: Sequence[str], files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         import hashlib
         from importlib import metadata, util
         from pathlib import Path
@@ -89,32 +127,33 @@ def packages_finder() -> Callable[[str, Sequence[str]], dict[str, str]]:
             except metadata.PackageNotFoundError:
                 return None
 
+        unseen = [name for name in files if not Path(name).exists()]
         found = {name: version for name in others if (version := version_of(name)) is not None}
         for point in metadata.entry_points(name=package):
             found[f"entry point {point.group} of {package}"] = point.value
         spec = util.find_spec(package)
         if spec is None or spec.origin is None:  # an empty folder of that name has no origin
-            return found
+            return found, unseen
         digest, folder = hashlib.sha256(), Path(spec.origin).parent
         for path in sorted(folder.rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
         # Two checkouts of one version differ too.
         found[package] = f"{version_of(package) or 'not installed'} (sources {digest.hexdigest()[:8]})"
-        return found
+        return found, unseen
 
-    return find
+    return look
 
 
-def _ask(nodes: Sequence[Mapping[str, Any]], timeout_s: float) -> list[NodePackages]:
-    find = ray.remote(num_cpus=0, max_retries=0)(packages_finder())
+def _ask(nodes: Sequence[Mapping[str, Any]], files: Sequence[str], timeout_s: float) -> list[NodePackages]:
+    look = ray.remote(num_cpus=0, max_retries=0)(look_at_node())
     calls: list[ray.ObjectRef[Any]] = []
     for node in nodes:
         place = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        calls.append(find.options(scheduling_strategy=place).remote(PACKAGE, OTHERS))
+        calls.append(look.options(scheduling_strategy=place).remote(PACKAGE, OTHERS, files))
     names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes]
     who_waits = f"the task runner waits for {', '.join(names)} to tell their packages"
     try:
-        found = wait_for_all(calls, timeout_s=timeout_s, who_waits=who_waits)
+        answers = wait_for_all(calls, timeout_s=timeout_s, who_waits=who_waits)
     except RayError as error:
         raise ClusterError(f"{who_waits}: {error}") from error
-    return [NodePackages(name, packages) for name, packages in zip(names, found, strict=True)]
+    return [NodePackages(name, *answer) for name, answer in zip(names, answers, strict=True)]

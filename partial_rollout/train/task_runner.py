@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
@@ -16,7 +17,7 @@ from partial_rollout.runtime.run_watch import note_found
 from partial_rollout.runtime.runner_watch import send_signs
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
-from partial_rollout.train.nodes import require_same_packages
+from partial_rollout.train.nodes import require_equal_nodes
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
 from partial_rollout.train.start_choices import choose_on_cluster
 
@@ -47,7 +48,8 @@ class TaskRunner(TaskRunnerBase):
         require_own_transfer_queue(timeout_s)
         require_resources(config, timeout_s)
         require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources
-        require_same_packages(block.timeouts.start_s)
+        folders = {"checkpoints": Path(config.trainer.default_local_dir).absolute(), "events": events_folder(block)}
+        require_equal_nodes(folders, block.timeouts.start_s)
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))

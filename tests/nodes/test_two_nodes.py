@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 JOB_LIMIT_S = 600.0
 CALL_S = 180.0
 """Importing Ray and joining the cluster on a busy machine."""
-CHECK_PACKAGES = "import ray; from partial_rollout.train.nodes import require_same_packages as r; ray.init(); r(120.0)"
+CHECK_NODES = """
+import pathlib, sys, ray
+from partial_rollout.train.nodes import require_equal_nodes
+ray.init()
+require_equal_nodes({"shared": pathlib.Path(sys.argv[1]), "own": pathlib.Path("/tmp/own")}, 120.0)
+"""
 BATCH = 8
 PAIR = (TASK_RUNNER, PROMPT_MANAGER)
 """On one node, so that no second node takes the run with it."""
@@ -41,19 +46,24 @@ def test_the_nodes_have_memory_files_and_addresses_of_their_own(cluster: Cluster
         assert node.name in other.run("ls", str(cluster.shared))
 
 
-def test_a_node_without_the_package_is_named(cluster: Cluster, tmp_path: Path, repository: Path) -> None:
-    """An empty folder hides it on the second node, first with its sources, then not at all."""
+def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not_see(
+    cluster: Cluster, tmp_path: Path, repository: Path
+) -> None:
+    """First an empty folder hides the package on the second node, then nothing does."""
     package, empty = str(repository / "partial_rollout"), "/dev/shm/empty"
     cluster.other.run("mkdir", empty)
     cluster.other.run("mount", "--bind", empty, package)
-    code, output = _run(cluster, [sys.executable, "-c", CHECK_PACKAGES], tmp_path / "hidden", CALL_S)
+    code, output = _run(cluster, [sys.executable, "-c", CHECK_NODES, str(cluster.shared)], tmp_path / "hidden", CALL_S)
     cluster.other.run("umount", package)
     assert code == 1
     told = [line for line in output.splitlines() if "VersionError: " in line][-1]
     assert f"node {cluster.other.name} ({cluster.other.address}) lacks partial_rollout 0." in told
     assert cluster.head.name not in told
-    code, output = _run(cluster, [sys.executable, "-c", CHECK_PACKAGES], tmp_path / "there", CALL_S)
+    code, output = _run(cluster, [sys.executable, "-c", CHECK_NODES, str(cluster.shared)], tmp_path / "there", CALL_S)
     assert code == 0, output
+    warnings = [line for line in output.splitlines() if "does not see" in line]
+    assert len(warnings) == 1
+    assert f"node {cluster.other.name} ({cluster.other.address}) does not see /tmp/own (own)" in warnings[0]
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import cloudpickle
 import pytest
 
-from partial_rollout.train.nodes import OTHERS, PACKAGE, NodePackages, differences, packages_finder
+from partial_rollout.train.nodes import OTHERS, PACKAGE, NodePackages, differences, look_at_node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def test_each_node_is_named_with_what_it_lacks_and_what_is_other() -> None:
 
 
 def test_the_package_is_found_with_its_sources_and_entry_points() -> None:
-    found = packages_finder()(PACKAGE, OTHERS)
+    found, _ = look_at_node()(PACKAGE, OTHERS, ())
     assert "(sources " in found[PACKAGE]
     assert found["entry point verl.plugins of partial_rollout"] == "partial_rollout.integrations.verl_plugin"
     assert found["verl"]
@@ -42,15 +42,15 @@ def test_the_package_is_found_with_its_sources_and_entry_points() -> None:
 @pytest.mark.parametrize("is_folder", [False, True], ids=["nothing", "an empty folder"])
 def test_it_is_asked_for_where_it_is_not_installed(tmp_path: Path, is_folder: bool) -> None:
     """Ray sends the function to a node on which this package cannot be imported."""
-    (tmp_path / "sent").write_bytes(cloudpickle.dumps(packages_finder()))
+    (tmp_path / "sent").write_bytes(cloudpickle.dumps(look_at_node()))
     if is_folder:
         (tmp_path / "absent").mkdir()
     code = (
         "import cloudpickle, pathlib, sys; find = cloudpickle.loads(pathlib.Path('sent').read_bytes()); "
-        "print(find('absent', ['absent_too']), 'partial_rollout' in sys.modules)"
+        "print(find('absent', ['absent_too'], ['sent', 'unseen']), 'partial_rollout' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=CALL_S)
-    assert run.stdout.strip() == "{} False", run.stderr
+    assert run.stdout.strip() == "({}, ['unseen']) False", run.stderr
 
 
 def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +61,5 @@ def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest
     found: list[str] = []
     for folder in ("first", "second", "first"):
         monkeypatch.setattr(sys, "path", [str(tmp_path / folder), *sys.path])
-        found.append(packages_finder()("checked_out", ())["checked_out"])
+        found.append(look_at_node()("checked_out", (), ())[0]["checked_out"])
     assert found[0] == found[2] != found[1]

@@ -12,7 +12,9 @@ pytest.importorskip("verl")
 from partial_rollout.train import task_runner
 from partial_rollout.train.task_runner import TaskRunner
 
-CONFIG = OmegaConf.create({"partial_rollout": {"timeouts": {"resources_s": 7.0}}})
+CONFIG = OmegaConf.create(
+    {"partial_rollout": {"timeouts": {"resources_s": 7.0}}, "trainer": {"default_local_dir": "checkpoints"}}
+)
 
 
 def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_resources(
@@ -22,7 +24,7 @@ def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_
     monkeypatch.setattr(task_runner, "configure_logging", lambda: None)
     monkeypatch.setattr(task_runner, "require_own_transfer_queue", lambda timeout_s: asked.append(timeout_s))
     monkeypatch.setattr(task_runner, "require_resources", lambda config, timeout_s: asked.append("resources"))
-    monkeypatch.setattr(task_runner, "require_same_packages", lambda timeout_s: asked.append("packages"))
+    monkeypatch.setattr(task_runner, "require_equal_nodes", lambda folders, timeout_s: asked.append("nodes"))
 
     def nothing_more(**options: Any) -> None:
         raise InterruptedError
@@ -31,4 +33,4 @@ def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_
     runner_class = getattr(TaskRunner, "__ray_actor_class__", TaskRunner)
     with pytest.raises(InterruptedError):
         runner_class.run(object.__new__(runner_class), CONFIG)
-    assert asked == [7.0, "resources", 0.0, "packages"]
+    assert asked == [7.0, "resources", 0.0, "nodes"]
