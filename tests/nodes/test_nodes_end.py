@@ -1,0 +1,57 @@
+"""However the process ends that has made two nodes, nothing on them goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import IO
+
+import psutil
+import pytest
+
+from scripts.two_nodes import why_not
+
+END_S = 60.0
+OWNER = """
+import os
+import signal
+from scripts.two_nodes import two_nodes
+with two_nodes() as nodes:
+    jobs = [node.popen("sleep", "1000") for node in nodes]
+    print(*(node.pid for node in nodes), flush=True)
+    for job in jobs:
+        job.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_nodes_whose_owner_is_ended(number: signal.Signals) -> None:
+    """Ctrl-C reaches the owner and its commands; other signals here only the owner."""
+    if reason := why_not():
+        pytest.fail(f"two nodes cannot be made here: {reason}. To leave these tests out: --ignore=tests/nodes")
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        processes = [process for pid in _first_line(owner.stdout).split() for process in _all_of(int(pid))]
+        owner.send_signal(number)
+        owner.wait(END_S)
+    assert len(processes) >= 4  # the first process of each node, and the one that holds the pipe
+    assert psutil.wait_procs(processes, timeout=END_S)[1] == []
+
+
+def _first_line(pipe: IO[str] | None) -> str:
+    return pipe.readline() if pipe else ""
+
+
+def _all_of(pid: int) -> list[psutil.Process]:
+    """All processes in the same process namespace."""
+    own = psutil.Process(pid)
+    space = _space(own)
+    return [process for process in psutil.process_iter() if _space(process) == space]
+
+
+def _space(process: psutil.Process) -> str | None:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    except OSError:
+        return None
