@@ -28,6 +28,19 @@ from partial_rollout.train.nodes import require_equal_nodes
 ray.init()
 require_equal_nodes({"shared": pathlib.Path(sys.argv[1]), "own": pathlib.Path("/tmp/own")}, 120.0)
 """
+PLACE_MANAGERS = """
+import ray
+from partial_rollout.runtime.death_watch import describe
+from partial_rollout.runtime.placement import on_this_node
+from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+ray.init()
+names = [f"manager_{number}" for number in range(4)]
+settings = [PartialRolloutConfig(manager=ManagerConfig(name=name)) for name in names]
+managers = [create_manager(each, 8, on_this_node()) for each in settings]
+found = ray.get([manager.__ray_call__.remote(describe) for manager in managers], timeout=120)
+print("placed on", *sorted({process.node for process in found}))
+"""
 BATCH = 8
 PAIR = (TASK_RUNNER, PROMPT_MANAGER)
 """On one node, so that no second node takes the run with it."""
@@ -64,6 +77,12 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
     warnings = [line for line in output.splitlines() if "does not see" in line]
     assert len(warnings) == 1
     assert f"node {cluster.other.name} ({cluster.other.address}) does not see /tmp/own (own)" in warnings[0]
+
+
+def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_path: Path) -> None:
+    code, output = _run(cluster, [sys.executable, "-c", PLACE_MANAGERS], tmp_path / "placed", CALL_S)
+    assert code == 0, output
+    assert f"placed on {cluster.head.address}\n" in output
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
