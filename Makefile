@@ -65,7 +65,7 @@ e2e: setup ## whole training runs
 faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
 
-nodes: setup ## training over two nodes in Linux namespaces, about five minutes; root, and Debian's package iproute2
+nodes: setup ## training over two nodes in Linux namespaces, about eight minutes; root, and Debian's package iproute2
 	@command -v ip || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends iproute2; }
 	$(PYTEST) -m nodes $(ARGS)
 
