@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 GONE_S = 20.0
 """Processes of a run that has ended end by themselves within this time, or are killed: a GPU must be free again."""
+KILLED_S = 20.0
+"""The kernel has freed what a killed process held within this time."""
 RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
 WITHOUT_CHECKPOINT = 1
@@ -149,7 +151,7 @@ def end_left_over(found: Iterable[ProcessFound], node: str, *, gone_s: float) ->
             logger.warning("pid %d of the run that has ended is left over: it is killed", process.pid)
             with contextlib.suppress(psutil.Error):  # ended meanwhile
                 process.kill()
-    psutil.wait_procs(alive, timeout=gone_s)
+    psutil.wait_procs(alive, timeout=KILLED_S)
     return [process.pid for process in alive]
 
 
