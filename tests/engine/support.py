@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 64
 EOS_ID = 1
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 512
 BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
 BUFFER_BYTES = 64 << 10
@@ -287,6 +287,50 @@ async def set_interrupt_mode(replica: PartialRolloutReplica, name: str) -> None:
         server._interruption.mode = server.engine._mode = MODES[name]
 
     await replica.server_handle.__ray_call__.remote(change)
+
+
+async def begin_interruptions(
+    replica: PartialRolloutReplica, moments: list[int], *, opens: bool = False, stays_closed: bool = False
+) -> None:
+    """Let the server interrupt its requests by itself: each time when it has counted so many further tokens.
+
+    An abort that is sent from the test arrives late on a busy machine: the engine may have ended the requests.
+    `opens`: open the gate first. `stays_closed`: do not open it after the last interruption.
+    """
+
+    def begin(server: Any) -> None:
+        async def interrupt() -> list[int]:
+            aborted: list[int] = []
+            if opens:
+                await server.resume_generation()
+            for moment in moments:
+                least = server._gated.num_generated_tokens + moment
+                while server._gated.num_generated_tokens < least:
+                    if server.is_enough:
+                        return aborted
+                    await asyncio.sleep(0)
+                aborted.append((await server.abort_all_requests())["aborted_count"])
+                if not stays_closed or len(aborted) < len(moments):
+                    await server.resume_generation()
+            return aborted
+
+        server.is_enough = False
+        server.interruptions = asyncio.run_coroutine_threadsafe(interrupt(), server._engine_loop)
+
+    await replica.server_handle.__ray_call__.remote(begin)
+
+
+async def end_interruptions(replica: PartialRolloutReplica, *, early: bool = False) -> list[int]:
+    """How many requests each interruption met. `early`: those that are to come are left out, as nothing generates."""
+
+    def ask(server: Any) -> list[int] | None:
+        server.is_enough = early
+        return server.interruptions.result() if server.interruptions.done() else None
+
+    async with asyncio.timeout(UNTIL_S):
+        while (aborted := await replica.server_handle.__ray_call__.remote(ask)) is None:
+            pass
+    return aborted
 
 
 def continued(

@@ -54,22 +54,16 @@ async def set_weights(engine, model, version):
 
 async def over_an_update(engine, model, *, at_least, hold=None):
     """One response that weights change in; the numbers of requests that stayed, and that were still there after."""
-    from tests.engine.support import send_weights, until
+    from tests.engine.support import begin_interruptions, end_interruptions, send_weights, until
 
     replica, client = engine.replica, engine.client
     client.before_segment = hold
-    while True:
-        before = (await replica.statistics())[0]
-        least = before.num_generated_tokens + at_least
-        task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
-        await until(replica, lambda now, least=least: now.num_generated_tokens >= least)
-        await replica.abort_all_requests()
-        if hold is not None:
-            break
-        await until(replica, lambda now, task=task: now.gate.parked == 1 or task.done())
-        if not task.done():
-            break
-        await replica.resume_generation()  # the engine was faster than this process: once more
+    before = (await replica.statistics())[0]
+    await begin_interruptions(replica, [at_least], stays_closed=True)
+    task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
+    assert await end_interruptions(replica) == [1]
+    if hold is None:
+        await until(replica, lambda now: now.gate.parked == 1)
     kept = (await replica.statistics())[0]
     await send_weights(replica, model, before.version + 1)
     after = (await replica.statistics())[0]
@@ -153,7 +147,7 @@ async def test_a_request_that_nobody_comes_back_for_leaves_the_engine_and_can_go
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(engine, models, mode):
-    from tests.engine.support import set_interrupt_mode, until
+    from tests.engine.support import begin_interruptions, end_interruptions, set_interrupt_mode, until
 
     await set_interrupt_mode(engine.replica, mode)
     prompts = [[10 + i, 20, 30 + i, 40] for i in range(8)]
@@ -165,17 +159,16 @@ async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(eng
         ]
 
     reference = await asyncio.gather(*start("r"))
+    await engine.replica.abort_all_requests()
     moments, tasks, interrupted = random.Random(0), start("i"), 0
     for _ in range(10):
-        least = (await engine.replica.statistics())[0].num_generated_tokens + moments.randint(1, 60)
-        # The engine may be so much faster than this process that the responses end before the tenth moment.
-        await until(engine.replica, lambda now: now.num_generated_tokens >= least or all(t.done() for t in tasks))  # noqa: B023
-        await engine.replica.abort_all_requests()
+        await begin_interruptions(engine.replica, [moments.randint(1, 60)], opens=True, stays_closed=True)
+        await end_interruptions(engine.replica)
         done = sum(task.done() for task in tasks)
         now = await until(engine.replica, lambda s: s.gate.parked + sum(task.done() for task in tasks) == len(tasks))
         interrupted += now.gate.parked
         assert now.kept <= (0 if mode == "reuse_kv" else len(tasks) - done)
-        await engine.replica.resume_generation()
+    await engine.replica.resume_generation()
     for output, expected in zip(await asyncio.gather(*tasks), reference, strict=True):
         assert output.token_ids == expected.token_ids
         assert output.log_probs == pytest.approx(expected.log_probs, abs=TOLERANCE)

@@ -41,8 +41,16 @@ async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStat
     await support.until(replica, condition)
 
 
-async def until_tokens(engine: EngineUnderTest, at_least: int) -> None:
-    await until(engine.replica, lambda statistics: statistics.num_generated_tokens >= at_least)
+async def begin(engine: EngineUnderTest, moments: list[int]) -> None:
+    from tests.engine import support
+
+    await support.begin_interruptions(engine.replica, moments)
+
+
+async def end(engine: EngineUnderTest) -> list[int]:
+    from tests.engine import support
+
+    return await support.end_interruptions(engine.replica, early=True)
 
 
 def assert_same(output: Any, reference: Any) -> None:
@@ -53,14 +61,10 @@ def assert_same(output: Any, reference: Any) -> None:
 async def test_an_interrupted_generation_equals_the_uninterrupted_one(engine):
     reference = await engine.client.generate("r", prompt_ids=PROMPT, sampling_params=greedy())
     assert len(reference.token_ids) == NUM_TOKENS
-    before = (await statistics(engine)).num_generated_tokens
-    task = asyncio.create_task(engine.client.generate("i", prompt_ids=PROMPT, sampling_params=greedy()))
-    # The first streamed token shows that the request is being decoded; the engine goes on while the abort travels.
-    await until_tokens(engine, before + 1)
-    aborted = await engine.replica.abort_all_requests()
-    await engine.replica.resume_generation()
-    output = await task
-    assert aborted["aborted_count"] == 1
+    # The first streamed token shows that the request is being decoded.
+    await begin(engine, [1])
+    output = await engine.client.generate("i", prompt_ids=PROMPT, sampling_params=greedy())
+    assert await end(engine) == [1]
     assert output.extra_fields["num_interruptions"] == 1
     assert output.extra_fields["num_reprefilled_tokens"] > len(PROMPT)
     assert sum(count for _, count in output.extra_fields["version_spans"]) == NUM_TOKENS
@@ -78,14 +82,9 @@ async def test_a_group_interrupted_at_random_moments_equals_itself(engine):
 
     reference = await asyncio.gather(*start("r"))
     moments = random.Random(0)
-    tasks = start("i")
-    for _ in range(10):
-        wanted = (await statistics(engine)).num_generated_tokens + moments.randint(1, 8)
-        # The engine may be so much faster than this process that the responses end before the tenth moment.
-        await until(engine.replica, lambda now: now.num_generated_tokens >= wanted or all(t.done() for t in tasks))  # noqa: B023
-        await engine.replica.abort_all_requests()
-        await engine.replica.resume_generation()
-    outputs = await asyncio.gather(*tasks)
+    await begin(engine, [moments.randint(1, 8) for _ in range(10)])
+    outputs = await asyncio.gather(*start("i"))
+    assert len(await end(engine)) > 1
     assert sum(output.extra_fields["num_interruptions"] for output in outputs) >= 10
     for output, expected in zip(outputs, reference, strict=True):
         assert_same(output, expected)
@@ -117,11 +116,10 @@ async def test_draining_an_empty_engine_twice_is_allowed(engine):
 
 async def test_the_budget_holds_over_interruptions_at_every_token(engine):
     reference = await engine.client.generate("r", prompt_ids=PROMPT, sampling_params=greedy(40))
-    task = asyncio.create_task(engine.client.generate("i", prompt_ids=PROMPT, sampling_params=greedy(40)))
-    while not task.done():
-        await engine.replica.abort_all_requests()
-        await engine.replica.resume_generation()
-    assert_same(await task, reference)
+    await begin(engine, [1] * 40)
+    output = await engine.client.generate("i", prompt_ids=PROMPT, sampling_params=greedy(40))
+    assert sum(await end(engine)) >= output.extra_fields["num_interruptions"] > 5
+    assert_same(output, reference)
 
 
 async def test_a_full_context_ends_a_resumed_generation(engine):
@@ -162,11 +160,8 @@ async def test_a_stop_string_ends_a_response_that_is_interrupted_at_every_token_
     reference = await engine.client.generate("r", prompt_ids=PROMPT, sampling_params=params)
     assert 0 < len(reference.token_ids) < NUM_TOKENS
     assert reference.extra_fields["num_interruptions"] == 0
-    task = asyncio.create_task(engine.client.generate("i", prompt_ids=PROMPT, sampling_params=params))
-    while not task.done():
-        await engine.replica.abort_all_requests()
-        await engine.replica.resume_generation()
-    output = await task
-    assert output.extra_fields["num_interruptions"] > 10
+    await begin(engine, [1] * NUM_TOKENS)
+    output = await engine.client.generate("i", prompt_ids=PROMPT, sampling_params=params)
+    assert sum(await end(engine)) >= output.extra_fields["num_interruptions"] > 10
     assert_same(output, reference)
     assert sum(count for _, count in output.extra_fields["version_spans"]) == len(output.token_ids)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TURNS = 4
-TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 240}
+TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 120}
 NUM_SAID = NUM_TURNS * TURN["max_tokens"]
 WAIT_S = 120.0
 """Bound of each wait: far more than all turns take."""
@@ -59,9 +59,6 @@ class ToolAgent:
             metrics=AgentLoopMetrics(),
         )
         return [self.output]
-
-    def waits_or_has_ended(self) -> bool:
-        return self.tool_runs.is_set() or self.output is not None
 
     async def _call_tool(self, said: list[int]) -> list[int]:
         """Tokens that depend on all that was said."""
@@ -117,28 +114,13 @@ async def until_parked(engine: EngineUnderTest) -> None:
     await support.until(engine.replica, lambda now: now.gate.parked == 1)
 
 
-async def resume_and_interrupt_in_a_turn(engine: EngineUnderTest, agent: ToolAgent) -> None:
-    """Called while a turn waits at the closed gate; ends when it waits there again, with tokens.
-
-    An abort that comes before the turn's first token is tried again, a little later. Where the engine ends the turn
-    first, the next turn is tried.
-    """
+async def resume_and_interrupt(engine: EngineUnderTest) -> None:
+    """Called while a turn waits at the closed gate; ends when it waits there again, with tokens."""
     from tests.engine import support
 
-    before = (await statistics(engine)).num_generated_tokens
-    while agent.output is None:
-        agent.tool_runs.clear()
-        agent.tool_may_end.clear()
-        await engine.replica.resume_generation()
-        await engine.replica.abort_all_requests()
-        now = await support.until(engine.replica, lambda now: now.gate.parked == 1 or agent.waits_or_has_ended())
-        if agent.tool_runs.is_set():
-            agent.tool_may_end.set()
-            await until_parked(engine)
-            before = (await statistics(engine)).num_generated_tokens
-        elif now.num_generated_tokens > before:
-            return
-    pytest.fail("the engine ended every turn before the abort came")
+    await support.begin_interruptions(engine.replica, [1], opens=True, stays_closed=True)
+    assert await support.end_interruptions(engine.replica) == [1]
+    await until_parked(engine)
 
 
 def stored(saved: Any, folder: Path) -> Any:
@@ -168,16 +150,16 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     # In the middle of a turn; then while the tool runs, so that the next turn meets a closed gate.
     agent = ToolAgent()
     worker = make_worker(agent)
-    await engine.replica.abort_all_requests()  # The agent begins at a closed gate, so the test sees each turn's start.
+    await engine.replica.abort_all_requests()  # the first turn waits for the test too
     task = start(worker)
     await until_parked(engine)
-    await resume_and_interrupt_in_a_turn(engine, agent)
+    await resume_and_interrupt(engine)
     await engine.replica.resume_generation()
     await asyncio.wait_for(agent.tool_runs.wait(), WAIT_S)
     await engine.replica.abort_all_requests()
     agent.tool_may_end.set()
     await until_parked(engine)
-    await resume_and_interrupt_in_a_turn(engine, agent)
+    await resume_and_interrupt(engine)
 
     # The run is saved in the middle of a turn, and ends.
     saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)
