@@ -187,9 +187,9 @@ def _node(name: str, address: str, shared: Sequence[Path]) -> Iterator[Node]:
     hosts = "".join(f"{each} {other}\\n" for each, other in zip(ADDRESSES, NAMES, strict=True))
     script = MAKE_MOUNTS.format(name=name, hosts=hosts, shares=_shares(shared), shm_bytes=SHM_BYTES, ready=READY)
     spaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    # A process group of its own: Ctrl-C reaches this process and the command, and no node before they have ended.
+    # A session of its own: Ctrl-C reaches this process and the command, and no node before they have ended.
     maker = subprocess.Popen(
-        [*spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        [*spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     pipes = [pipe for pipe in (maker.stdin, maker.stdout) if pipe is not None]
     try:
@@ -252,6 +252,13 @@ def _run(words: Sequence[str], limit_s: float = CALL_S, variables: Mapping[str, 
     return done.stdout
 
 
+def _wait_for_end(job: subprocess.Popen[str]) -> int:
+    try:
+        return job.wait(END_S)
+    except subprocess.TimeoutExpired:
+        raise NodeError(f"the command has not ended within {END_S:g} s of Ctrl-C; it ends with its node") from None
+
+
 def main() -> int:
     """Run a command on the head of two nodes; returns its exit code."""
     parser = argparse.ArgumentParser(description="Run a command on the head node of a Ray cluster over two nodes.")
@@ -265,7 +272,7 @@ def main() -> int:
             try:
                 return job.wait()
             except KeyboardInterrupt:  # the command got it too, and may save a checkpoint
-                return job.wait(END_S)
+                return _wait_for_end(job)
     except NodeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
