@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +17,7 @@ from ray.exceptions import RayError
 
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.observability import stages
-from partial_rollout.observability.events import events_folder
+from partial_rollout.observability.events import Fault, events_folder
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RAYLET = "raylet"
+"""Ray's own process of a node, by its name for the operating system."""
+SHUTDOWN_S = 30.0
+"""Ray ends within seconds."""
 ASK_S = 10.0
 """The prompt manager answers at once; one that does not is not there any more."""
 
@@ -72,8 +79,29 @@ def _failure(prepared: Prepared) -> Failure | None:
     except (PartialRolloutError, OmegaConfBaseException, RayError) as error:
         return Failure.of(error, ray.util.get_node_ip_address())
     finally:
-        ray.shutdown()
+        shut_down_ray()
     return None
+
+
+def shut_down_ray() -> None:
+    """Shut Ray down. Ray waits for a frozen raylet without a bound, so one that this process has started is killed."""
+    timer = threading.Timer(SHUTDOWN_S, _end_raylets)
+    timer.daemon = True
+    timer.start()
+    try:
+        ray.shutdown()
+    finally:
+        timer.cancel()
+
+
+def _end_raylets() -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile
+            if child.name() == RAYLET:
+                text = f"Ray has not ended within {SHUTDOWN_S:g} s: its raylet (pid {child.pid}, {child.status()})"
+                fault = Fault(role=RAYLET, name=RAYLET, pid=child.pid, text=text, action="it is killed")
+                logger.warning("%s is killed", text, extra={"event": fault})
+                child.kill()
 
 
 def run(prepared: Prepared) -> None:

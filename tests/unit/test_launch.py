@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 DIED = RayTaskError("run", "traceback", ActorLost("training rank actor-0 died"))
 DONE = None
+LIMIT_S = 60.0
 
 
 class Job:
@@ -91,3 +95,16 @@ def test_with_no_restarts_and_without_the_flag_a_death_ends_it(
     job = Job(tmp_path, [DIED], restarts=0 if is_enabled else 3)
     job.is_enabled = is_enabled
     assert end_of(job, monkeypatch)[0] == 1
+
+
+def test_a_raylet_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = tmp_path / launch.RAYLET
+    raylet.symlink_to(shutil.which("cat") or "cat")
+    pipes = {"stdin": subprocess.PIPE}
+    with subprocess.Popen([str(raylet)], **pipes) as frozen, subprocess.Popen(["cat"], **pipes) as other:
+        monkeypatch.setattr(launch, "SHUTDOWN_S", 0.1)
+        monkeypatch.setattr(launch.ray, "shutdown", lambda: frozen.wait(LIMIT_S))
+        launch.shut_down_ray()
+        assert frozen.returncode == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
