@@ -100,8 +100,8 @@ def test_with_no_restarts_and_without_the_flag_a_death_ends_it(
 def test_a_raylet_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raylet = tmp_path / launch.RAYLET
     raylet.symlink_to(shutil.which("cat") or "cat")
-    pipes = {"stdin": subprocess.PIPE}
-    with subprocess.Popen([str(raylet)], **pipes) as frozen, subprocess.Popen(["cat"], **pipes) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([str(raylet)], stdin=pipe) as frozen, subprocess.Popen(["cat"], stdin=pipe) as other:
         monkeypatch.setattr(launch, "SHUTDOWN_S", 0.1)
         monkeypatch.setattr(launch.ray, "shutdown", lambda: frozen.wait(LIMIT_S))
         launch.shut_down_ray()
