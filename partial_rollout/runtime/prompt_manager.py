@@ -465,14 +465,17 @@ async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], tim
         return predicate()  # the change may have come while the lock was taken again
 
 
-def create_manager(config: PartialRolloutConfig, train_batch_size: int) -> ActorHandle:
+def create_manager(config: PartialRolloutConfig, train_batch_size: int, place: Any = "DEFAULT") -> ActorHandle:
     """Start the manager as a named actor that lives as long as its creator; Ray must be initialised.
+
+    `place` is Ray's scheduling strategy.
 
     Raises:
         ClusterError: another manager with this name is running in the namespace.
     """
     name = config.manager.name
-    actor_class: Any = ray.remote(RolloutPromptManager).options(name=name, namespace=NAMESPACE, **ACTOR_OPTIONS)
+    options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": place, **ACTOR_OPTIONS}
+    actor_class: Any = ray.remote(RolloutPromptManager).options(**options)
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))

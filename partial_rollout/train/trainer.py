@@ -81,6 +81,7 @@ from partial_rollout.observability.metrics import TrainerMetrics, run_name
 from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.processes import (
     PROMPT_MANAGER,
     TRAINING_RANK,
@@ -144,7 +145,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)
         self.packer = make_batch_packer(config, self.settings.block)
-        self.manager = create_manager(self.settings.block, config.data.train_batch_size)
+        self.manager = create_manager(self.settings.block, config.data.train_batch_size, on_this_node())
         # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, ProcessFound, StepEnded
-from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, TRAINING_RANK
+from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, PROMPT_MANAGER, TASK_RUNNER, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
 
 if TYPE_CHECKING:
@@ -28,7 +28,22 @@ from partial_rollout.train.nodes import require_equal_nodes
 ray.init()
 require_equal_nodes({"shared": pathlib.Path(sys.argv[1]), "own": pathlib.Path("/tmp/own")}, 120.0)
 """
+PLACE_MANAGERS = """
+import ray
+from partial_rollout.runtime.death_watch import describe
+from partial_rollout.runtime.placement import on_this_node
+from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+ray.init()
+names = [f"manager_{number}" for number in range(4)]
+settings = [PartialRolloutConfig(manager=ManagerConfig(name=name)) for name in names]
+managers = [create_manager(each, 8, on_this_node()) for each in settings]
+found = ray.get([manager.__ray_call__.remote(describe) for manager in managers], timeout=120)
+print("placed on", *sorted({process.node for process in found}))
+"""
 BATCH = 8
+PAIR = (TASK_RUNNER, PROMPT_MANAGER)
+"""On one node, so that no second node takes the run with it."""
 RANK_FILES = ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt")
 
 
@@ -64,6 +79,12 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
     assert f"node {cluster.other.name} ({cluster.other.address}) does not see /tmp/own (own)" in warnings[0]
 
 
+def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_path: Path) -> None:
+    code, output = _run(cluster, [sys.executable, "-c", PLACE_MANAGERS], tmp_path / "placed", CALL_S)
+    assert code == 0, output
+    assert f"placed on {cluster.head.address}\n" in output
+
+
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
 def test_a_job_over_both_nodes_goes_on_from_its_checkpoint(cluster: Cluster, task: Path) -> None:
     """Two jobs of two steps; a third of the groups is long, so that steps end with requests in the engines."""
@@ -96,6 +117,8 @@ def _check_both_nodes_worked(cluster: Cluster, events: list[AnyEvent]) -> None:
     for kind in (TRAINING_RANK, ENGINE, AGENT_LOOP_WORKER):
         nodes = {event.node for event in found if event.role == kind.role}
         assert nodes == {cluster.head.address, cluster.other.address}, kind.role
+    runners, managers = ([event.node for event in found if event.role == kind.role] for kind in PAIR)
+    assert managers == runners
 
 
 def _command(task: Path, folder: Path, *overrides: str) -> list[str]:
