@@ -14,5 +14,5 @@ def on_this_node() -> NodeAffinitySchedulingStrategy | str:
     """
     here = ray.get_runtime_context().get_node_id()
     offers_cpus = any(node["NodeID"] == here and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
-    # Hard, for which Ray goes by it: for an actor that needs nothing, a soft one is overruled by a random node.
+    # Not soft: for an actor that needs no resources, Ray then takes a random node (seen with Ray 2.60).
     return NodeAffinitySchedulingStrategy(node_id=here, soft=False) if offers_cpus else "DEFAULT"
