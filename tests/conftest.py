@@ -67,8 +67,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = BY_NAME_ONLY in config.getoption("markexpr") or any(f"tests/{BY_NAME_ONLY}" in word for word in config.args)
-    if not named:
+    is_named = any(f"tests/{BY_NAME_ONLY}" in word for word in config.args)
+    if not is_named and BY_NAME_ONLY not in str(config.getoption("markexpr")):
         config.hook.pytest_deselected(items=[item for item in items if _folder(item) == BY_NAME_ONLY])
         items[:] = [item for item in items if _folder(item) != BY_NAME_ONLY]
     for item in items:

@@ -100,8 +100,8 @@ def test_a_job_over_both_nodes_goes_on_from_its_checkpoint(cluster: Cluster, tas
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(is_conserved(step.metrics) for step in steps)
-    assert sum(step.metrics["partial_rollout/interrupted"] for step in steps) > 0
-    assert sum(step.metrics["partial_rollout/resumed_trajectories"] for step in steps) > 0
+    for name in ("interrupted", "resumed_trajectories"):
+        assert any(step.metrics[f"partial_rollout/{name}"] for step in steps), name
     _check_both_nodes_worked(cluster, events)
     for step in (2, 4):
         saved = folder / f"checkpoints/global_step_{step}"
