@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,12 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from partial_rollout.diffusion.config import DiffusionConfig
-from partial_rollout.errors import UserError
-from partial_rollout.observability.events import CommandEnded, EventWriter, StageBegan, StepEnded
+from partial_rollout.errors import PartialRolloutError, RunStopped, UserError
+from partial_rollout.observability.events import Choice, CommandEnded, EventWriter, StageBegan, StepEnded
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
 from partial_rollout.observability.step_line import REWARD
-from partial_rollout.runtime.termination import INTERRUPTED_CODE
+from partial_rollout.runtime.termination import INTERRUPTED_CODE, heed_termination
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,13 +54,18 @@ def main(config: DictConfig) -> None:
         events = EventWriter(folder / EVENTS, "trainer", keep_all=True)
         report_to(events)
         begin("engines", events)
-        with launched(settings, events) as job, (folder / METRICS).open("a", encoding="utf-8") as metrics_file:
-            asyncio.run(train(job, settings.trainer, metrics_file, events))
+        with launched(settings, events) as job:
+            asyncio.run(train_until_stopped(job, settings.trainer, events))
         ended = CommandEnded(code=0)
+    except RunStopped as stop:
+        ended = CommandEnded(code=INTERRUPTED_CODE, text=str(stop))
     except UserError as error:
         ended = CommandEnded(code=2, text=str(error))
+    except PartialRolloutError as error:
+        ended = CommandEnded(code=1, text=str(error))
+        raise
     except KeyboardInterrupt:
-        ended = CommandEnded(code=INTERRUPTED_CODE, text="interrupted; only the metrics of the training are kept")
+        ended = CommandEnded(code=INTERRUPTED_CODE, text="interrupted before the training, or while the run ended")
     finally:
         events.write(ended)
         if folder is not None:
@@ -75,14 +81,62 @@ def read_block(config: DictConfig) -> dict[str, Any]:
     return block
 
 
-async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO, events: EventWriter) -> None:
+async def train_until_stopped(job: DiffusionJob, trainer: TrainerConfig, events: EventWriter) -> None:
+    """Train; what ends the training before its time leaves a last checkpoint.
+
+    Raises:
+        RunStopped: SIGTERM or Ctrl-C has asked for the end.
+    """
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    training, stopped = asyncio.create_task(train(job, trainer, events)), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the command at once
+            loop.remove_signal_handler(number)
+        heed_termination()
+        stopped.cancel()
+    try:
+        if training.done() and training.exception() is None:
+            return
+        await job.save_last()
+        if training.done():
+            training.result()
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+    finally:
+        await job.close()
+    kept = f"the same command goes on from step {job.saved_step}" if job.saved_step else "no step was saved"
+    raise RunStopped(f"interrupted in step {job.version + 1}; {kept}")
+
+
+async def train(job: DiffusionJob, trainer: TrainerConfig, events: EventWriter) -> None:
     """Run all steps, with a line of metrics for each; save pictures before and after, and the trained weights."""
     folder = Path(trainer.output_dir)
-    if trainer.num_pictures:
+    if job.version:
+        print(f"goes on from the checkpoint of step {job.version} in {trainer.output_dir}", flush=True)
+        reason = f"its checkpoint in {trainer.output_dir} is whole"
+        after = f"step {job.version}"
+        events.write(Choice(step=job.version, key="trainer.resume_mode", before="auto", after=after, reason=reason))
+    await job.begin()
+    if trainer.num_pictures and not job.version:
         begin("first pictures", events)
         save_grid(await job.pictures(trainer.num_pictures), folder / "before.png")
     begin("first step", events)
-    for _ in range(trainer.total_training_steps):
+    with open_metrics(folder / METRICS, job.version) as metrics_file:
+        await take_steps(job, trainer, metrics_file, events)
+    await job.end()
+    print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
+    if trainer.num_pictures:
+        save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
+
+
+async def take_steps(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO, events: EventWriter) -> None:
+    """Run the steps that are left."""
+    folder = Path(trainer.output_dir)
+    while job.version < trainer.total_training_steps:
         metrics = await job.step()
         events.write(as_step(metrics, trainer.total_training_steps))
         metrics_file.write(json.dumps(metrics) + "\n")
@@ -90,10 +144,20 @@ async def train(job: DiffusionJob, trainer: TrainerConfig, metrics_file: TextIO,
         print(describe(metrics, trainer.total_training_steps), flush=True)
         if trainer.num_pictures:
             await asyncio.to_thread(save_grid, job.latest[: trainer.num_pictures], folder / "latest.png")
-    await job.end()
-    print(f"trained weights: {await asyncio.to_thread(job.save)}", flush=True)
-    if trainer.num_pictures:
-        save_grid(await job.pictures(trainer.num_pictures), folder / "after.png")
+        await job.save_if_due()
+
+
+def open_metrics(path: Path, step: int) -> TextIO:
+    """The file of metrics, to append to, with the lines up to `step`: steps after it are taken again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            part, times = path.with_name(f"{path.name}.part"), path.stat()
+            part.write_text("".join(kept), encoding="utf-8")
+            os.utime(part, ns=(times.st_atime_ns, times.st_mtime_ns))  # a file that is newer than the start has news
+            os.replace(part, path)
+    return path.open("a", encoding="utf-8")
 
 
 def begin(stage: str, events: EventWriter) -> None:

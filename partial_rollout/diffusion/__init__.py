@@ -8,7 +8,10 @@ Who is who, in reading order:
     launch.py               starts Ray, the servers and the training model; ends them again
       config.py               the settings, typed and checked
       resources.py            what the job needs of the Ray cluster, and the GPU that it trains on
-    replicas.py             Replicas: sends each request to a server, again after an interruption; sends the weights
+    books.py                which groups of images are begun, in training, trained (pure)
+    checkpoint.py           checkpoints: written aside, read back, found again
+    replicas.py             Replicas: sends each request to a server, again after an interruption or a death; sends the
+                            weights; starts dead and silent servers again
     server.py               DiffusionServer, an actor: AsyncOmni behind a gate, which can be held or drained
       sampling.py             a request for an image, what a server accepts, when an interrupted request is stuck (pure)
       hold.py                 who wants the engine held, and whether it stands (pure)

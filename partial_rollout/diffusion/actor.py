@@ -9,9 +9,12 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from partial_rollout.diffusion.policy import StepBatch, log_probs, steps_of
 from partial_rollout.diffusion.result import advantages
+from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 PARTS = frozenset({"lora_A", "lora_B"})
+WEIGHTS, STATE = "weights.safetensors", "state.pt"
+"""Files of a checkpoint."""
 
 
 class FlowGrpoActor:
@@ -43,7 +48,7 @@ class FlowGrpoActor:
             self.transformer.enable_gradient_checkpointing()
         if model.lora_rank:
             add_adapters(self.transformer, model.lora_rank, model.lora_alpha)
-        trained = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+        trained = [parameter for _, parameter in self._trained()]
         self._optimizer = torch.optim.AdamW(trained, lr=actor.lr, weight_decay=actor.weight_decay)
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -87,6 +92,57 @@ class FlowGrpoActor:
             self.transformer.save_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
         else:
             self.transformer.save_pretrained(str(folder))
+
+    def save_state(self, folder: Path) -> None:
+        """Write all that `load_state` needs to go on from here; the model must stand still meanwhile."""
+        save_file({name: each.detach().cpu().contiguous() for name, each in self._trained()}, folder / WEIGHTS)
+        random_states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+        torch.save({"optimizer": self._optimizer.state_dict(), "random": random_states}, folder / STATE)
+
+    def check_state(self, folder: Path) -> None:
+        """Read back what `save_state` has written, without its tensors' values.
+
+        Raises:
+            DataError: the files cannot be read, or hold other weights than this model trains.
+        """
+        try:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            torch.load(folder / STATE, weights_only=True, mmap=True, map_location="cpu")
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise DataError(f"the checkpoint in {folder} cannot be read: {error}") from error
+        expected = {name: tuple(each.shape) for name, each in self._trained()}
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        if wrong:
+            raise DataError(
+                f"the checkpoint in {folder} is of another model: {wrong[0]} has shape {found.get(wrong[0])}, here "
+                f"{expected.get(wrong[0])} (set model.path and model.lora_rank as they were)"
+            )
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from a checkpoint: weights, optimizer and random state; learning rate and decay are the settings'.
+
+        Raises:
+            DataError: as `check_state`.
+        """
+        self.check_state(folder)
+        saved = load_file(folder / WEIGHTS)
+        with torch.no_grad():
+            for name, parameter in self._trained():
+                parameter.copy_(saved[name])
+        state = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+        self._optimizer.load_state_dict(state["optimizer"])
+        actor = self._config.actor
+        for group in self._optimizer.param_groups:
+            group.update(lr=actor.lr, weight_decay=actor.weight_decay)
+        torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, each) for name, each in self.transformer.named_parameters() if each.requires_grad)
 
     def _optimize(
         self, batch: StepBatch, begin: int, end: int, *, gains: torch.Tensor, old: torch.Tensor

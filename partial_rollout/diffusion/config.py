@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 INTERRUPTS = ("hold", "snapshot")
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("cpu", "cuda")
+RESUME_MODES = ("auto", "disable")
 MAX_STEPS = 200
 """Denoise steps of an image. Schedules are made for far fewer: a larger number is a slip of the pen."""
 
@@ -99,6 +100,7 @@ class RolloutConfig:
     gpus_per_server: int = 1
     prefetch_factor: float = 2.0
     timeout_s: float = 7200.0
+    stall_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -107,7 +109,8 @@ class RolloutConfig:
         for name in ("num_steps", "height", "width", "max_num_seqs", "num_servers"):
             require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
         require(self.num_steps <= MAX_STEPS, "rollout.num_steps", self.num_steps, f"at most {MAX_STEPS}")
-        require(self.timeout_s > 0, "rollout.timeout_s", self.timeout_s, "a number of seconds above 0")
+        for name in ("timeout_s", "stall_s"):
+            require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "a number of seconds above 0")
         require(self.gpus_per_server in (0, 1), "rollout.gpus_per_server", self.gpus_per_server, "0, a CPU, or 1")
         require(self.prefetch_factor >= 1, "rollout.prefetch_factor", self.prefetch_factor, "at least 1")
         whole = self.step_execution or self.prefetch_factor == 1
@@ -146,15 +149,24 @@ class TrainerConfig:
     train_batch_size: int = 8
     seed: int = 0
     num_pictures: int = 16
+    save_minutes: float | None = 20.0
+    save_freq: int = -1
+    max_actor_ckpt_to_keep: int = 1
+    resume_mode: str = "auto"
     timeout_s: float = 3600.0
+    reward_s: float = 1800.0
     weights_timeout_s: float = 60.0
+    stop_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        for name in ("total_training_steps", "train_batch_size"):
+        for name in ("total_training_steps", "train_batch_size", "max_actor_ckpt_to_keep"):
             require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
         require(self.num_pictures >= 0, "trainer.num_pictures", self.num_pictures, "at least 0")
-        for name in ("timeout_s", "weights_timeout_s"):
+        minutes = self.save_minutes
+        require(minutes is None or minutes > 0, "trainer.save_minutes", minutes, "null or a number above 0")
+        require(self.resume_mode in RESUME_MODES, "trainer.resume_mode", self.resume_mode, " or ".join(RESUME_MODES))
+        for name in ("timeout_s", "reward_s", "weights_timeout_s", "stop_s"):
             require(getattr(self, name) > 0, f"trainer.{name}", getattr(self, name), "a number of seconds above 0")
 
 

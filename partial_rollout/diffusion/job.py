@@ -1,10 +1,12 @@
 """FlowGRPO with partial rollout: generate, interrupt, train, send the weights, go on.
 
-| loop       | consumes            | produces         | waits for                   | unblocked by           |
-|------------|---------------------|------------------|-----------------------------|------------------------|
-| `_sample`  | a prompt            | a whole group    | its n images                | a server               |
-| `step`     | whole groups        | a weight update  | enough whole groups         | `_sample`, `timeout_s` |
-| `pictures` | the first prompts   | their images     | all of them                 | servers, `timeout_s`   |
+| loop        | consumes            | produces         | waits for                   | unblocked by           |
+|-------------|---------------------|------------------|-----------------------------|------------------------|
+| `_sample`   | a prompt            | a whole group    | its n images                | a server               |
+| `step`      | whole groups        | a weight update  | enough whole groups         | `_sample`, `timeout_s` |
+|             |                     |                  | rewards, training           | threads, their limits  |
+| `save_last` | weights and books   | a checkpoint     | the end of a training       | `step`, `stop_s`       |
+| `pictures`  | the first prompts   | their images     | all of them                 | servers, `timeout_s`   |
 
 More prompts are in flight than a step trains, so that every engine runs full batches until the step has its groups.
 Requests that are unfinished then are interrupted between two denoise steps and go on under the new weights. Engines
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
+import logging
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from partial_rollout.diffusion.result import Group
+from partial_rollout.core.deadlines import WARN_SHARE
+from partial_rollout.diffusion.books import Books, drawn
+from partial_rollout.diffusion.result import Group, checked_rewards
 from partial_rollout.diffusion.sampling import SampleRequest
 from partial_rollout.diffusion.sde_window import NO_WINDOW
-from partial_rollout.errors import DataError, WaitTimeout
+from partial_rollout.errors import CallOverdue, DataError, PartialRolloutError, WaitTimeout
 from partial_rollout.observability.events import (
     DENOISE_STEPS,
     BatchTaken,
+    CheckpointSaved,
+    DeadlinePassed,
     EventWriter,
     GateMoved,
     PhaseBegan,
@@ -38,7 +45,9 @@ from partial_rollout.observability.events import (
     WeightsUpdated,
 )
 from partial_rollout.observability.record import INTERRUPTED
+from partial_rollout.runtime.bounded import in_own_thread
 from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.train.save_cadence import SaveCadence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,13 +55,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from partial_rollout.diffusion.actor import FlowGrpoActor
+    from partial_rollout.diffusion.checkpoint import Checkpoints
     from partial_rollout.diffusion.config import DiffusionConfig
     from partial_rollout.diffusion.contract import Adapter
     from partial_rollout.diffusion.replicas import Replicas, Sampled
 
-SEED_LIMIT = 2**31
+logger = logging.getLogger(__name__)
+
 TRAINED = "transformer"
 """Folder of the trained weights."""
+SAVE_SHARE, STILL_SHARE = 0.5, 0.25
+"""Of `trainer.stop_s`: for saving the last checkpoint, and before it for the end of a training that is under way."""
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -83,18 +96,30 @@ class DiffusionJob:
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[str],
         reward: Callable[[Sequence[Any], Sequence[str]], Sequence[float]],
+        checkpoints: Checkpoints | None = None,
         events: EventWriter | None = None,
     ) -> None:
-        """Keep the parts; nothing is generated before the first `step`. `events`: where the job says what happens."""
+        """Keep the parts; nothing is generated before the first `step`.
+
+        `checkpoints`: where the job goes on from, and saves to; None: it begins anew and saves nothing. `events`: where
+        the job says what happens.
+        """
         self._config, self._adapter, self._replicas, self._actor = config, adapter, replicas, actor
         self._tokenizer, self._reward, self._prompts = tokenizer, reward, list(prompts)
         self._events = events or EventWriter(None, "trainer")
         self._plan = config.algorithm.window_plan()
-        self._order = random.Random(config.trainer.seed)
+        self._checkpoints = checkpoints
+        self._books = checkpoints.books if checkpoints else Books(config.trainer.train_batch_size)
+        self._cadence = SaveCadence(config.trainer.save_minutes)
+        self.saved_step = self._books.version
+        """The step of the last checkpoint; 0: there is none."""
+        self._engine_version = 0
+        """Of the weights that the engines have."""
+        self._still = replicas.still
+        self._is_half_trained = False
+        """A training has begun and not ended: the weights belong to no step."""
         self._groups: dict[int, asyncio.Task[_Rollout]] = {}
-        """Groups that are unfinished or not trained yet, by the order in which they began."""
-        self._group_numbers, self._numbers = itertools.count(), itertools.count()
-        self.version = 0
+        """Groups that are unfinished or whole, and not taken for a training step, by their numbers."""
         self.latest: list[np.ndarray[Any, Any]] = []
         """Images of the batch that was trained last."""
         self._running: dict[tuple[str, int], int] = {}
@@ -102,43 +127,79 @@ class DiffusionJob:
         self._stood_s: dict[int, float] = {}
         """When the engines stood for the update that ended a weight version, in seconds since 1970."""
 
+    @property
+    def version(self) -> int:
+        """Steps that were trained; also the weights' version."""
+        return self._books.version
+
+    async def begin(self) -> None:
+        """Give the servers the weights of the checkpoint from which the job goes on; call this before all else."""
+        await self._replicas.begin(watched=self._adapter.stepwise)
+        if self.version:
+            async with self._still:
+                await self._update_servers()
+        self._cadence.begin()
+
     async def step(self) -> dict[str, float]:
-        """Run one training step; return its metrics."""
+        """Run one training step; return its metrics.
+
+        Raises:
+            WaitTimeout: images, training or weights are late.
+            CallOverdue: a reward is late.
+            DataError: rewards are no finite numbers, or not as many as there are images.
+        """
         started_s = time.perf_counter()
         self._fill()
         rollouts = await self._take_batch()
         generated_s = time.perf_counter()
-        groups = [self._scored(rollout) for rollout in rollouts]
+        groups = [await self._scored(number, rollout) for number, rollout in rollouts.items()]
+        scored_s = time.perf_counter()
         self.latest = [result.image for group in groups for result in group.results]
-        together = not self._config.shares_device
-        interrupt_s = 0.0 if together else await self._interrupt()
-        begun_s = time.perf_counter()
-        metrics = await asyncio.to_thread(self._actor.update, groups)
-        trained_s = time.perf_counter()
-        interrupt_s += await self._interrupt() if together else 0.0
-        held_s = time.perf_counter()
-        mixture, queue = self._mixture(rollouts), self._queue()
-        self.version += 1
-        updated_s = time.perf_counter()
-        limit_s = self._config.trainer.weights_timeout_s
-        await self._replicas.update(self._actor.weights, self.version, self._actor.device, limit_s)
-        ended_s = time.perf_counter()
-        self._events.write(WeightsUpdated(step=self.version, version=self.version, seconds=ended_s - updated_s))
-        await self._go_on()
+        async with self._still:
+            metrics = await self._train(list(rollouts.values()), groups)
         ended_s = time.perf_counter()
         return {
             "step": self.version,
             "reward/mean": float(np.mean([group.rewards for group in groups])),
             "reward/std": float(np.mean([np.std(group.rewards) for group in groups])),
-            **queue,
-            **mixture,
             "timing/generate_s": generated_s - started_s,
-            "timing/interrupt_s": interrupt_s,
-            "timing/train_s": trained_s - begun_s,
-            "timing/update_s": ended_s - held_s,
+            "timing/reward_s": scored_s - generated_s,
             "timing/step_s": ended_s - started_s,
             **metrics,
         }
+
+    async def _train(self, rollouts: list[_Rollout], groups: list[Group]) -> dict[str, float]:
+        """Train, with the engines interrupted for as long as they must be, and send the weights; return metrics."""
+        together = not self._config.shares_device
+        interrupt_s = 0.0 if together else await self._interrupt()
+        begun_s = time.perf_counter()
+        self._is_half_trained = True
+        training = in_own_thread(lambda: self._actor.update(groups), "training")
+        who_waits = f"the job for the training of step {self.version + 1} (trainer.timeout_s)"
+        metrics = await answer_of(training, timeout_s=self._config.trainer.timeout_s, who_waits=who_waits)
+        trained_s = time.perf_counter()
+        mixture, queue = self._mixture(rollouts), self._queue()
+        self._books.trained()
+        self._is_half_trained = False
+        interrupt_s += await self._interrupt() if together else 0.0
+        held_s = time.perf_counter()
+        await self._update_servers()
+        await self._go_on()
+        return {
+            **queue,
+            **mixture,
+            "timing/interrupt_s": interrupt_s,
+            "timing/train_s": trained_s - begun_s,
+            "timing/update_s": time.perf_counter() - held_s,
+            **metrics,
+        }
+
+    async def _update_servers(self) -> None:
+        started_s = time.perf_counter()
+        limit_s = self._config.trainer.weights_timeout_s
+        await self._replicas.update(self._actor.weights, self.version, self._actor.device, limit_s)
+        seconds, self._engine_version = time.perf_counter() - started_s, self.version
+        self._events.write(WeightsUpdated(step=self.version, version=self.version, seconds=seconds))
 
     async def pictures(self, number: int) -> list[np.ndarray[Any, Any]]:
         """Images of the first prompts, by plain ODE steps: all calls start from the same noise and can be compared.
@@ -161,21 +222,83 @@ class DiffusionJob:
         self._actor.save(folder)
         return folder
 
+    async def save_last(self) -> bool:
+        """Save what no checkpoint has, when the run ends before its time; whether a checkpoint was saved. Never raises.
+
+        Half a training cannot be saved: its end is waited for, for a part of `trainer.stop_s`.
+        """
+        stop_s = self._config.trainer.stop_s
+        try:
+            await asyncio.wait_for(self._still.acquire(), STILL_SHARE * stop_s)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
+            logger.warning("no last checkpoint, the one before stays: a training or a save has not ended")
+            return False
+        try:
+            if self._is_half_trained or self.version == self.saved_step or self._checkpoints is None:
+                return False
+            await self._save(SAVE_SHARE * stop_s)
+        except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
+            logger.warning("no last checkpoint, the one before stays: %s: %s", type(error).__name__, error)
+            return False
+        finally:
+            self._still.release()
+        return True
+
+    async def save_if_due(self) -> None:
+        """Save a checkpoint, if it is time for one; call this at the end of each step.
+
+        A checkpoint that cannot be saved ends no run: the one before it stays, and saving is tried again.
+        """
+        trainer = self._config.trainer
+        by_steps = trainer.save_freq > 0 and self.version % trainer.save_freq == 0
+        is_last = self.version >= trainer.total_training_steps
+        if self._checkpoints is None or not (by_steps or self._cadence.is_due(self.version, is_last=is_last)):
+            return
+        try:
+            async with self._still:
+                await self._save(trainer.timeout_s)
+        except PartialRolloutError as error:
+            logger.warning("%s; the run goes on, and tries again", error)
+            self._cadence.put_off()
+
+    async def _save(self, limit_s: float) -> None:
+        """Save in a thread, with the weights standing still; engines go on."""
+        checkpoints, step, began_s = self._checkpoints, self.version, time.monotonic()
+        if checkpoints is None:
+            return
+        mapping, is_given_up = self._books.as_mapping(), threading.Event()
+        saving = in_own_thread(lambda: checkpoints.save(mapping, self._actor, is_given_up), "checkpoint")
+        who_waits = f"the job for its checkpoint of step {step}"
+        try:
+            num_bytes = await answer_of(saving, timeout_s=limit_s, who_waits=who_waits)
+        finally:
+            is_given_up.set()  # from now on weights change
+        seconds, self.saved_step = time.monotonic() - began_s, step
+        self._cadence.saved(step, seconds)
+        self._events.write(CheckpointSaved(step=step, seconds=seconds, num_bytes=num_bytes))
+
     async def end(self) -> None:
         """Give up the unfinished groups."""
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
 
+    async def close(self) -> None:
+        """Watch the servers no more: they are about to end."""
+        await self._replicas.end()
+
     def _fill(self) -> None:
         """Begin as many groups as may be in flight: one batch only, if requests cannot be interrupted."""
         ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
+        for number in self._books.untrained:  # those that a run before has left
+            if number not in self._groups:
+                self._groups[number] = asyncio.ensure_future(self._sample(number))
         while len(self._groups) < int(self._config.trainer.train_batch_size * ahead):
-            number, row = next(self._group_numbers), self._order.randrange(len(self._prompts))
-            self._groups[number] = asyncio.ensure_future(self._sample(number, row))
+            number = self._books.begin()
+            self._groups[number] = asyncio.ensure_future(self._sample(number))
 
-    async def _take_batch(self) -> list[_Rollout]:
-        """Wait for as many whole groups as a step trains, and take the oldest; a group that failed ends the run.
+    async def _take_batch(self) -> dict[int, _Rollout]:
+        """Wait for as many whole groups as a step trains, and take the oldest, by number; one that failed ends the run.
 
         If all samples of a step share one window, the step waits for the groups whose windows were drawn for it.
         """
@@ -185,10 +308,12 @@ class DiffusionJob:
             whole = {number: task.result() for number, task in sorted(self._groups.items()) if task.done()}
             taken = [number for number in whole if self._trains_now(number)][:want]
             if len(taken) == want:
+                self._books.take(taken)
                 for number in taken:
                     del self._groups[number]
-                self._say_taken({number: whole[number] for number in taken})
-                return [whole[number] for number in taken]
+                rollouts = {number: whole[number] for number in taken}
+                self._say_taken(rollouts)
+                return rollouts
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise WaitTimeout(
@@ -215,14 +340,12 @@ class DiffusionJob:
     def _trains_now(self, number: int) -> bool:
         return not self._adapter.shares_window or self._step_of(number) == self.version
 
-    async def _sample(self, group: int, row: int) -> _Rollout:
-        rollout, global_step, prompt = self._config.rollout, self._step_of(group), self._prompts[row]
-        requests = []
-        for _ in range(rollout.n):
-            number, seed = next(self._numbers), self._order.randrange(SEED_LIMIT)
-            window = self._adapter.window(
-                self._plan, run_seed=self._config.trainer.seed, global_step=global_step, request_seed=seed
-            )
+    async def _sample(self, group: int) -> _Rollout:
+        run_seed, num_images, global_step = self._config.trainer.seed, self._config.rollout.n, self._step_of(group)
+        row, seeds = drawn(run_seed, group, num_prompts=len(self._prompts), num_images=num_images)
+        prompt, requests = self._prompts[row], list[SampleRequest]()
+        for number, seed in enumerate(seeds, group * num_images):
+            window = self._adapter.window(self._plan, run_seed=run_seed, global_step=global_step, request_seed=seed)
             requests.append(self._request(f"sample-{number}", prompt, seed=seed, window=window))
         calls = (self._sample_one((_uid(group), session), row, request) for session, request in enumerate(requests))
         return _Rollout(prompt, row, tuple(await self._gathered(calls)))
@@ -231,7 +354,7 @@ class DiffusionJob:
         """One image, with its events."""
         (uid, session), began_s, timer_s = key, time.time(), time.perf_counter()
         self._events.write(PhaseBegan(uid=uid, session=session, phase="engine", response=1, row=str(row)))
-        self._running[key] = self.version
+        self._running[key] = self._engine_version
         try:
             sampled = await self._replicas.sample(request)
         finally:
@@ -284,10 +407,33 @@ class DiffusionJob:
             for task in tasks:
                 task.cancel()
 
-    def _scored(self, rollout: _Rollout) -> Group:
-        results = tuple(sampled.result for sampled in rollout.sampled)
-        rewards = self._reward([result.image for result in results], [rollout.prompt] * len(results))
-        return Group(rollout.prompt, results, tuple(float(reward) for reward in rewards))
+    async def _scored(self, number: int, rollout: _Rollout) -> Group:
+        """A group with its rewards, which the user's function computes in a thread of its own: engines go on."""
+        results, limit_s = tuple(sampled.result for sampled in rollout.sampled), self._config.trainer.reward_s
+        whose = f"trainer.reward={self._config.trainer.reward} of prompt row {rollout.row} ({rollout.prompt[:60]!r})"
+
+        def score() -> tuple[float, ...]:
+            found = self._reward([result.image for result in results], [rollout.prompt] * len(results))
+            return checked_rewards(found, len(results), whose)
+
+        began_s = time.monotonic()
+        rewards = in_own_thread(score, f"reward of {_uid(number)}")
+        done, _ = await asyncio.wait([rewards], timeout=limit_s * WARN_SHARE)
+        if not done:
+            seconds = time.monotonic() - began_s
+            logger.warning("%s has not answered for %.0f s; after %g s the run ends", whose, seconds, limit_s)
+            done, _ = await asyncio.wait([rewards], timeout=limit_s - seconds)
+        if not done:
+            seconds = time.monotonic() - began_s
+            uid, row = _uid(number), str(rollout.row)
+            overdue = DeadlinePassed(
+                uid=uid, session=0, phase="reward", response=1, row=row, attempt=1, seconds=seconds, limit_s=limit_s
+            )
+            self._events.write(overdue)
+            raise CallOverdue(
+                f"{whose} has not answered for {seconds:.0f} s, the limit is {limit_s:g} s (set trainer.reward_s=...)"
+            )
+        return Group(rollout.prompt, results, rewards.result())
 
     def _mixture(self, rollouts: Sequence[_Rollout]) -> dict[str, float]:
         """Metrics of a batch: how many of its images were interrupted, and how many of its denoise steps are stale.
@@ -311,7 +457,7 @@ class DiffusionJob:
             "partial_rollout/groups_in_flight": len(self._groups),
             "partial_rollout/queue/ongoing": len(self._groups) - done,
             "partial_rollout/queue/done": done,
-            "partial_rollout/queue/taken": (self.version + 1) * self._config.trainer.train_batch_size,
+            "partial_rollout/queue/taken": self._books.num_trained + self._config.trainer.train_batch_size,
         }
 
     async def _interrupt(self) -> float:
@@ -334,11 +480,13 @@ class DiffusionJob:
         """Engines stand, or run again. Images that were asked for and are not finished are interrupted."""
         unfinished = 0 if is_open else len(self._running)
         if not is_open:
-            oldest = min(self._running.values(), default=self.version)
+            oldest = min(self._running.values(), default=self._engine_version)
             self._stood_s = {version: at_s for version, at_s in self._stood_s.items() if version >= oldest}
-            self._stood_s[self.version] = time.time()
-        step = self.version if is_open else self.version + 1
-        move = GateMoved(step=step, version=self.version, is_open=is_open, seconds=seconds, interrupted=unfinished)
+            self._stood_s[self._engine_version] = time.time()
+        step = self._engine_version if is_open else self._engine_version + 1
+        move = GateMoved(
+            step=step, version=self._engine_version, is_open=is_open, seconds=seconds, interrupted=unfinished
+        )
         self._events.write(move)
 
 

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from transformers import Qwen2Tokenizer
 
 from partial_rollout.diffusion.actor import FlowGrpoActor
+from partial_rollout.diffusion.checkpoint import Checkpoints
 from partial_rollout.diffusion.config import MAX_STEPS
 from partial_rollout.diffusion.contract import resolve
 from partial_rollout.diffusion.job import DiffusionJob, read_prompts
@@ -28,7 +29,7 @@ from partial_rollout.runtime.remote_call import wait_for_all
 from partial_rollout.runtime.termination import heed_termination
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from partial_rollout.diffusion.config import DiffusionConfig
     from partial_rollout.diffusion.contract import Adapter
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 10_000
 """Calls that one server runs at the same time: all its requests, and control calls, which must never queue behind."""
 CONTROL_TIMEOUT_S = 120.0
+END_SHARE = 0.25
+"""Of `trainer.stop_s`, for the end of the servers."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +49,9 @@ def launched(config: DiffusionConfig, events: EventWriter | None = None) -> Iter
     """A job whose servers run; on exit they are ended. `events`: where it says what happens.
 
     Raises:
-        ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is missing, or the
-            model cannot make images of this size.
-        DataError: there are no prompts.
+        ConfigError: the algorithm, the reward, a file of the model or a resource of the cluster is missing, the model
+            cannot make images of this size, or the checkpoint to go on from is of a run with other settings.
+        DataError: there are no prompts, or no checkpoint in the folder is whole.
     """
     reward, prompts = load_function(config.trainer.reward), read_prompts(config.data.prompts)
     adapter = resolve(config.model.architecture, config.algorithm.name, step_execution=config.rollout.step_execution)
@@ -57,41 +60,34 @@ def launched(config: DiffusionConfig, events: EventWriter | None = None) -> Iter
         folder = Path(snapshot_download(config.model.path))
     patch = pixels_per_token(folder)
     config.check_sizes(patch)
+    checkpoints = Checkpoints(config, prompts)
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(include_dashboard=False, log_to_driver=False)
         heed_termination()
     servers: list[Any] = []
-    reservation = None
+    reservation = replicas = None
     try:
         require_resources(config, ray.cluster_resources(), _resources_here())
         device = torch.device(config.actor.device)
         if device.type == "cuda":
             reservation, device = reserve_gpu(CONTROL_TIMEOUT_S)
-        servers += _create_servers(config, adapter, patch)
-        wait_for_all(
-            [server.statistics.remote() for server in servers],
-            timeout_s=config.trainer.timeout_s,
-            who_waits="the job for its servers to start",
-        )
-        replicas = Replicas(
-            servers,
-            workers_per_server=1,
-            timeout_s=CONTROL_TIMEOUT_S,
-            sample_timeout_s=config.rollout.timeout_s,
-        )
+        replicas = _replicas(config, servers, _server_options(config, adapter, patch))
+        actor = FlowGrpoActor(config, patch, device)
+        checkpoints.restore(actor)
         yield DiffusionJob(
             config,
             adapter=adapter,
             replicas=replicas,
-            actor=FlowGrpoActor(config, patch, device),
+            actor=actor,
             tokenizer=Qwen2Tokenizer.from_pretrained(folder / "tokenizer"),
             prompts=prompts,
             reward=reward,
+            checkpoints=checkpoints,
             events=events,
         )
     finally:
-        _stop(servers)
+        _stop(servers, END_SHARE * config.trainer.stop_s, ray.kill if replicas is None else replicas.kill)
         if reservation is not None:
             ray.kill(reservation)
         if started_here:
@@ -135,29 +131,57 @@ def _resources_here() -> dict[str, float]:
     return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
 
 
-def _create_servers(config: DiffusionConfig, adapter: Adapter, patch: int) -> list[Any]:
-    """Create the server actors; they are still starting."""
+def _replicas(config: DiffusionConfig, servers: list[Any], options: ServerOptions) -> Replicas:
+    """Replicas whose servers run; `servers` has their handles from their creation on, also of one that starts again."""
+    servers += [_create_server(config, options) for _ in range(config.rollout.num_servers)]
+
+    def start(index: int) -> Any:
+        servers[index] = _create_server(config, options)
+        return servers[index]
+
+    wait_for_all(
+        [server.statistics.remote() for server in servers],
+        timeout_s=config.trainer.timeout_s,
+        who_waits="the job for its servers to start",
+    )
+    return Replicas(
+        servers,
+        workers_per_server=1,
+        timeout_s=CONTROL_TIMEOUT_S,
+        sample_timeout_s=config.rollout.timeout_s,
+        stall_s=config.rollout.stall_s,
+        start=start,
+        start_s=config.trainer.timeout_s,
+    )
+
+
+def _server_options(config: DiffusionConfig, adapter: Adapter, patch: int) -> ServerOptions:
     rollout = config.rollout
-    options = ServerOptions(
+    return ServerOptions(
         model_path=config.model.path,
         adapter=adapter,
         limits=SamplingLimits(sizes=((rollout.height, rollout.width),), multiple=patch, max_steps=MAX_STEPS),
         dtype=config.model.dtype,
         max_num_seqs=rollout.max_num_seqs,
     )
+
+
+def _create_server(config: DiffusionConfig, options: ServerOptions) -> Any:
+    """Create a server actor; it is still starting."""
     actor_class: Any = ray.remote(DiffusionServer).options(
-        num_cpus=CPUS_PER_SERVER, num_gpus=rollout.gpus_per_server, max_concurrency=MAX_CONCURRENCY
+        num_cpus=CPUS_PER_SERVER, num_gpus=config.rollout.gpus_per_server, max_concurrency=MAX_CONCURRENCY
     )
-    return [actor_class.remote(options) for _ in range(rollout.num_servers)]
+    return actor_class.remote(options)
 
 
-def _stop(servers: list[Any]) -> None:
-    ended = [server.shutdown.remote() for server in servers]
-    done = ray.wait(ended, num_returns=len(ended), timeout=CONTROL_TIMEOUT_S)[0] if ended else []
+def _stop(servers: list[Any], limit_s: float, kill: Callable[[Any], None]) -> None:
+    """End the servers in order; those that are late or dead are killed with their engines."""
+    ended = {server.shutdown.remote(): server for server in servers}
+    done = ray.wait(list(ended), num_returns=len(ended), timeout=limit_s)[0] if ended else []
     for ref in done:
         try:
             ray.get(ref)
         except RayError as error:
             logger.warning("an image server did not shut down in order: %s", error)
-    for server in servers:
-        ray.kill(server)
+    for ref, server in ended.items():
+        (ray.kill if ref in done else kill)(server)

@@ -1,28 +1,50 @@
-"""All servers of an image job: sends each request to one of them, and again after each interruption."""
+"""All servers of an image job: sends each request to one of them, and again after each interruption.
+
+A server that dies, or is silent for too long, is started again, and gets the trained weights before any request:
+
+    up ──dies, or silent for stall_s──> killed, named ──> starts ──> waits for `still` ──> gets the weights ──> up
+                                                             dies again before the next update of weights: the run ends
+
+Requests that it had go on in another server from their last snapshot, or begin again with the same noise.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.exceptions import RayActorError
 
 from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.sampling import Interrupted, Progress, SampleRequest
-from partial_rollout.errors import ActorLost
+from partial_rollout.errors import ActorLost, PartialRolloutError, WaitTimeout, WeightUpdateError
+from partial_rollout.observability.events import Fault, ProcessFound
+from partial_rollout.rollout.admission import Broadcast
+from partial_rollout.runtime.death_watch import end_actor, how_it_died, last_lines
 from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.types import Death, Process
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
     import torch
 
     from partial_rollout.diffusion.result import SampleResult
     from partial_rollout.weights.directory import ChannelAddress
+
+logger = logging.getLogger(__name__)
+
+ROLE = "image server"
+BEATS = 10
+"""Signs of life that are asked for within the time after which a silent engine is given up."""
+MAX_LOST = 2
+"""Servers that may die with the same request; with one more, the request is their death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +57,93 @@ class Sampled:
     """Number of the server that computed each denoise step."""
 
 
+class Update(NamedTuple):
+    """One update of weights."""
+
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    version: int
+    device: torch.device
+    limit_s: float
+
+
+@dataclass(slots=True)
+class _Server:
+    index: int
+    handle: Any
+    process: Process
+    """Where it runs, as far as that is known."""
+    load: int = 0
+    """Requests that it has."""
+    is_up: bool = True
+    deaths: int = 0
+    """Since the last update of weights."""
+    address: ChannelAddress | None = None
+    starting: asyncio.Task[None] | None = None
+
+
 class Replicas:
     """Handles of `DiffusionServer` actors. Each request, new or interrupted, goes to the server with the fewest."""
 
     def __init__(
-        self, servers: Sequence[Any], *, workers_per_server: int, timeout_s: float, sample_timeout_s: float
+        self,
+        servers: Sequence[Any],
+        *,
+        workers_per_server: int,
+        timeout_s: float,
+        sample_timeout_s: float,
+        stall_s: float = 300.0,
+        start: Callable[[int], Any] | None = None,
+        start_s: float = 3600.0,
+        kill: Callable[[Any, Process], None] = end_actor,
     ) -> None:
-        """Take servers that run; `timeout_s` bounds each control call, `sample_timeout_s` the time for one image."""
-        self._servers = list(servers)
-        self._load = [0] * len(servers)
+        """Take servers that run.
+
+        Args:
+            servers: their handles.
+            workers_per_server: receivers of weights in each.
+            timeout_s: bounds each control call.
+            sample_timeout_s: bounds the time for one image.
+            stall_s: an engine that gives no sign of life for so long is taken for dead.
+            start: creates server `index` again and returns its handle, while it is starting; None: the death of a
+                server ends the run.
+            start_s: bounds the start.
+            kill: ends a server that may be frozen, by its handle and its process.
+        """
+        self._servers = [_Server(index, handle, _unknown(index)) for index, handle in enumerate(servers)]
         self._workers_per_server = workers_per_server
         self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
-        self._addresses: list[ChannelAddress] | None = None
+        self._stall_s, self._start, self._start_s, self._kill = stall_s, start, start_s, kill
+        self.still = asyncio.Lock()
+        """Held by whoever changes or sends weights, or needs them not to change: the job, and a server that starts."""
+        self._last: Update | None = None
+        self._num_updates = 0
+        self._failure: BaseException | None = None
+        """Why the run must end."""
+        self._moved = Broadcast()
+        """Told when a server is up again, or `_failure` is set."""
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def begin(self, *, watched: bool) -> None:
+        """Ask all servers where they run. `watched`: from now on, also ask their engines for signs of life."""
+        for server in self._servers:
+            await self._find(server)
+        if watched:
+            self._watches = [
+                self._supervised(self._watch(each), f"watch of {ROLE} {each.index}") for each in self._servers
+            ]
+
+    async def end(self) -> None:
+        """Watch and start servers no more."""
+        tasks = self._watches + [server.starting for server in self._servers if server.starting]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def kill(self, handle: Any) -> None:
+        """Kill a server, which may be frozen, and its engine."""
+        for server in self._servers:
+            if server.handle is handle:
+                self._kill(handle, server.process)
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Generate one image, however often its request is interrupted.
@@ -54,17 +151,23 @@ class Replicas:
         Raises:
             ResumeStalled: the request is interrupted again and again without a denoise step in between.
             WaitTimeout: the image is not finished in time; names the request and its server.
-            ActorLost: the server has died; names its process.
+            ActorLost: a server has died and is not started again, or several have died with this request.
         """
-        progress, servers = Progress(request.request_id), list[int]()
+        progress, servers, lost = Progress(request.request_id), list[int](), 0
         deadline_s = time.monotonic() + self._sample_timeout_s
         while True:
-            index = min(range(len(self._servers)), key=self._load.__getitem__)
-            outcome = await self._generate(index, request, deadline_s, progress)
+            server = await self._least_busy(request, deadline_s)
+            try:
+                outcome = await self._generate(server, request, deadline_s, progress)
+            except _Died as died:
+                lost += 1
+                if lost > MAX_LOST:
+                    raise ActorLost(f"{lost} servers died with request {request.request_id!r}: {died}") from died
+                continue
             if not isinstance(outcome, Interrupted):
-                servers += [index] * (len(outcome.versions) - len(servers))
+                servers += [server.index] * (len(outcome.versions) - len(servers))
                 return Sampled(outcome, progress.interruptions, tuple(servers))
-            servers += [index] * (outcome.step_index - len(servers))
+            servers += [server.index] * (outcome.step_index - len(servers))
             progress.interrupted(outcome)
             request = request.resumed_from(outcome.snapshot)
 
@@ -91,63 +194,236 @@ class Replicas:
         device: torch.device,
         limit_s: float,
     ) -> None:
-        """Send the trained weights to every worker of every server, all at the same time.
+        """Send the trained weights to every worker of every server, all at the same time; whoever calls has `still`.
+
+        A server that dies meanwhile gets them when it has started again.
 
         Raises:
             WeightUpdateError: a worker did not receive all weights.
             WaitTimeout: a server did not answer within `limit_s` and the time of a control call.
-            ActorLost: a server has died; names its process.
+            ActorLost: a server has died, and is not started again.
         """
-        if self._addresses is None:
-            self._addresses = await self._all("weight_channel", lambda server: server.weight_channel.remote())
-        channels = [(address, rank) for address in self._addresses for rank in range(self._workers_per_server)]
-        loop = asyncio.get_running_loop()
+        self._raise_failure()
+        self._last = Update(weights, version, device, limit_s)
+        await self._each(self._send)
+        for server in self._servers:
+            server.deaths = 0 if server.is_up else server.deaths
+
+    async def _send(self, server: _Server) -> None:
+        """Send the last update to one server."""
+        update = self._last
+        if update is None:
+            return
+        address = server.address
+        if address is None:
+            address = await self._call(server, "weight_channel", lambda each: each.weight_channel.remote())
+            server.address = address
+        self._num_updates += 1
         # A server ends a late update by itself and names what is missing; it gets the time of a control call to say so.
-        receiving_s = limit_s + self._timeout_s
+        receiving_s = update.limit_s + self._timeout_s
         received = asyncio.ensure_future(
-            self._all("receive_weights", lambda server: server.receive_weights.remote(version, limit_s), receiving_s)
+            self._call(
+                server,
+                "receive_weights",
+                lambda each: each.receive_weights.remote(update.version, update.limit_s),
+                receiving_s,
+            )
         )
 
         def check() -> None:
             if received.done():
                 received.result()
 
-        def send(address: ChannelAddress, rank: int) -> None:
-            options: dict[str, Any] = {"update_number": version, "timeout_s": limit_s, "check": check, "device": device}
-            with WeightSender(address, channel_name(rank), **options) as sender:
-                sender.send(weights())
+        def send(rank: int) -> None:
+            options: dict[str, Any] = {"timeout_s": update.limit_s, "check": check, "device": update.device}
+            with WeightSender(address, channel_name(rank), update_number=update.version, **options) as sender:
+                sender.send(update.weights())
 
-        pool = ThreadPoolExecutor(len(channels), thread_name_prefix="weights")
+        loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(self._workers_per_server, "weights")
         try:
-            sent = [loop.run_in_executor(pool, send, *channel) for channel in channels]
+            sent = [loop.run_in_executor(pool, send, rank) for rank in range(self._workers_per_server)]
             await asyncio.gather(received, *sent)
+        except PartialRolloutError as error:
+            # A sender may have seen the death of its peer before Ray tells of it.
+            await asyncio.wait([received], timeout=self._timeout_s)
+            if received.done() and isinstance(received.exception(), _Died):
+                raise _Died(str(received.exception())) from received.exception()
+            if self._start is None or not server.is_up or not isinstance(error, WeightUpdateError):
+                raise
+            self._give_up(server, f"it has half an update of weights and was killed: {error}")
+            self._raise_failure()
+            raise _Died(str(error)) from error
         finally:
+            self._num_updates += 1
             pool.shutdown(wait=False)
 
+    async def _least_busy(self, request: SampleRequest, deadline_s: float) -> _Server:
+        """The server that has the fewest requests; waits while none is up."""
+        if not any(server.is_up for server in self._servers):
+            who_waits = f"request {request.request_id!r} for an image server to start again (rollout.timeout_s)"
+            turn = self._moved.wait_for(self._is_up_or_failed)
+            await answer_of(turn, timeout_s=max(0.0, deadline_s - time.monotonic()), who_waits=who_waits)
+            self._raise_failure()
+        return min((server for server in self._servers if server.is_up), key=lambda server: server.load)
+
     async def _generate(
-        self, index: int, request: SampleRequest, deadline_s: float, progress: Progress
+        self, server: _Server, request: SampleRequest, deadline_s: float, progress: Progress
     ) -> SampleResult | Interrupted:
-        self._load[index] += 1
+        server.load += 1
         who_waits = (
-            f"request {request.request_id!r} for its image by server {index}, {progress.interruptions} interruptions "
-            f"and rollout.timeout_s={self._sample_timeout_s:g} seconds after it was asked for"
+            f"request {request.request_id!r} for its image by server {server.index}, {progress.interruptions} "
+            f"interruptions and rollout.timeout_s={self._sample_timeout_s:g} seconds after it was asked for"
         )
         try:
-            call = _named(index, self._servers[index].generate.remote(request))
+            call = self._named(server, lambda each: each.generate.remote(request))
             return await answer_of(call, timeout_s=max(0.0, deadline_s - time.monotonic()), who_waits=who_waits)
         finally:
-            self._load[index] -= 1
+            server.load -= 1
 
-    async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None) -> list[Any]:
-        """The answers of all servers, within `limit_s` or the time of a control call."""
-        calls = asyncio.gather(*(_named(index, call(server)) for index, server in enumerate(self._servers)))
-        who_waits = f"the job for {what} of {len(self._servers)} server(s)"
-        return await answer_of(calls, timeout_s=limit_s or self._timeout_s, who_waits=who_waits)
+    async def _all(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """The answers of all servers that are up, within the time of a control call."""
+        self._raise_failure()
+        return await self._each(lambda server: self._call(server, what, call))
+
+    async def _each(self, call: Callable[[_Server], Awaitable[Any]]) -> list[Any]:
+        """The answers of all servers that are up; those that die meanwhile have none."""
+        up = [server for server in self._servers if server.is_up]
+        answers = await asyncio.gather(*(call(server) for server in up), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, _Died):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _call(
+        self, server: _Server, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float | None = None
+    ) -> Any:
+        """The answer of one server, within `limit_s` or the time of a control call; one that is late is killed."""
+        handle, who_waits = server.handle, f"the job for {what} of {server.process}"
+        try:
+            return await answer_of(self._named(server, call), timeout_s=limit_s or self._timeout_s, who_waits=who_waits)
+        except WaitTimeout as error:
+            if self._start is None or not server.is_up or server.handle is not handle:
+                raise
+            self._give_up(server, f"it was late and was killed: {error}")
+            self._raise_failure()
+            raise _Died(str(error)) from error
+
+    async def _named(self, server: _Server, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The answer of a server.
+
+        Raises:
+            _Died: the server has died, and is started again.
+            ActorLost: it has died, and is not started again.
+        """
+        handle = server.handle
+        try:
+            return await call(handle)
+        except RayActorError as error:
+            if server.handle is handle and server.is_up:
+                self._lost(server, how_it_died(error))
+            self._raise_failure()
+            raise _Died(f"{server.process} died: {how_it_died(error)}") from error
+
+    def _give_up(self, server: _Server, cause: str, *, noticed_after_s: float | None = None) -> None:
+        """Kill a server that is silent."""
+        self._kill(server.handle, server.process)
+        self._lost(server, cause, noticed_after_s=noticed_after_s)
+
+    def _lost(self, server: _Server, cause: str, *, noticed_after_s: float | None = None) -> None:
+        """A server has died: name it, and begin to start it again."""
+        process, server.is_up, server.deaths = server.process, False, server.deaths + 1
+        death = Death(process, cause, f"had {server.load} requests", last_lines(process.log) if process.log else "")
+        again = self._start is not None and server.deaths == 1
+        action = "it is started again and gets the trained weights; its images are generated again"
+        if not again:
+            action = (
+                "the run ends"
+                if self._start is None
+                else "it has died twice since the last update of weights: the run ends"
+            )
+        fault = Fault(
+            role=ROLE, name=process.name, node=process.node, pid=process.pid, text=str(death), action=action,
+            noticed_after_s=noticed_after_s,
+        )  # fmt: skip
+        logger.error("%s; %s", death, action, extra={"event": fault})
+        if again:
+            server.starting = self._supervised(self._start_again(server), f"start of {ROLE} {server.index}")
+        else:
+            self._fail(ActorLost(f"{death}; {action}"))
+
+    async def _start_again(self, server: _Server) -> None:
+        try:
+            if self._start is None:
+                return
+            server.handle, server.process, server.address = self._start(server.index), _unknown(server.index), None
+            who_waits = f"the job for image server {server.index} to start again"
+            call = self._named(server, lambda each: each.statistics.remote())
+            await answer_of(call, timeout_s=self._start_s, who_waits=who_waits)
+            await self._find(server)
+            async with self.still:
+                await self._send(server)
+                server.is_up = True
+        except (PartialRolloutError, RayActorError) as error:
+            self._fail(error)
+        self._moved.notify()
+
+    def _supervised(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task whose failure ends the run."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._fail(error)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        return task
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._moved.notify()
+
+    def _is_up_or_failed(self) -> bool:
+        return self._failure is not None or any(server.is_up for server in self._servers)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def _find(self, server: _Server) -> None:
+        """Ask a server where it runs, and say so."""
+        place = await self._call(server, "its place", lambda each: each.place.remote())
+        process = server.process = dataclasses.replace(place, role=ROLE, name=str(server.index))
+        found = ProcessFound(role=ROLE, name=process.name, node=process.node, pid=process.pid)
+        logger.info("%s runs", process, extra={"event": found})
+
+    async def _watch(self, server: _Server) -> None:
+        """Ask the engine of one server for signs of life, which it gives between two denoise steps."""
+        while True:
+            await asyncio.sleep(self._stall_s / BEATS)
+            handle, updates, asked_s = server.handle, self._num_updates, time.monotonic()
+            if (
+                not server.is_up or self.still.locked()
+            ):  # an update has a limit of its own, and the engine is silent in it
+                continue
+            try:
+                call = self._named(server, lambda each: each.count_steps.remote(self._stall_s))
+                await answer_of(
+                    call, timeout_s=self._stall_s, who_waits=f"the job for a sign of life of {server.process}"
+                )
+            except WaitTimeout:
+                if server.handle is handle and server.is_up and updates == self._num_updates:
+                    silent_s = time.monotonic() - asked_s
+                    cause = f"its engine gave no sign of life for {silent_s:.0f} s (rollout.stall_s), and was killed"
+                    self._give_up(server, cause, noticed_after_s=silent_s)
+            except PartialRolloutError as error:
+                if not isinstance(error, _Died):
+                    self._fail(error)
+                    return
 
 
-async def _named(index: int, call: Awaitable[Any]) -> Any:
-    """The answer of server `index`. Of a dead server Ray's error has pid and node, but not which server it was."""
-    try:
-        return await call
-    except RayActorError as error:
-        raise ActorLost(f"image server {index} has died: {error}") from error
+class _Died(ActorLost):
+    """A server has died, and is started again."""
+
+
+def _unknown(index: int) -> Process:
+    return Process(ROLE, str(index))

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from partial_rollout.diffusion.sde_window import SdeWindow
-from partial_rollout.errors import EngineError
+from partial_rollout.errors import DataError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm_omni.outputs import OmniRequestOutput
 
@@ -79,6 +79,29 @@ class Group:
     prompt: str
     results: tuple[SampleResult, ...]
     rewards: tuple[float, ...]
+
+
+def checked_rewards(found: Iterable[Any], number: int, whose: str) -> tuple[float, ...]:
+    """What a reward function returned, as finite numbers; `whose` names the function and the prompt.
+
+    >>> checked_rewards(np.array([0.5, 1.0]), 2, "trainer.reward=my.function of prompt row 3")
+    (0.5, 1.0)
+
+    Raises:
+        DataError: it is not one finite number for each of the `number` images.
+    """
+    try:
+        rewards = tuple(float(reward) for reward in found)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{whose} returned {type(found).__name__} ({error}): must be one number for each of {number} images"
+        ) from error
+    if len(rewards) != number:
+        raise DataError(f"{whose} returned {len(rewards)} numbers: must be one for each of {number} images")
+    wrong = next((index for index, reward in enumerate(rewards) if not np.isfinite(reward)), None)
+    if wrong is not None:
+        raise DataError(f"{whose} returned {rewards[wrong]} for image {wrong} of {number}: must be a finite number")
+    return rewards
 
 
 def advantages(rewards: Sequence[Sequence[float]], limit: float) -> torch.Tensor:

@@ -35,6 +35,7 @@ from partial_rollout.diffusion.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion.snapshot import read_header
 from partial_rollout.errors import EngineError, PartialRolloutError, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from partial_rollout.diffusion.contract import Adapter
     from partial_rollout.diffusion.sample import OnArrival
     from partial_rollout.diffusion.sampling import SamplingLimits
+    from partial_rollout.types import Process
     from partial_rollout.weights.directory import ChannelAddress
 
 ENGINE_NAME = "the diffusion engine"
@@ -242,10 +244,17 @@ class DiffusionServer:
             self._version = version
             return version
 
-    async def count_steps(self) -> int:
-        """Denoise steps that the engine has computed for all requests and its warm-up."""
-        self._num_denoise_steps = await self._call(BOUNDARY, self.options.timeout_s)
+    async def count_steps(self, limit_s: float | None = None) -> int:
+        """Denoise steps that the engine has computed for all requests and its warm-up.
+
+        The engine answers between two steps, within `limit_s`, or within the time of a control call: a sign of life.
+        """
+        self._num_denoise_steps = await self._call(BOUNDARY, limit_s or self.options.timeout_s)
         return self._num_denoise_steps
+
+    def place(self) -> Process:
+        """The process of the server, in which its engine runs too: vllm-omni starts no other one for one device."""
+        return own_process("", "")
 
     def weight_channel(self) -> ChannelAddress:
         """The address at which the trainer's senders meet this server's workers."""

@@ -9,7 +9,7 @@ setting VENV "$ROOT/.venv-cpu" "environment, set up by scripts/setup_cpu.sh; vll
 setting SKIP_SETUP 0 "1 uses VENV as it is"
 setting PARTIAL_ROLLOUT_HOME "$ROOT/outputs" "the checkpoint and the runs go to PARTIAL_ROLLOUT_HOME/qwen-image-tiny"
 setting MODEL_PATH "$PARTIAL_ROLLOUT_HOME/$EXPERIMENT/model" "checkpoint, made where it is missing"
-setting OUTPUT_DIR "$PARTIAL_ROLLOUT_HOME/$EXPERIMENT/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "metrics.jsonl, before.png and after.png"
+setting OUTPUT_DIR "$PARTIAL_ROLLOUT_HOME/$EXPERIMENT/$(mode_name)-$(date +%Y%m%d-%H%M%S)" "metrics, pictures, checkpoints; the same folder again goes on"
 INTERPRETER=$VENV/omni/bin/python
 source "$RUN_DIR/lib/image.sh"
 help_if_asked "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.policy import log_probs, steps_of
 from partial_rollout.diffusion.result import Group, SampleResult
 from partial_rollout.diffusion.sde_window import SdeWindow
+from partial_rollout.errors import DataError
 from tests.omni.support import NOISE_LEVEL, PATCH, training_model
 
 WAIT_S = 30.0
@@ -137,6 +139,41 @@ def test_reading_leaves_a_bf16_base_as_it_was_and_rounds_once(tiny_qwen_image):
     merged = base[f"{name}.base_layer.weight"].float() + scale * up @ down
     assert not torch.equal(merged.bfloat16(), base[f"{name}.base_layer.weight"])
     assert torch.equal(sent[f"{name}.weight"], merged.bfloat16())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(tiny_qwen_image, tmp_path, lora_rank):
+    """Weights and the optimizer's state are those of a training that was not stopped; other settings are in force."""
+
+    def trained():
+        torch.manual_seed(1)  # adapters begin with random values
+        actor = make_actor(tiny_qwen_image, lora_rank=lora_rank)
+        train(actor)
+        return actor
+
+    whole, stopped = trained(), trained()
+    stopped.save_state(tmp_path)
+    again = make_actor(tiny_qwen_image, lora_rank=lora_rank)
+    again.load_state(tmp_path)
+    sampled = walk(training_model(tiny_qwen_image, noise=0.01), 0), walk(training_model(tiny_qwen_image), 1)
+    for actor in (whole, again):
+        for _ in range(2):
+            actor.update([Group("p", sampled, (0.0, 1.0))])
+    expected, found = dict(whole.weights()), dict(again.weights())
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    slower = make_actor(tiny_qwen_image, lora_rank=lora_rank)
+    slower._config = dataclasses.replace(slower._config, actor=dataclasses.replace(slower._config.actor, lr=1e-6))
+    slower.load_state(tmp_path)
+    assert {group["lr"] for group in slower._optimizer.param_groups} == {1e-6}
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_qwen_image, tmp_path):
+    make_actor(tiny_qwen_image, lora_rank=4).save_state(tmp_path)
+    with pytest.raises(DataError, match=r"is of another model: .*lora_A.* has shape \(4, \d+\), here \(8, \d+\)"):
+        make_actor(tiny_qwen_image, lora_rank=8).load_state(tmp_path)
+    (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:100])
+    with pytest.raises(DataError, match="cannot be read"):
+        make_actor(tiny_qwen_image, lora_rank=4).check_state(tmp_path)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

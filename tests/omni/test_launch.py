@@ -6,11 +6,14 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from partial_rollout.diffusion import launch
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.launch import launched
-from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.errors import ActorLost, ConfigError, DataError
+from partial_rollout.main_diffusion import main
+from partial_rollout.observability.events import CommandEnded, EventReader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,3 +70,15 @@ def test_it_is_named(folder: Path, given: dict[str, Any], error: type[Exception]
 def test_nothing_is_wrong_with_the_rest(folder: Path):
     with pytest.raises(AssertionError, match="Ray was started"), launched(config(folder)):
         pass
+
+
+def test_why_a_run_ended_is_told_to_whoever_watches_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def lost(*_: Any) -> None:
+        raise ActorLost("image server 0 died")
+
+    monkeypatch.setattr(launch, "launched", lost)
+    block = {"model": {"path": "m"}, "data": {"prompts": "p"}, "trainer": {"output_dir": str(folder), "reward": "a.b"}}
+    with pytest.raises(ActorLost, match="image server 0 died"):
+        main(OmegaConf.create(block))
+    [ended] = [event for event in EventReader(folder / "events").read() if isinstance(event, CommandEnded)]
+    assert (ended.code, ended.text) == (1, "image server 0 died")

@@ -3,7 +3,7 @@
 #   image_command OVERRIDE... -- "$@"   fills COMMAND with $INTERPRETER, these Hydra overrides, then the user's
 
 setting ALGORITHM flow_grpo "flow_grpo or mix_grpo"
-setting OUTPUT_DIR "$PWD/outputs/$EXPERIMENT" "metrics.jsonl, before.png and after.png"
+setting OUTPUT_DIR "$PWD/outputs/$EXPERIMENT" "metrics, pictures, checkpoints; the same folder again goes on"
 setting PROMPTS "$RUN_DIR/tiny_qwen_image/prompts.txt" "text file with one prompt a line"
 setting REWARD partial_rollout.run.tiny_qwen_image.reward.redness "import path of a function: images, prompts -> numbers"
 
