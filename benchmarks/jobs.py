@@ -36,7 +36,7 @@ from benchmarks.training_job import (
 )
 from partial_rollout.advise.measured import SKIP, generation, kept, parts, rates_table, slots_in_use, summarise
 from partial_rollout.advise.result import about_run, store, stored_jobs
-from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model, write_prompts, write_weights
+from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_inputs
 from partial_rollout.advise.workload import TRACES, workload
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.flag import PACKED_ATTENTION
@@ -62,8 +62,9 @@ ADAPTIVE = (
     "actor_rollout_ref.rollout.max_num_seqs={twice_slots}",
 )
 """From the slots of the other modes up to all prompts in flight."""
-OFFLOADED = ("partial_rollout.tail.offload_gib=48", "actor_rollout_ref.rollout.free_cache_engine=True")
-"""On a GPU only; engine memory is released between steps."""
+RELEASED = "actor_rollout_ref.rollout.free_cache_engine=True"
+"""Engine memory is released between steps, verl's default; on a GPU only."""
+OFFLOADED = ("partial_rollout.tail.offload_gib=48", RELEASED)
 
 
 FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
@@ -87,8 +88,9 @@ MODES: dict[str, list[str]] = {
     "sync_fast_poll": _fast_poll("FastPollReplayBuffer"),
     "colocate_async": [COLOCATE],
     "colocate_async_fast_poll": [COLOCATE, *_fast_poll("FastPollReplayBufferAsync")],
+    "colocate_async_released": [COLOCATE, RELEASED],
     "flag": [FLAG],
-    "flag_released": [FLAG, "actor_rollout_ref.rollout.free_cache_engine=True"],
+    "flag_released": [FLAG, RELEASED],
     "wait": _ours("wait"),
     "partial_rollout": _ours("partial"),
     "partial_rollout_prefetch_3": _ours("partial", "abort", "partial_rollout.prefetch_factor=3"),
@@ -179,7 +181,7 @@ class Jobs:
         self._prompt_tokens = CPU_PROMPT_TOKENS if options.shape in ON_A_CPU else PROMPT_TOKENS
         engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
         self._data = {**about_run(options), "engine": engine, "workload": asdict(self._load)}
-        for name in ("python", "resume"):
+        for name in ("python", "resume", "inputs"):
             del self._data["options"][name]
         self._jobs = stored_jobs(options.out / "jobs.json", resume=options.resume, about=self._data)
         self._storing = threading.Lock()
@@ -198,10 +200,8 @@ class Jobs:
 
     def run(self, folder: Path) -> None:
         """Run all of them, and store each as soon as it ends, also when that is because this process is to end."""
-        options, load, prompt_tokens = self._options, self._load, self._prompt_tokens
-        tokenizer = write_model(folder / "model", SHAPES[options.shape], prompt_tokens + load.limit)
-        write_weights(folder / "model", options.shape, prompt_tokens + load.limit)
-        write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.num_prompts)
+        options = self._options
+        write_inputs(folder, options.shape, self._load, self._prompt_tokens)
         commands = [self.commands(folder, repeat) for repeat in range(options.repeats)]
         ended_before = {(job["mode"], job["repeat"]) for job in self._jobs}
         names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
@@ -216,7 +216,8 @@ class Jobs:
         if left_s <= 0:
             return
         limit_s = min(left_s, self._options.job_s or left_s)
-        job = run_job(words, self._options.out.resolve() / f"{mode}-{repeat}", limit_s, lane)
+        folder = self._options.out.resolve() / f"{mode}-{repeat}"
+        job = run_job(words, folder, limit_s, lane, end_after=self._options.end_after)
         in_use = slots_in_use(job, self._load.batch * self._load.group)
         job |= {name: kept(job[name]) for name in ("first_steps", "steps")}
         with self._storing:
@@ -249,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--repeats", type=int, default=1, help="jobs of each mode, interleaved (%(default)s)")
     line.add_argument("--steps", type=int, default=6, help=f"of a job, the first {SKIP} are left out (%(default)s)")
     line.add_argument("--job-s", type=float, help="at most, for each job with its start, which takes minutes")
+    line.add_argument("--end-after", type=int, help="end a job after so many steps: lengths are drawn for --steps")
     line.add_argument("--rollout-only", action="store_true", help="compute no log-probs and no update")
     line.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
@@ -257,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
         line.add_argument(f"--{name}", type=int, help=what)
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides, for every mode")
     line.add_argument("--resume", action="store_true", help="keep the jobs that --out has, and run the others")
+    line.add_argument("--inputs", type=Path, help="folder for model and prompts, used again if it has them")
     line.add_argument("--python", default=sys.executable, help="interpreter of the jobs and of their Ray workers")
     line.add_argument("--dry-run", action="store_true", help="print the jobs' commands, and run nothing")
     return line
@@ -276,7 +279,7 @@ def main(words: Sequence[str] | None = None) -> None:
     heed_termination()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
-        Jobs(options).run(Path(folder))
+        Jobs(options).run(options.inputs.resolve() if options.inputs else Path(folder))
 
 
 if __name__ == "__main__":

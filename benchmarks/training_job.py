@@ -134,11 +134,18 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def run_job(
-    words: list[str], folder: Path, limit_s: float, lane: Lane | None = None, skip: int = SKIP
+    words: list[str],
+    folder: Path,
+    limit_s: float,
+    lane: Lane | None = None,
+    skip: int = SKIP,
+    *,
+    end_after: int | None = None,
 ) -> dict[str, Any]:
-    """Run one job for up to `limit_s`; its steps, `skip` of them apart, the ends of all, and how many requests ran.
+    """Run one job for up to `limit_s`, or `end_after` steps.
 
-    Times are seconds from its start; samples are [time, requests in the engines' batches], from the first step on.
+    Returns its steps, `skip` of them apart, the ends of all, and how many requests ran. Times are seconds
+    from its start; samples are [time, requests in the engines' batches], from the first step on.
     """
     started_s = time.monotonic()
     ends_s: list[float] = []
@@ -148,6 +155,8 @@ def run_job(
     with training_job(words, folder, lane, mark) as job:
         for now_s in until_over(job, lane, limit_s):
             ends_s += [round(now_s, 1)] * (len(read_steps(folder)) - len(ends_s))
+            if end_after is not None and len(ends_s) >= end_after:
+                break
             if ends_s:
                 engines.find(mark)
                 running = engines.sample()

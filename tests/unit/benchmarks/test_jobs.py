@@ -25,6 +25,7 @@ from benchmarks.jobs import (
     without_flash_attention,
 )
 from benchmarks.training_job import LOG, run_job
+from partial_rollout.advise import shapes
 from partial_rollout.advise.measured import SKIP
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.workload import workload
@@ -33,6 +34,8 @@ from tests.unit.settings.support import apply, check_ours
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = str(Path(jobs.ROOT, "partial_rollout/configs"))
 WRITE = """
@@ -108,7 +111,7 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     """Here they only write the metrics of steps, and the GPU that they see, into their logs."""
     show = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", f"{METRICS}{show}"])
-    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
     stored = read_result(tmp_path / "jobs.json")
@@ -125,12 +128,12 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
 def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monkeypatch, tmp_path):
     given = []
 
-    def run(_words, folder, _limit_s, _lane):
+    def run(_words, folder, _limit_s, _lane, **_):
         given.append(folder.name)
         return job_of([{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2)
 
     monkeypatch.setattr(jobs, "run_job", run)
-    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--out", str(tmp_path), "--resume"]
     Jobs(parser().parse_args([*words, "--modes", "sync"])).run(tmp_path / "inputs")
     Jobs(parser().parse_args([*words, "--modes", "sync", "flag"])).run(tmp_path / "more_inputs")
@@ -156,14 +159,14 @@ def job_of(steps: list) -> dict:
 def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
     """Here because the other one fails; SIGTERM ends all of them in the same way."""
 
-    def run(_words, folder, _limit_s, lane):
+    def run(_words, folder, _limit_s, lane, **_):
         if "colocate_async" in str(folder):
             raise RuntimeError("no such GPU")
         assert lane.ended.wait(60.0)
         return job_of([])
 
     monkeypatch.setattr(jobs, "run_job", run)
-    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     with pytest.raises(RuntimeError, match="no such GPU"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
@@ -174,12 +177,12 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
     """And all jobs have what was asked for."""
     given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
 
-    def run(words, _folder, limit_s, _lane):
+    def run(words, _folder, limit_s, _lane, **_):
         given.append((words, limit_s))
         return job_of(steps)
 
     monkeypatch.setattr(jobs, "run_job", run)
-    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--rollout-only", "--out", str(tmp_path)]
     for more in (["--job-s", "7", "--budget-s", "500"], ["--job-s", "700", "--budget-s", "300"], ["--budget-s", "300"]):
         Jobs(parser().parse_args([*words, *more])).run(tmp_path / "inputs")
@@ -221,7 +224,7 @@ def test_adaptive_slots_start_from_the_job_s_own():
 
 def test_stored_rollouts_trained_nothing_and_others_did(repository):
     names = sorted(path.stem for path in (repository / "benchmarks/results/gpu").glob("jobs_*.json"))
-    assert len(names) == 8
+    assert len(names) == 9
     for name, trained in ((name, "4b" in name) for name in names):
         result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
@@ -231,7 +234,7 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(7)"])
-    monkeypatch.setattr(jobs, "write_weights", lambda *_: None)
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="no job got to a measured step"):
         Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
@@ -254,3 +257,12 @@ def _has(pid: str, folder: str) -> bool:
         return os.readlink(f"/proc/{pid}/cwd").startswith(folder)
     except OSError:
         return False
+
+
+def test_a_job_is_ended_after_so_many_steps(tmp_path):
+    """It would wait for ever otherwise."""
+    job = run_job(
+        [sys.executable, "-c", f"{METRICS}import threading; threading.Event().wait()"], tmp_path, 60.0, end_after=3
+    )
+    assert len(job["ends_s"]) == 4
+    assert job["job_s"] < 60
