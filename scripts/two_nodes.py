@@ -4,7 +4,8 @@
 
 runs COMMAND on the first node, which is the cluster's head; COMMAND joins the cluster by `RAY_ADDRESS`. A node is a set
 of Linux namespaces: a network with an address of its own, mounts with a /tmp and a /dev/shm of its own, processes, and
-a host name. A veth pair joins the two networks, and nothing joins them to this machine's network. The rest of the disk
+a host name. The first node has a bridge, as if it were the switch too, and a veth pair leads from there to the second
+node; nothing joins them to this machine's network. The rest of the disk
 is the same on both nodes, as with a shared file system; of /tmp both see the folders given by `--shared`.
 
     this process ══ pipe ══> first process of a node ──> Ray and everything else on this node
@@ -22,6 +23,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -108,6 +110,10 @@ class Node:
         """
         return _run(self.command(*words), limit_s, self.variables)
 
+    def kill(self) -> None:
+        """End all of its processes at once, as when a machine loses its power; its network goes with them."""
+        os.kill(self.pid, signal.SIGKILL)
+
     def popen(
         self,
         *words: str,
@@ -149,10 +155,22 @@ def two_nodes(shared: Sequence[Path] = ()) -> Iterator[tuple[Node, Node]]:
     """
     if reason := why_not():
         raise NodeError(reason)
-    with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(_node(*each, shared)) for each in zip(NAMES, ADDRESSES, strict=True)]
-        _join(nodes[0], nodes[1])
-        yield nodes[0], nodes[1]
+    with _node(NAMES[0], ADDRESSES[0], shared) as head:
+        _make_switch(head)
+        with second_node(head, shared) as other:
+            yield head, other
+
+
+@contextlib.contextmanager
+def second_node(head: Node, shared: Sequence[Path] = ()) -> Iterator[Node]:
+    """The node beside `head`, without Ray; after its death another one, at the same address.
+
+    Raises:
+        NodeError: it could not be made.
+    """
+    with _node(NAMES[1], ADDRESSES[1], shared) as other:
+        _plug_in(head, other)
+        yield other
 
 
 @contextlib.contextmanager
@@ -164,22 +182,30 @@ def ray_cluster(nodes: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
     Raises:
         NodeError: Ray did not start.
     """
-    head = f"{nodes[0].address}:{RAY_PORT}"
-    variables = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # as `ray get-auth-token` has made it on a user's nodes
-        "RAY_ADDRESS": head,
-        "PYTHONPATH": str(ROOT),
-    }
-    joined = tuple(replace(node, variables={**node.variables, **variables}) for node in nodes)
-    for node in joined:
-        role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=False"] if node is joined[0] else []
-        node.run(
-            sys.executable, "-m", "ray.scripts.scripts", "start", *(role or [f"--address={head}"]),
-            f"--node-ip-address={node.address}", f"--num-cpus={LOGICAL_CPUS}", "--num-gpus=1",
-            f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats", limit_s=RAY_S,
-        )  # fmt: skip
-    yield joined
+    token = secrets.token_hex(32)  # as `ray get-auth-token` has made it on a user's nodes
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PYTHONPATH": str(ROOT)}
+    head = replace(nodes[0], variables={"RAY_ADDRESS": f"{nodes[0].address}:{RAY_PORT}", **variables})
+    _start_ray(head, "--head", f"--port={RAY_PORT}", "--include-dashboard=False")
+    yield head, *(join_cluster(head, node) for node in nodes[1:])
+
+
+def join_cluster(head: Node, node: Node) -> Node:
+    """Start Ray on a node, in the cluster of `head`; returns a node that knows of the cluster.
+
+    Raises:
+        NodeError: Ray did not start.
+    """
+    joined = replace(node, variables=head.variables)
+    _start_ray(joined, f"--address={head.variables['RAY_ADDRESS']}")
+    return joined
+
+
+def _start_ray(node: Node, *role: str) -> None:
+    node.run(
+        sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={node.address}",
+        f"--num-cpus={LOGICAL_CPUS}", "--num-gpus=1", f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats", limit_s=RAY_S,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -221,16 +247,27 @@ def _shares(shared: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _join(first: Node, second: Node) -> None:
-    """Join two networks by a veth pair, made inside of the first: this machine's own network never sees it."""
-    enter = ["nsenter", "--target", str(first.pid), "--net", "--"]
-    _run([*enter, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second.pid)])
-    for node, other in ((first, second), (second, first)):
-        node.run("ip", "address", "add", f"{node.address}/{PREFIX_LENGTH}", "dev", "eth0")
-        for link in ("lo", "eth0"):
-            node.run("ip", "link", "set", link, "up")
-        # Libraries ask for the way to some address of the internet to learn their own; nothing answers there.
-        node.run("ip", "route", "add", "default", "via", other.address)
+def _make_switch(head: Node) -> None:
+    """Give the head a bridge with its address: the second node may go, and the head's network stays as it is."""
+    head.run("ip", "link", "add", "eth0", "type", "bridge")
+    _set_up(head, ADDRESSES[1])
+
+
+def _plug_in(head: Node, other: Node) -> None:
+    """Join the other node by a veth pair, made inside of the head: this machine's own network never sees it."""
+    port = f"port-{other.pid}"
+    enter = ["nsenter", "--target", str(head.pid), "--net", "--"]
+    _run([*enter, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(other.pid)])
+    head.run("ip", "link", "set", port, "master", "eth0", "up")
+    _set_up(other, head.address)
+
+
+def _set_up(node: Node, gateway: str) -> None:
+    node.run("ip", "address", "add", f"{node.address}/{PREFIX_LENGTH}", "dev", "eth0")
+    for link in ("lo", "eth0"):
+        node.run("ip", "link", "set", link, "up")
+    # Libraries ask for the way to some address of the internet to learn their own; nothing answers there.
+    node.run("ip", "route", "add", "default", "via", gateway)
 
 
 def _run(words: Sequence[str], limit_s: float = CALL_S, variables: Mapping[str, str] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ from scripts.two_nodes import Node, ray_cluster, two_nodes, why_not
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+JOB_LIMIT_S = 600.0
+BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -24,20 +28,38 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Gone with the session, and all processes on it."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all nodes see."""
     if reason := why_not():
         pytest.fail(f"two nodes cannot be made here: {reason}. To leave these tests out: --ignore=tests/nodes")
-    shared = tmp_path_factory.mktemp("shared")
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[Cluster]:
+    """Gone with the file's tests, and all processes on it."""
     with two_nodes([shared]) as nodes, ray_cluster(nodes) as (head, other):
         yield Cluster(head, other, shared)
 
 
 @pytest.fixture(scope="session")
-def task(cluster: Cluster) -> Path:
+def task(shared: Path) -> Path:
     """The quickstart's data and its starting checkpoint."""
     from partial_rollout.run.quickstart import make_task  # imports torch, in commands that leave this folder out too
 
-    out = cluster.shared / "task"
+    out = shared / "task"
     make_task.main(["--out", str(out), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "500"])
     return out
+
+
+def job_command(task: Path, folder: Path, *overrides: str) -> list[str]:
+    """A job over two nodes, in a Ray cluster that is there."""
+    return [
+        sys.executable, "-m", "partial_rollout.main_ppo", "--config-name", "quickstart_cpu",
+        f"data.train_files={task / 'train.parquet'}", f"data.val_files={task / 'val.parquet'}",
+        f"actor_rollout_ref.model.path={task / 'model'}", f"data.train_batch_size={BATCH}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}", "trainer.logger=[console]", "trainer.nnodes=2",
+        f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}",
+        "ray_kwargs.ray_init.num_cpus=null", "~ray_kwargs.ray_init.num_gpus",
+        "actor_rollout_ref.rollout.agent.num_workers=2", f"partial_rollout.events={folder / 'events'}", *overrides,
+    ]  # fmt: skip
