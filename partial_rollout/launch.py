@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import Fault, events_folder
+from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts
@@ -28,7 +29,7 @@ from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.retention import may_save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from partial_rollout.errors import TaskRunnerLost
     from partial_rollout.settings.prepare import Prepared
@@ -169,7 +170,13 @@ class StartedRunner:
     """Stands in for the task runner's actor class in `run_ppo`, which waits for the actor's start without a bound."""
 
     def __init__(
-        self, actor_class: Any, timeout_s: float, runs: list[RunningRunner] | None = None, *, claim_s: float = math.inf
+        self,
+        actor_class: Any,
+        timeout_s: float,
+        runs: list[RunningRunner] | None = None,
+        *,
+        claim_s: float = math.inf,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """`actor_class` comes from `ray.remote`; the actor must be ready `timeout_s` after it was asked for.
 
@@ -177,6 +184,7 @@ class StartedRunner:
         """
         self._actor_class, self._timeout_s, self._claim_s = actor_class, timeout_s, claim_s
         self._started: list[RunningRunner] = [] if runs is None else runs
+        self._options = options or {}
 
     @property
     def runs(self) -> list[ray.ObjectRef[Any]]:
@@ -185,19 +193,23 @@ class StartedRunner:
 
     def options(self, **options: Any) -> StartedRunner:
         """Same as `options` of a Ray actor class."""
+        all_options = {**self._options, **options}
         return StartedRunner(
-            self._actor_class.options(**options), self._timeout_s, self._started, claim_s=self._claim_s
+            self._actor_class, self._timeout_s, self._started, claim_s=self._claim_s, options=all_options
         )
 
     def remote(self) -> RunningRunner:
-        """Return the running actor. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
+        """Return the running actor, on the driver's node. From now on SIGTERM is a KeyboardInterrupt, as Ctrl-C is.
+
+        On another node the run would be lost with either node.
 
         Raises:
             ClusterError: the actor has not started in time.
             ray.exceptions.RayError: the actor died at its start.
         """
         heed_termination()
-        runner = self._actor_class.remote()
+        options = {"scheduling_strategy": on_this_node(), **self._options}
+        runner = self._actor_class.options(**options).remote()
         who_waits = "the driver waits for the task runner's process to start"
         watch = None if math.isinf(self._claim_s) else RunnerWatch(self._claim_s)
         try:

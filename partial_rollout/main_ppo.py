@@ -53,7 +53,7 @@ def main(config: DictConfig) -> None:
     except (UserError, OmegaConfBaseException) as error:
         code, text = 2, str(error)
     except KeyboardInterrupt:
-        code, text = INTERRUPTED_CODE, "interrupted; the run goes on from its last checkpoint when it is started again"
+        code, text = INTERRUPTED_CODE, "stopped by Ctrl-C or SIGTERM; the same command goes on from its last checkpoint"
     logger.info("the command ends with code %d", code, extra={"event": CommandEnded(code=code, text=text)})
     if events is not None:
         report_at_end(events)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
         def run(self, config: DictConfig) -> None: ...
 
+        def init_agent_loop_manager(self) -> None: ...
+
 
 REQUIREMENT_FILE = "REQUIRED_VERL.txt"
 CPU_SUFFIX = "+cpu"

@@ -5,23 +5,65 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 from partial_rollout.core.slots import EngineLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from partial_rollout.core.engine_meter import EngineSpeed
     from partial_rollout.core.gate import GateStatistics
 
+ORPHAN_S = 20.0
+"""The kernel has freed what a killed engine held within this time."""
 TITLE = "VLLM::"
 """vLLM's engine core and workers have this in their command lines."""
 KV_USAGE = "vllm:kv_cache_usage_perc"
 """A share from 0 to 1, despite its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """One of the engine's processes, by what no other process of its node has."""
+
+    pid: int
+    created_s: float
+
+
+def end_orphans(engines: Iterable[EngineProcess]) -> list[int]:
+    """Kill what is left of an engine whose server has died, and wait for its end; returns the process ids."""
+    found: list[psutil.Process] = []
+    for each in engines:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(each.pid)
+            if process.create_time() == each.created_s:
+                found += [process, *process.children(recursive=True)]
+    end_processes(found, grace_s=0.0)
+    psutil.wait_procs(found, timeout=ORPHAN_S)
+    return [process.pid for process in found]
+
+
+class NoEngine:
+    """Stands where the engine will be, in a server that Ray has started again: as an engine that has died.
+
+    >>> NoEngine().errored
+    True
+    """
+
+    errored = True
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the engine."""
+
+        async def dead(*_given: Any, **_named: Any) -> None:
+            raise EngineDeadError
+
+        return dead
 
 
 def engine_processes() -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.rollout.engine_process import RolloutStatistics
+    from partial_rollout.rollout.engine_process import EngineProcess, RolloutStatistics
 
 NAME = "vllm"
 """verl asks for rollout.name == "vllm" in many places, so the replacement keeps the name."""
@@ -29,19 +30,59 @@ NUM_CONTROL_CALLS = 64
 """How many control calls one server runs at the same time."""
 MIN_GENERATE_CONCURRENCY = 4096
 """How many requests one server holds, parked ones included. Further requests wait in Ray, and delay no other call."""
+RESTARTED: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1}
+"""Ray starts a server that has died again, as the same actor: its handles stay valid, and a call without an answer is
+made again. The run counts the deaths, and ends when they are too many."""
 MARGIN_S = 10.0
 """Added to a server's own deadline, whose error says more than that of the caller."""
+
+
+class KeptArguments:
+    """Stands in for an actor class: keeps what its constructor is given, which a restart needs again.
+
+    Ray puts a large argument into its object store by itself, and forgets the object when the constructor has run (seen
+    with Ray 2.60: `ReferenceCountingAssertionError`).
+    """
+
+    def __init__(self, actor_class: Any, kept: list[ray.ObjectRef[Any]]) -> None:
+        """`kept` takes the arguments of all actors; they are forgotten with it."""
+        self._actor_class, self._kept = actor_class, kept
+
+    def options(self, **options: Any) -> KeptArguments:
+        """Same as `options` of a Ray actor class."""
+        return KeptArguments(self._actor_class.options(**options), self._kept)
+
+    def remote(self, **arguments: Any) -> ActorHandle:
+        """Start the actor."""
+        given = {name: ray.put(value) for name, value in arguments.items()}
+        self._kept += given.values()
+        return self._actor_class.remote(**given)
 
 
 class PartialRolloutReplica(vLLMReplica):
     """vLLMReplica whose servers have a gate; every call is awaited, on every server, with a deadline."""
 
+    _engines: tuple[EngineProcess, ...] = ()
+    """Processes of the engine: nobody ends them when the server has died."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what vLLMReplica takes."""
         super().__init__(*args, **kwargs)
         self.settings = PartialRolloutConfig.from_rollout(self.config.custom)
-        as_actor: Any = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS})  # pyright: ignore[reportCallIssue]
-        self.server_class = as_actor(PartialRolloutServer)
+        options = RESTARTED if self.is_replaceable else {}
+        as_actor: Any = ray.remote(concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS}, **options)  # pyright: ignore[reportCallIssue]
+        self.server_class = KeptArguments(as_actor(PartialRolloutServer), [])
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether the run goes on without a server that has died, and without its engine."""
+        weights = self.settings.weights
+        return self.nnodes == 1 and weights.backend != "verl" and weights.relaunches > 0
+
+    async def launch_servers(self) -> None:
+        """Start servers and engines."""
+        await super().launch_servers()
+        await self._find_engines()
 
     @property
     def max_concurrency(self) -> int:
@@ -89,7 +130,14 @@ class PartialRolloutReplica(vLLMReplica):
 
     async def relaunch(self) -> None:
         """Start the engine again, in the same actor; it must be sent weights before it generates."""
-        await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s)
+        with contextlib.suppress(WaitTimeout):  # a server that is full of requests has the loop of these
+            await self._on_all("adopt_loop", limit_s=MARGIN_S)
+        await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s, orphans=self._engines)
+        await self._find_engines()
+
+    async def _find_engines(self) -> None:
+        found = await self._on_all("engines", limit_s=self.settings.timeouts.call_s)
+        self._engines = tuple(each for engines in found for each in engines)
 
     async def sleep(self) -> None:
         """Release device memory on every server; only the first one of a replica over several nodes has requests."""
@@ -101,7 +149,7 @@ class PartialRolloutReplica(vLLMReplica):
     async def shutdown(self) -> None:
         """End engines and HTTP servers, then the server actors; the replica cannot be used again."""
         try:
-            await self._on_all("shutdown", limit_s=2 * ENGINE_STOP_S + MARGIN_S)
+            await self._on_all("shutdown", limit_s=2 * ENGINE_STOP_S + MARGIN_S, orphans=self._engines)
         finally:
             for server in self.servers:
                 ray.kill(server)

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.sampling_params import RequestOutputKind
@@ -28,12 +29,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from partial_rollout.core.engine_meter import EngineMeter
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.resume import ABORTED, STOPPED
-from partial_rollout.errors import DataError, EngineDead, WaitTimeout
+from partial_rollout.errors import ActorLost, DataError, EngineDead, WaitTimeout
 from partial_rollout.observability.events import EventWriter, Fault, ProcessFound, events_folder
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.rollout.engine_process import (
+    EngineProcess,
+    NoEngine,
     RolloutStatistics,
+    end_orphans,
     end_processes,
     engine_load,
     engine_processes,
@@ -49,7 +53,9 @@ from partial_rollout.weights.server import ChannelServer
 from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
+
+    import psutil
 
     from partial_rollout.core.interrupt import Retained
 
@@ -76,6 +82,8 @@ class PartialRolloutServer(ChannelServer):
         super().__init__(*args, **kwargs)
         self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
         self._channels = open_channels()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._begin_without_engine()
 
     def _init_gate(self, settings: PartialRolloutConfig) -> None:
         self.settings = settings
@@ -91,6 +99,33 @@ class PartialRolloutServer(ChannelServer):
         self._control_lock = asyncio.Lock()
         self._engine_loop: asyncio.AbstractEventLoop | None = None
         self._num_reprefilled_tokens = 0
+        self._engine_processes: list[psutil.Process] = []
+        self._has_lost_engine = False
+        self._may_launch = True
+
+    def _begin_without_engine(self) -> None:
+        """Ray has started this actor again after its death: requests wait until it has an engine with weights."""
+        self._weights.failed(f"the engine server of replica {self.replica_rank} has died, and the engine with it")
+        self._admission.shut()
+        self._death.set()
+        self._has_lost_engine = True
+        self._may_launch = False
+        self._put_gate_before(NoEngine())
+
+    def _put_gate_before(self, engine: Any) -> None:
+        self.engine = self._gated = GatedEngine(
+            engine, self._admission, self._interruption.mode, self._meter, self._note_death
+        )
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """As verl's.
+
+        Raises:
+            ActorLost: this actor has died while it launched, and Ray makes the call again: it might die for ever.
+        """
+        if not self._may_launch:
+            raise ActorLost(f"{self._name}: its process died while it started the engine")
+        await super().launch_server(*args, **kwargs)
 
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, then put the gate in front of the engine."""
@@ -102,10 +137,9 @@ class PartialRolloutServer(ChannelServer):
         self._engine_loop = asyncio.get_running_loop()
         self._engine_processes = engine_processes()
         # verl sets the engine without a gate first, and then waits for its HTTP server; requests may come meanwhile.
-        self.engine = self._gated = GatedEngine(
-            engine, self._admission, self._interruption.mode, self._meter, self._note_death
-        )
+        self._put_gate_before(engine)
         self._death.clear()
+        self._has_lost_engine = False
         self._interruption.unlink_host_memory()
         if self.node_rank == 0:
             self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events)
@@ -195,6 +229,7 @@ class PartialRolloutServer(ChannelServer):
             DataError: the prompt leaves no room in the context.
             EngineDead: the engine is gone and cannot be relaunched, or its last weight update failed.
         """
+        self._engine_loop = self._engine_loop or asyncio.get_running_loop()
         full = self._answer_full_context(len(prompt_ids), is_resumption)
         if full is not None:
             return full
@@ -356,6 +391,11 @@ class PartialRolloutServer(ChannelServer):
         return f"{self._name}: {self._weights.failure}{told}"
 
     @control
+    async def until_killed(self) -> None:
+        """Never return: whoever watches this actor hears of its death by the end of this call."""
+        await asyncio.Event().wait()
+
+    @control
     async def require_health(self) -> None:
         """Raise EngineDead if the engine is gone or holds half an update. A further node has no engine to ask."""
         if self.node_rank != 0:
@@ -364,8 +404,8 @@ class PartialRolloutServer(ChannelServer):
         await self._while_alive(self.engine.check_health())
 
     @control
-    async def shutdown(self) -> None:
-        """Turn all requests away, stop the HTTP server and end the engine's processes.
+    async def shutdown(self, orphans: Sequence[EngineProcess] = ()) -> None:
+        """Turn all requests away, stop the HTTP server and end the engine's processes; `orphans` as in `relaunch`.
 
         Raises:
             WaitTimeout: the HTTP server or the engine did not end in time.
@@ -373,7 +413,9 @@ class PartialRolloutServer(ChannelServer):
         self._is_ending = True
         self._admission.reject()
         self._channels.remove()
-        if self.node_rank == 0:
+        if self._has_lost_engine:
+            await asyncio.to_thread(end_orphans, orphans)
+        elif self.node_rank == 0:
             await self._stop_engine(ENGINE_STOP_S)
 
     async def _stop_engine(self, grace_s: float) -> None:
@@ -398,20 +440,34 @@ class PartialRolloutServer(ChannelServer):
 
     # ---- relaunch ----------------------------------------------------------------------------------------------------
 
+    async def adopt_loop(self) -> None:
+        """The engine belongs to the event loop of this call, unless it has one."""
+        self._engine_loop = self._engine_loop or asyncio.get_running_loop()
+
     @control
-    async def relaunch(self) -> None:
+    async def engines(self) -> list[EngineProcess]:
+        """The engine's processes."""
+        return [EngineProcess(process.pid, process.create_time()) for process in self._engine_processes]
+
+    @control
+    async def relaunch(self, orphans: Sequence[EngineProcess] = ()) -> None:
         """End the engine and start it again in this actor; the new engine generates nothing before it was sent weights.
 
-        The gate and everything else stays as it is; only the port of the HTTP server changes.
+        The gate and everything else stays as it is; only the port of the HTTP server changes. `orphans` are processes
+        of the engine that this actor had before Ray started it again.
 
         Raises:
             EngineDead: the engine did not start; or it runs on several nodes, of which this actor can start only one.
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
-        await self._stop_engine(BROKEN_ENGINE_STOP_S)
+        if not self._has_lost_engine:
+            await self._stop_engine(BROKEN_ENGINE_STOP_S)
+        elif ended := await asyncio.to_thread(end_orphans, orphans):
+            logger.warning("%s: processes of the engine before were left and were killed: %s", self._name, ended)
+        self._may_launch = True
         try:
-            await self.run_server(self._launch_args)
+            await (self.launch_server() if self._has_lost_engine else self.run_server(self._launch_args))
         except Exception as error:
             raise EngineDead(f"{self._name} did not start again: {error}; {self._weights.failure}") from error
         self._weights.relaunched()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -54,3 +56,33 @@ def call_bounded(
             return result.result()
         check()
     raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+
+
+def in_own_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """`call()` in a thread of its own, for the running event loop, which goes on meanwhile; whoever waits sets a limit.
+
+    Not for `asyncio.to_thread`, whose threads a process waits for at its end: a call that never returns must not keep
+    the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if error is None:
+            answer.set_result(result)  # pyright: ignore[reportArgumentType]
+        else:
+            answer.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - handed over to whoever waits, whatever it is
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return answer

@@ -3,7 +3,8 @@
 Ray has no event for the death of an actor, but it fails every call to a dead one. So each watched actor has one call
 parked at it, whose argument is an object that does not exist before the end of the run: the call waits with its caller,
 and takes neither a thread nor a turn of the actor. Later calls of the same process to the actor would wait behind it,
-so the calls are made by a process that asks these actors nothing else: the prompt manager's.
+so the calls are made by a process that asks these actors nothing else: the prompt manager's. Ray keeps such a call for
+the next process of an actor that it starts again, so an engine server has a method that never returns (`until_killed`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import RayActorError
 
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from ray.actor import ActorHandle
 
@@ -71,9 +73,16 @@ async def ask_where(actor: Watched) -> Process:
     return await actor.handle.__ray_call__.remote(describe)
 
 
+def rays_process(actor: Mapping[str, Any], role: str, name: str) -> Process:
+    """Where an actor runs, which need not answer: `actor` is its row in Ray's table of actors."""
+    return Process(role, name, actor["Address"]["IPAddress"], actor["Pid"])
+
+
 def end_actor(handle: Any, process: Process) -> None:
     """Kill an actor that may be frozen: Ray forgets it at once, but asks its process to end by itself."""
-    ray.kill(handle)
+    if not process.pid and (told := ray_state.actors(handle._actor_id.hex())):
+        process = rays_process(told, process.role, process.name)  # it froze before it could say where it runs
+    ray.kill(handle, no_restart=False)  # an actor that Ray may start again is started again
     if process.pid and process.node == ray.util.get_node_ip_address():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
@@ -176,16 +185,20 @@ class DeathWatch:
             self._told.notify_all()
 
     async def _begin(self, actor: Watched) -> Process:
-        process = Process(actor.role, actor.name)
-        try:
-            found = await asyncio.wait_for(self._ask(actor), DESCRIBE_S)
-            process = Process(actor.role, actor.name, found.node, found.pid, found.log)
-        except (RayActorError, asyncio.TimeoutError):
-            pass  # a dead one is told of by its watch; one that is busy is watched without its place
         # An actor that was started again has the name of the dead one, whose watch may not have ended yet.
         self.forget(actor.name)
+        process = Process(actor.role, actor.name)
+        # Asked before it is parked at, and watched before it has answered: it may be busy, or freeze meanwhile.
+        asking = asyncio.ensure_future(self._ask(actor))
         self._places[actor.name] = actor.handle, process
         self._watches[actor.name] = asyncio.create_task(self._until_dead(actor.handle, process), name=actor.name)
+        try:
+            found = await asyncio.wait_for(asking, DESCRIBE_S)
+        except (RayActorError, asyncio.TimeoutError):
+            return process  # a dead one is told of by its watch; one that is busy is watched without its place
+        process = Process(actor.role, actor.name, found.node, found.pid, found.log)
+        if actor.name in self._places:
+            self._places[actor.name] = actor.handle, process
         return process
 
     async def _until_dead(self, handle: Any, process: Process) -> None:
@@ -193,7 +206,7 @@ class DeathWatch:
             await self._park(handle)
         except RayActorError as error:
             self._watches.pop(process.name, None)
-            self._places.pop(process.name, None)
+            _, process = self._places.pop(process.name, (handle, process))
             self._on_death(process.name)
             cause = self._verdicts.pop(process.name, "") or how_it_died(error)
             # In a thread: the disk may be slow, and this event loop serves all workers.

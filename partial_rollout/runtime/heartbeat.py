@@ -171,8 +171,8 @@ class Silence:
                 self._end(late.key, describe_silence(late))
             else:
                 logger.warning(
-                    "%s has given no sign of life for %.0f s, nor have %d others; after %g s "
-                    "(partial_rollout.timeouts.claim_s) it is killed, and the run goes the way of a killed one",
+                    "%s has given no sign of life for %.0f s (others that are silent too: %d). After %g s without one "
+                    "(partial_rollout.timeouts.claim_s) it is killed; docs/troubleshooting.md says what follows",
                     self._call(late.key),
                     late.waited_s,
                     late.num_late - 1,

@@ -46,7 +46,9 @@ ENGINE = Kind(
     Then.GOES_ON,
     "up to `stream_interval` tokens of each request in it",
 )
-ENGINE_SERVER = Kind("engine server", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
+ENGINE_SERVER = Kind(
+    "engine server", WATCH, 5.0, Then.GOES_ON, "the tokens of each request in it since its last interruption"
+)
 LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
 PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.STARTS_AGAIN, STEP)
 TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.STARTS_AGAIN, STEP)

@@ -73,6 +73,8 @@ METRICS_INTERVAL_S = 1.0
 
 NAMESPACE = "partial_rollout"
 """Ray namespace of the manager, in which `partial_rollout.status` looks for its name."""
+PARKED_AT = "until_killed"
+"""Method that never returns; an actor that Ray starts again has one, so that its death can be told."""
 MAX_CONCURRENT_CALLS = 10_000
 """Every worker has one long poll waiting here, so this must be far above the number of workers."""
 
@@ -396,9 +398,8 @@ class RolloutPromptManager:
         if actor.role == AGENT_LOOP_WORKER.role:
             return await ask_where(actor)
         own: Any = ray.get_runtime_context().current_actor
-        place: Process = await actor.handle.__ray_call__.remote(begin_beats, own, actor.name, self._claim_s)
         self._silence.beat(actor.name, 0)  # it may freeze before its first sign of life
-        return place
+        return await actor.handle.__ray_call__.remote(begin_beats, own, actor.name, self._claim_s)
 
     @asynccontextmanager
     async def _changing(self, *, wake_claims: bool = False) -> AsyncIterator[None]:
@@ -418,7 +419,12 @@ class RolloutPromptManager:
         """Return never, or raise RayActorError when the actor dies."""
         if self._never is None:
             self._never = ray.get_runtime_context().current_actor.until_killed.remote()
-        await handle.__ray_call__.remote(nothing, self._never)
+        own_call = getattr(handle, PARKED_AT, None)
+        if own_call is None:
+            await handle.__ray_call__.remote(nothing, self._never)
+        else:
+            # Ray would make the call above at the next process of the actor; one that runs fails with its process.
+            await own_call.options(max_task_retries=0).remote()
 
     def _doing(self, name: str) -> str:
         uids = self._queue.uids_of_worker(name)

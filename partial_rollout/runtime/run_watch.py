@@ -67,7 +67,7 @@ class Interruption:
         self._end_s, self._force = end_s, force or end_by_force
         self._error: PartialRolloutError | None = None
         self._begun, self._ended = threading.Event(), threading.Event()
-        signal.signal(SIGNAL, self._raise)
+        self._before = signal.signal(SIGNAL, self._raise)
 
     @property
     def error(self) -> PartialRolloutError | None:
@@ -83,6 +83,8 @@ class Interruption:
                 signal.pthread_kill(main.ident, SIGNAL)
             self._begun.wait(AGAIN_S)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            faulthandler.dump_traceback()
+            # Last, since whoever tells of this process' death quotes the last lines of its log.
             print(f"error: {self._error}\nthe run did not end within {self._end_s:g} s", file=sys.stderr, flush=True)
             self._force()
 
@@ -95,15 +97,16 @@ class Interruption:
         self._begun.set()
         self._ended.set()
 
-    def _raise(self, _number: int, _frame: Any) -> None:
+    def _raise(self, number: int, frame: Any) -> None:
         # A signal that was sent before the end began may arrive after it.
         if self._error is not None and not self._begun.is_set():
             raise self._error
+        if self._error is None and callable(self._before):  # the signal is for an interruption that was made earlier
+            self._before(number, frame)
 
 
 def end_by_force() -> None:
-    """End this process; its stacks go to its log."""
-    faulthandler.dump_traceback()
+    """End this process."""
     os._exit(ENDED_BY_FORCE)
 
 

@@ -105,7 +105,12 @@ class ManagerConfig(_Block):
 class TimeoutConfig(_Block):
     """Upper bounds of all waits, in seconds; on expiry the error names who waited for whom."""
 
-    start_s: float = _bound_s(600.0, "Ray's first worker process must run this long after Ray.", who="slow disks")
+    start_s: float = _bound_s(
+        1800.0,
+        "Ray's first worker process must run this long after Ray, and all processes must have started, with the first "
+        "weights in the engines, so long after that. After a tenth of it a warning says what has not started.",
+        who="slow disks, very large models",
+    )
     resources_s: float = _bound_s(
         30.0, "Cluster resources must be there this long after the start.", who="clusters that add nodes on demand"
     )

@@ -31,7 +31,7 @@ from partial_rollout.train.save_cadence import lack_of_room
 from partial_rollout.train.start_choices import free_host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from omegaconf import DictConfig
 
@@ -47,6 +47,8 @@ QUEUE = "partial_rollout/queue.json"
 PARTS = ("actor", "data.pt")
 PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
+FOLDER_KEY = "trainer.default_local_dir"
+"""Where users of text jobs set the folder of checkpoints. Image jobs use these functions too, with a key of theirs."""
 
 
 class CheckpointKeeper:
@@ -132,14 +134,14 @@ class CheckpointKeeper:
         return Path(self._trainer.default_local_dir).absolute()
 
 
-def mark_whole(folder: Path) -> int:
+def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_key: str = FOLDER_KEY) -> int:
     """Write the manifest of a checkpoint of which every part has been saved; returns the bytes of its parts.
 
     Raises:
         DataError: a part of the folder is missing or empty.
     """
-    for part in PARTS_WITH_QUEUE:
-        _require_content(folder / part)
+    for part in parts:
+        _require_content(folder / part, folder_key)
     sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
     # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
     for path in (*folder.rglob("*"), folder, folder.parent):
@@ -176,7 +178,7 @@ def _is_dispensable(name: str) -> bool:
     return name == "data.pt" or Path(name).name.startswith("optim_")
 
 
-def choose_checkpoint(root: Path) -> int | None:
+def choose_checkpoint(root: Path, *, folder_key: str = FOLDER_KEY) -> int | None:
     """Let verl's tracker name the newest whole checkpoint below `root`, and return its step; None: begin afresh.
 
     A tracker that names a whole checkpoint stays as it is: it may name an older one because a user wrote it.
@@ -197,7 +199,7 @@ def choose_checkpoint(root: Path) -> int | None:
         missing = ", ".join(missing_parts(steps[named], was_finished=True)[:3])
         raise DataError(
             f"no checkpoint in {root} is whole: {steps[named].name} lacks {missing}; start afresh with "
-            "trainer.resume_mode=disable, or set trainer.default_local_dir to another folder"
+            f"trainer.resume_mode=disable, or set {folder_key} to another folder"
         )
     if steps:
         logger.warning("%s: no save in it was finished (%s); this run begins afresh", root, _names(steps))
@@ -279,11 +281,11 @@ def _has_content(part: Path) -> bool:
     return part.is_file() and part.stat().st_size > 0
 
 
-def _require_content(part: Path) -> None:
+def _require_content(part: Path, folder_key: str) -> None:
     if not _has_content(part):
         raise DataError(
             f"the checkpoint in {part.parent} was not saved whole: {part.name} is missing or empty. The checkpoints "
-            "before it are kept; is the disk full (trainer.default_local_dir)?"
+            f"before it are kept; is the disk full ({folder_key})?"
         )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-TOKENS = "tokens.msgpack"
+TOKENS_FILE = "tokens.msgpack"
 PARTITION = "train"
 """verl's TransferQueue partition of training prompts."""
 RESTORE_TIMEOUT_S = 300.0
@@ -57,7 +57,7 @@ def save_queue(snapshot: QueueSnapshot, config: DictConfig, step: int) -> None:
 
 def save_tokens(saved: Saved, config: DictConfig, step: int) -> None:
     """Write the tokens of unfinished trajectories as `tokens.msgpack`, whole or not at all."""
-    _write(msgspec.msgpack.encode(saved, enc_hook=_plain), config, step, TOKENS)
+    _write(msgspec.msgpack.encode(saved, enc_hook=_plain), config, step, TOKENS_FILE)
 
 
 def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved:
@@ -66,7 +66,7 @@ def load_tokens(snapshot: QueueSnapshot, config: DictConfig, step: int) -> Saved
     Raises:
         DataError: the file exists and cannot be read.
     """
-    path, unfinished = queue_path(config, step, TOKENS), {prompt.uid for prompt in snapshot.unfinished}
+    path, unfinished = queue_path(config, step, TOKENS_FILE), {prompt.uid for prompt in snapshot.unfinished}
     if not path.exists():
         return {}
     try:

@@ -10,6 +10,7 @@ from uuid import uuid4
 from partial_rollout.errors import ActorLost
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.train.roles import engine_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ class Restarts:
     """Starts reward workers and agent-loop workers again for as long as steps are completed in between.
 
     reward worker:     died -> started again -> watched -> known to all agent-loop workers
+    engine server:     died -> started again by Ray, without an engine -> watched -> given an engine by the trainer
     agent-loop worker: died -> its rows cleared, its prompts pending again -> started again, under a new id -> watched
     """
 
@@ -41,7 +43,19 @@ class Restarts:
         # Where agent-loop workers do not score, verl's trainer asks for a whole batch, and cannot ask other workers.
         if self._trainer.reward_loop_manager.reward_loop_worker_handles is not None:
             reactions[processes.REWARD_WORKER.role] = self.reward_worker
+        if all(replica.is_replaceable for replica in self._trainer.llm_server_manager.get_replicas()):
+            reactions[processes.ENGINE_SERVER.role] = self.engine_server
         return reactions
+
+    def engine_server(self, death: Death) -> str:
+        """Wait until Ray has started an engine server again; whoever sends weights next gives it an engine."""
+        with self._lock:
+            self._count(death)
+            name = death.process.name
+            server = next(server for _, known, server in engine_servers(self._trainer) if known == name)
+            wait_for(server.__ray_ready__.remote(), timeout_s=START_S, who_waits=f"the run waits for {name} to start")
+            self._trainer.watch.watch([(death.process.role, name, server)])
+        return f"{name} was started again; its requests wait until it has an engine with all weights"
 
     def agent_loop_worker(self, death: Death) -> str:
         """Let others generate what the worker had, and start it again."""

@@ -41,15 +41,20 @@ def training_ranks(trainer: Any) -> list[tuple[str, ActorHandle]]:
     ]
 
 
-def other_actors(trainer: Any, agent_loops: Any) -> list[Actor]:
-    """All other actors of a trainer that is ready to train, but for the prompt manager."""
+def engine_servers(trainer: Any) -> list[Actor]:
+    """The servers of all replicas."""
     servers = [
         (f"replica-{replica.replica_rank}" + (f"-node-{node}" if node else ""), server)
         for replica in trainer.llm_server_manager.get_replicas()
         for node, server in enumerate(replica.servers)
     ]
+    return _with_role(processes.ENGINE_SERVER, servers)
+
+
+def other_actors(trainer: Any, agent_loops: Any) -> list[Actor]:
+    """All other actors of a trainer that is ready to train, but for the prompt manager."""
     return [
-        *_with_role(processes.ENGINE_SERVER, servers),
+        *engine_servers(trainer),
         *_with_role(processes.LOAD_BALANCER, [("load-balancer", trainer.llm_server_manager.global_load_balancer)]),
         *_with_role(processes.TRAINING_RANK, training_ranks(trainer)),
         *_with_role(processes.REWARD_WORKER, _numbered("reward", trainer.reward_loop_manager.reward_loop_workers)),

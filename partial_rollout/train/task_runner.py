@@ -13,8 +13,9 @@ from partial_rollout.observability.log import configure_logging, report_to
 from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.processes import TASK_RUNNER
-from partial_rollout.runtime.run_watch import note_found
+from partial_rollout.runtime.run_watch import Interruption, note_found
 from partial_rollout.runtime.runner_watch import send_signs
+from partial_rollout.runtime.start_watch import StartWatch
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.train.nodes import require_equal_nodes
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 class TaskRunner(TaskRunnerBase):
     """verl's task runner, which first checks the cluster and registers our replica and trainer classes."""
 
+    _start: StartWatch | None = None
+
     def run(self, config: DictConfig, witness: ActorHandle | None = None) -> None:
         """Train to the end, and send signs of life to `witness` meanwhile.
 
@@ -38,7 +41,7 @@ class TaskRunner(TaskRunnerBase):
         """
         block = read_block(config)
         if witness is not None:
-            send_signs(witness, block.timeouts.claim_s, doing=lambda: getattr(self.trainer, "doing", "was starting"))
+            send_signs(witness, block.timeouts.claim_s, doing=self._doing)
         configure_logging()
         report_to(EventWriter(events_folder(block), "task_runner", keep_all=True))
         note_found(own_process(TASK_RUNNER.role, TASK_RUNNER.role))
@@ -54,12 +57,33 @@ class TaskRunner(TaskRunnerBase):
         if enabled:
             tell(choose_on_cluster(config))
             import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)
+        interruption = Interruption(block.timeouts.stop_s)
+        self._start = StartWatch(interruption, start_s=block.timeouts.start_s, claim_s=block.timeouts.claim_s)
+        self._start.begin()
         try:
             super().run(config)
+        except Exception as error:
+            named = self._start.explain(error)
+            if named is error:
+                raise
+            raise named from error
         finally:
+            self._start.end()
+            interruption.begin_end()
             # `fit` ends what it uses; here an error between the start of the first engine and `fit` is cleaned up.
             if enabled and self.trainer is not None:
                 from partial_rollout.train.shutdown import shutdown_run
 
                 shutdown_run(self.trainer)
                 self.trainer.watch.ended()
+            interruption.ended()
+
+    def init_agent_loop_manager(self) -> None:
+        """Start the agent-loop workers, as the last processes; `fit` watches all of them in another way."""
+        super().init_agent_loop_manager()
+        if self._start is not None:
+            self._start.end()
+
+    def _doing(self) -> str:
+        started = self._start is None or self._start.is_over
+        return getattr(self.trainer, "doing", "was starting") if started else f"was starting: {stages.latest()}"

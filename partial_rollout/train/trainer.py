@@ -66,7 +66,7 @@ import ray
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 
-from partial_rollout.errors import DataError
+from partial_rollout.errors import DataError, EngineDead
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -241,6 +241,10 @@ class PartialRolloutTrainer(PPOTrainer):
         self._cadence.begin()
         self.agent_loop_manager.start()
 
+    def on_validate_begin(self) -> None:
+        """Say what the trainer does; also before training."""
+        self._doing = f"validated the weights of step {self._version}"
+
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
         self._doing = f"generated the batch of step {self.global_steps}"
@@ -279,7 +283,7 @@ class PartialRolloutTrainer(PPOTrainer):
         with marked_timer("update_weights", self.timing_raw, color="red"):
             self._send_weights(self.global_steps)
         with marked_timer("resume", self.timing_raw, color="red"):
-            self.fleet.resume()
+            self._resume()
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
         self._last_checkpoint.step_ended(self.global_steps)
@@ -501,9 +505,18 @@ class PartialRolloutTrainer(PPOTrainer):
         self.fleet.relaunch(ranks)
         self.checkpoint_manager.sleep_replicas()
         self._send_weights(version, num_relaunched=len(ranks))
-        self.fleet.resume()
+        self._resume()
         self._events.write(GateMoved(step=version, version=version, is_open=True))
         self._doing = doing
+
+    def _resume(self) -> None:
+        """Open all gates. An engine that dies meanwhile is brought back by whoever waits for tokens next."""
+        try:
+            self.fleet.resume()
+        except EngineDead as error:
+            if not self.fleet.failed_updates():
+                raise
+            logger.warning("an engine died when its gate was to open: %s", error)
 
     def _send_weights(self, version: int, num_relaunched: int = 0) -> None:
         started_s = time.monotonic()

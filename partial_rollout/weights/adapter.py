@@ -79,7 +79,6 @@ class ChannelAdapter(ServerAdapter):
         """Why the engine could not take this update; the rank goes on without it."""
         self._update_number = 0
         self._server: Any = None
-        self._address: ChannelAddress | None = None
 
     async def update_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -173,11 +172,10 @@ class ChannelAdapter(ServerAdapter):
         )
 
     async def _connect(self) -> ChannelAddress:
-        """Ask the server of this rank's node once; the server is started after the training workers."""
-        if self._address is None:
+        """Ask the server of this rank's node before each update: one that was started again has another channel."""
+        if self._server is None:  # the server is started after the training workers
             self._server = self._find_server(self.node_rank)
-            self._address = await self._answer(self._server.weight_channel.remote(), "tell its weight channel")
-        return cast("ChannelAddress", self._address)
+        return await self._answer(self._server.weight_channel.remote(), "tell its weight channel")
 
     def _find_server(self, node_rank: int) -> Any:
         return ray.get_actor(f"{self._get_server_name_prefix()}server_{self.replica_rank}_{node_rank}")

@@ -115,5 +115,5 @@ def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_leaves_nothing
     assert len(trained) >= 2
 
     assert job.code == INTERRUPTED_CODE
-    assert "error: interrupted" in job.output
+    assert "error: stopped by Ctrl-C or SIGTERM" in job.output
     assert job.survivors == []

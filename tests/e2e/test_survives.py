@@ -26,7 +26,7 @@ NUM_STEPS = 5
 
 def test_a_job_survives_an_agent_loop_worker_a_reward_worker_an_engine_and_a_rank(task: Path, tmp_path: Path) -> None:
     # One batch in flight: it is never complete when an engine dies at its beginning.
-    # A checkpoint by time after each step, of which one is kept.
+    # Checkpoints by time, as often as their share of the time allows, of which one is kept.
     steps = [
         f"trainer.total_training_steps={NUM_STEPS}", "partial_rollout.prefetch_factor=1", "trainer.save_freq=-1",
         "partial_rollout.save_minutes=0.001",
@@ -35,17 +35,20 @@ def test_a_job_survives_an_agent_loop_worker_a_reward_worker_an_engine_and_a_ran
     job = struck.job
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == [blow.role for blow in BLOWS]
-    # The engine and the agent-loop worker did not restart training: the metrics file of the last start begins with the
-    # step of the dead rank.
-    assert [step["training/global_step"] for step in job.steps] == [NUM_STEPS]
     steps = [event for event in job.stream if isinstance(event, StepEnded)]
-    assert [event.step for event in steps] == list(range(1, NUM_STEPS + 1))
+    saved = [event for event in job.stream if isinstance(event, CheckpointSaved)]
+    # A slow save puts off the next one, so the rank's death may cost a step that had ended.
+    died_s = struck.faults[-1].t
+    begins = max(event.step for event in saved if event.t < died_s) + 1
+    # Only the rank's death started training again: the metrics file of the last start begins after its checkpoint.
+    assert [step["training/global_step"] for step in job.steps] == list(range(begins, NUM_STEPS + 1))
+    assert [event.step for event in steps if event.t < died_s] == list(range(1, NUM_STEPS))
+    assert [event.step for event in steps if event.t > died_s] == list(range(begins, NUM_STEPS + 1))
     assert all(is_conserved(event.metrics) for event in steps)
     assert steps[-1].metrics["partial_rollout/queue/num_dropped"] == 0
-    assert sum(event.metrics["partial_rollout/engine_relaunches"] or 0 for event in steps) == 1
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    saved = [event.step for event in job.stream if isinstance(event, CheckpointSaved)]
-    assert saved == list(range(1, NUM_STEPS + 1))
+    assert sum(event.metrics["partial_rollout/engine_relaunches"] or 0 for event in steps if event.t < died_s) == 1
+    batches = {event["step"]: event["uids"] for event in job.events}  # of a step that was trained again the last one
+    assert set(Counter(uid for uids in batches.values() for uid in uids).values()) == {1}
+    assert (saved[0].step, saved[-1].step) == (1, NUM_STEPS)
     assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == [f"global_step_{NUM_STEPS}"]
     assert job.survivors == []

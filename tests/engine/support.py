@@ -241,7 +241,6 @@ class Rank:
         # No setting makes buffers so small that a stuck worker of this model stops its sender.
         adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, buffer_bytes=BUFFER_BYTES)
         adapter.failure, adapter._update_number = None, first_update_number - 1
-        adapter._address = ray.get(replica.server_handle.weight_channel.remote(), timeout=CALL_S)
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """As ChannelActorWorker does.

@@ -100,3 +100,20 @@ def test_every_way_to_pack_is_measured(start, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "result.rows.jsonl").read_text().splitlines()]
     expected = [(part, name) for part in ("packed", "padded") for name in result[part]]
     assert sorted((row["part"], row["method"]) for row in rows) == sorted(2 * expected)  # the warm-up too
+
+
+def test_the_price_of_drafts_is_measured(start, tmp_path):
+    """One engine that never drafts, and one that drafts as it is told while it runs."""
+    path = tmp_path / "prices.json"
+    start("benchmarks.draft_price", "--shape", "tiny", "--engines", "plain", "draft_3", "--json", str(path))
+    found = json.loads(path.read_text())
+    assert not found["failed"]
+    assert not found["engines"]["draft_3"]["asynchronous"]
+    rows = [(row["engine"], row["requests"], row["drafts"]) for row in found["rows"]]
+    plans = [[0, 0], [3, 3], [0, 3]]
+    assert rows == [("plain", number, [0, 0]) for number in (4, 1)] + [
+        ("draft_3", number, plan) for number in (4, 1) for plan in plans
+    ]
+    assert all(row["step_ms"] > 0 for row in found["rows"])
+    without = [row["tokens_a_step"] for row in found["rows"] if row["drafts"] == [0, 0]]
+    assert without == [1.0] * 4

@@ -35,12 +35,16 @@ __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
 STARTING_AGAIN = "starting again"
 """A new start of the same command has a Ray of its own, and no training workers yet."""
+STARTING = "starting"
+"""The step of a blow in this phase is the number of the start, from 1; it is due when its process is there."""
 DRIVER = "driver"
 """Stands for the command itself; a client of the nursery passes its signals on."""
 EVERYTHING = "everything"
 """Stands for the command with all of its processes, as when the machine goes down."""
 RAYLET = "raylet"
 """Ray's own process of the node; titles of Ray's own processes are there in any job."""
+GCS = "gcs_server"
+"""Ray's own process of the cluster, which has its tables."""
 CORE = "EngineCore"
 """In the name of an engine's first process."""
 LOOK_S = 0.1
@@ -64,6 +68,10 @@ class Blow:
         """Whether the job has come so far."""
         if self.phase == STARTING_AGAIN:
             return sum(isinstance(e, StageBegan) and e.name == stages.TRAINING for e in events) > 1
+        if self.phase == STARTING:
+            starts = [n for n, e in enumerate(events) if isinstance(e, StageBegan) and e.name == stages.RAY]
+            since = events[starts[self.step - 1] :] if len(starts) == self.step else []
+            return any(isinstance(e, ProcessFound) and e.role == self.role and e.pid for e in since)
         if self.phase == GENERATING:
             # Not when the gates open: the step before ends a little later, with its metrics.
             return any(isinstance(e, StepEnded) and e.step == self.step - 1 for e in events)
@@ -124,9 +132,9 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
             if _has_mark(process, mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-    elif blow.role == RAYLET:
-        (raylet,) = (each for each in psutil.process_iter(["name"]) if each.name() == RAYLET and _has_mark(each, mark))
-        raylet.send_signal(blow.number)
+    elif blow.role in (RAYLET, GCS):
+        (own,) = (each for each in psutil.process_iter(["name"]) if each.name() == blow.role and _has_mark(each, mark))
+        own.send_signal(blow.number)
     else:
         os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
 

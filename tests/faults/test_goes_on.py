@@ -6,6 +6,9 @@ import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from partial_rollout.observability.events import StepEnded
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
@@ -94,6 +97,37 @@ def test_an_engine_that_is_killed_or_frozen_is_started_again(
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
+    task: Path, tmp_path: Path, report: dict[str, Any], num_replicas: int
+) -> None:
+    """With one replica all requests wait; with two those of the other one keep their tokens."""
+    role = processes.ENGINE_SERVER.role
+    blows = [Blow(role, 2), Blow(role, 3, TRAINING), Blow(role, 5, GENERATING, signal.SIGSTOP)]
+    steps = [
+        f"trainer.total_training_steps={NUM_STEPS}", f"partial_rollout.timeouts.claim_s={CLAIM_S}",
+        f"trainer.n_gpus_per_node={num_replicas}", f"ray_kwargs.ray_init.num_gpus={num_replicas}",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    job = struck.job
+    told = [fault for fault in struck.faults if fault.role == role]
+    report |= {"role": role, "replicas": num_replicas, "code": job.code, "steps": len(job.steps)}
+    report |= {"faults": [(fault.role, fault.text[:200], fault.action) for fault in struck.faults]}
+    report |= {"known_and_started_s": [round(f.t - at_s, 1) for f, at_s in zip(told, struck.at_s, strict=False)]}
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
+    assert job.code == 0, job.output[-4000:]
+    assert len(told) == len(blows)
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []

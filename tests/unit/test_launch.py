@@ -108,3 +108,33 @@ def test_a_raylet_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
         assert frozen.returncode == -signal.SIGKILL
         assert other.poll() is None
         other.kill()
+
+
+class ActorClass:
+    """Stands in for Ray's; keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.__ray_ready__ = self
+
+    def options(self, **options: Any) -> ActorClass:
+        self.asked = options
+        return self
+
+    def remote(self) -> ActorClass:
+        return self
+
+
+def test_the_task_runner_is_on_the_node_of_the_driver_whatever_else_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a place Ray starts it on any node, and the run is lost with that node as well as with the driver's."""
+    monkeypatch.setattr(launch, "heed_termination", lambda: None)
+    monkeypatch.setattr(launch, "on_this_node", lambda: "the driver's node")
+    monkeypatch.setattr(launch, "wait_for", lambda *_given, **_named: None)
+    for named in ({}, {"runtime_env": {"nsight": "default"}}):
+        actor_class = ActorClass()
+        starting = launch.StartedRunner(actor_class, LIMIT_S)
+        runner = (starting.options(**named) if named else starting).remote()
+        assert runner.actor is actor_class
+        assert actor_class.asked == {"scheduling_strategy": "the driver's node", **named}

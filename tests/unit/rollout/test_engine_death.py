@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,14 +14,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.core.gate import GateState
 from partial_rollout.core.interrupt import Context
-from partial_rollout.errors import EngineDead
+from partial_rollout.errors import ActorLost, EngineDead, WeightUpdateError
 from partial_rollout.observability.events import EventReader, Fault
 from partial_rollout.rollout import control
+from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
+from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched, let_run, start, with_mode
-
-if TYPE_CHECKING:
-    from tests.fake_engine import FakeServer
 
 LONG_S = 20.0
 
@@ -82,6 +81,52 @@ async def test_requests_wait_for_the_relaunched_engine_and_go_on_in_it(mode: str
     assert segment.extra_fields["gate_openings"] == 1
     assert (await fresh).token_ids == [9]
     assert not asyncio.create_task(server.engine_death()).done()
+
+
+async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in_its_new_engine():
+    """It has lost its engine, all requests and the weights; Ray makes the calls again that it had not answered."""
+    server = FakeServer()
+    server._begin_without_engine()
+    death = asyncio.create_task(server.engine_death())
+    goes_on = start(server, "b", is_resumption=True)
+    await let_run()
+    assert "the engine server of replica 0 has died" in await asyncio.wait_for(death, LONG_S)
+    assert (await server.rollout_statistics()).gate.parked == 1
+
+    with pytest.raises(EngineDead, match="must be relaunched"):
+        await server.receive_weights(update_number=7, version=3)
+    with pytest.raises(WeightUpdateError, match="did not wake up"):
+        await server.wake_up()
+    assert (await server.abort_all_requests())["aborted_count"] == 0
+    await server.wait_for_requests_to_drain()
+    await server.sleep()
+    assert await server.weights_failure()
+    await server.adopt_loop()
+    await server.relaunch()
+    await server.receive_weights(update_number=8, version=3)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await goes_on).token_ids == [6]
+    assert await server.weights_failure() is None
+    later = asyncio.create_task(server.engine_death())
+    await let_run()
+    assert not later.done()
+    later.cancel()
+
+
+async def test_a_server_that_dies_while_it_is_launched_is_not_launched_again_and_again():
+    server = FakeServer()
+    server._begin_without_engine()
+    with pytest.raises(ActorLost, match="its process died while it started the engine"):
+        await PartialRolloutServer.launch_server(server, master_address="fake")
+
+
+async def test_a_server_that_has_lost_its_engine_can_be_shut_down():
+    server = FakeServer()
+    server._channels = SimpleNamespace(remove=lambda: None)
+    server._begin_without_engine()
+    await server.shutdown()
 
 
 async def test_a_death_is_an_event_of_the_run(tmp_path):

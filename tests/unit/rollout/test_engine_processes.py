@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from partial_rollout.rollout import server as server_module
-from partial_rollout.rollout.engine_process import end_processes
+from partial_rollout.rollout.engine_process import EngineProcess, end_orphans, end_processes
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched
 
@@ -85,3 +85,11 @@ class Successor(psutil.Process):
 def test_a_process_whose_id_went_to_another_does_not_keep_the_rest_from_being_ended(core):
     end_processes([Successor(os.getpid()), core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
     assert core.has_ended()
+
+
+def test_what_is_left_of_the_engine_of_a_dead_server_is_killed_and_nothing_else(core):
+    found = psutil.Process(core.process.pid)
+    other = EngineProcess(os.getpid(), 1.0)  # its id is another process' now
+    assert set(end_orphans([other, EngineProcess(found.pid, found.create_time())])) == {found.pid, core.worker.pid}
+    assert core.has_ended()
+    assert end_orphans([EngineProcess(found.pid, found.create_time())]) == []

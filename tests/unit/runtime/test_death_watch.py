@@ -119,6 +119,33 @@ def test_an_actor_that_does_not_say_where_it_runs_is_watched() -> None:
     run_virtual(main())
 
 
+def test_an_actor_that_freezes_before_it_says_where_it_runs_can_be_killed() -> None:
+    async def main() -> None:
+        order: list[str] = []
+
+        async def never(_actor: object) -> Process:
+            order.append("asked")
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def park(actor: StandIn) -> None:
+            order.append("parked at")
+            await _park(actor)
+
+        actor = StandIn()
+        watch = DeathWatch(park, lambda name: "", never, end=lambda handle, _process: handle.die())
+        watching = asyncio.create_task(watch.watch([_watched(actor)]))
+        await settle()
+        assert order == ["asked", "parked at"]  # a call that is parked holds up later ones of the same process
+        assert watch.kill("actor-0", "it was silent")
+        death = await watch.next_death(HOUR_S)
+        assert death is not None
+        assert str(death) == "training rank actor-0 died: it was silent"
+        watching.cancel()
+
+    run_virtual(main())
+
+
 def test_last_lines_of_a_log_on_another_node_are_empty() -> None:
     assert last_lines("/nowhere/worker.err") == ""
 

@@ -201,7 +201,7 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
 
 def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
     save_tokens({"ongoing_0": [STATE]}, config(tmp_path), STEP)
-    path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS)
+    path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS_FILE)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match=f"{path} is unreadable .*truncated.*; delete it .*, or resume from"):
         load_tokens(saved_queue(), config(tmp_path), STEP)

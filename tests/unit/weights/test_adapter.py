@@ -45,8 +45,9 @@ def make_adapter(channels, *, leads: bool = True, timeout_s: float = 20.0) -> Ch
     adapter = object.__new__(ChannelAdapter)  # its parent's constructor needs Ray
     adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
     adapter._settings, adapter.node_rank = WeightsConfig(bucket_mb=1, timeout_s=timeout_s), 0
-    adapter.failure, adapter._update_number, adapter._address = None, 0, channels.address
-    adapter._server = SimpleNamespace(receive_weights=Method(), give_up_update=Method())
+    adapter.failure, adapter._update_number = None, 0
+    adapter._server = SimpleNamespace(receive_weights=Method(), give_up_update=Method(), weight_channel=Method())
+    adapter._server.weight_channel.answer.set_result(channels.address)
     adapter._server.give_up_update.answer.set_result(None)
     return adapter
 

@@ -18,6 +18,8 @@ from partial_rollout.weights.directory import (
 from partial_rollout.weights.shared_buffers import SharedBufferWriter
 from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, segments, send_all
 
+pytestmark = pytest.mark.slow
+
 SENDER = """
 send_all(address, make_weights(8))
 """
