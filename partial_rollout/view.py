@@ -135,7 +135,7 @@ class RunState:
 
     def _waiting(self, num_waits: int) -> str:
         if self.record.ended is not None:
-            return "The run has ended: nobody waits any more."
+            return "The run has ended: nobody waits. A click on a bar above shows what its prompt waited for."
         return f"{num_waits} in all" + (", the oldest:" if num_waits > NUM_OLDEST else "")
 
     def why(self, step: int | None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.core.depth import IDLE_BELOW
 from partial_rollout.observability.events import DENOISE_STEPS
+from partial_rollout.observability.gpu_seconds import LONGEST, REPREFILL, gpu_seconds
 from partial_rollout.observability.record import numbers
 from partial_rollout.observability.step_line import PREFIX
 from partial_rollout.observability.summary import dropped_by_reason
@@ -57,9 +58,11 @@ def next_step(record: RunRecord) -> str:
         )
     if dropped:
         return f"prompts were dropped ({', '.join(dropped)}): docs/troubleshooting.md says what each reason means"
-    for answer in (_kept(record, last), _deeper(record, last)):
-        if answer.change:
-            return f"{answer.seen}: {answer.change}"
+    causes = gpu_seconds(last)
+    answers = {REPREFILL: _kept(record, last), LONGEST: _deeper(record, last)}
+    for cause in sorted(answers, key=lambda cause: -causes.get(cause, 0.0)):  # what may give most comes first
+        if answers[cause].change:
+            return f"{answers[cause].seen}: {answers[cause].change}"
     return "compare with the same command without the flag: python -m partial_rollout.compare A B"
 
 
@@ -82,7 +85,7 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     used = fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
     lacking = sum(not step.get(PENDING, 0.0) for step in last)
     of_steps = f"no prompt was pending at the end of {lacking} of {len(last)} steps"
-    seen = f"slots were in use for {used:.0%}, and {of_steps}"
+    seen = f"{used:.0%} of the slots at the start were in use ({_share(last, LONGEST)} lost), and {of_steps}"
     if used >= IDLE_BELOW:
         return Answer("no", seen)
     if 2 * lacking <= len(last):
@@ -98,8 +101,15 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
 def _kept(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     trained = sum(step.get(f"{PREFIX}/response_tokens", 0.0) for step in last)
     again = sum(step.get(f"{PREFIX}/reprefilled_tokens", 0.0) for step in last) / trained if trained else 0.0
-    seen = f"{again:.0%} as many tokens as were trained were computed again"
+    seen = f"for 100 trained tokens {100 * again:.0f} of context were computed again ({_share(last, REPREFILL)} lost)"
     return Answer("perhaps", seen, _keep_kv(record)) if again > MANY_AGAIN else Answer("no", seen)
+
+
+def _share(steps: Sequence[dict[str, float]], cause: str) -> str:
+    """What a cause took at most; a change saves no more."""
+    causes = gpu_seconds(steps)
+    whole = sum(causes.values())
+    return f"{causes.get(cause, 0.0) / whole if whole else 0.0:.0%} of the GPU seconds"
 
 
 def _next_of_images(record: RunRecord) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.errors import DataError
 from partial_rollout.observability.gpu_seconds import CAUSES, LOST, UNDIVIDED, gpu_seconds, lost
-from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, REWARD, STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ def counted_steps(record: RunRecord, skip: int = SKIP) -> list[Step]:
             f"{record.name} has {len(record.steps)} steps: at least {skip + BLOCK} are needed; the first "
             f"{skip} are left out (--skip)"
         )
-    missing = [name for name in (STEP_SECONDS, TOKENS, GENERATION_SECONDS) if name not in steps[0]]
+    missing = [name for name in (STEP_SECONDS, NUM_TOKENS, GENERATION_SECONDS) if name not in steps[0]]
     if missing:
         raise DataError(f"the steps of {record.name} do not have {', '.join(missing)}: they are not of a verl trainer")
     return steps
@@ -130,7 +130,7 @@ def compare(records: Sequence[RunRecord], skip: int = SKIP) -> list[Compared]:
 
 def rate(steps: Sequence[Mapping[str, float]], seconds: str) -> float:
     """Trained tokens for each second of a timer."""
-    return sum(step[TOKENS] for step in steps) / max(sum(step[seconds] for step in steps), 1e-9)
+    return sum(step[NUM_TOKENS] for step in steps) / max(sum(step[seconds] for step in steps), 1e-9)
 
 
 def _step_s(steps: Sequence[Mapping[str, float]]) -> float:
@@ -139,7 +139,7 @@ def _step_s(steps: Sequence[Mapping[str, float]]) -> float:
 
 def lost_seconds(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """GPU seconds for 10,000 trained tokens, by cause."""
-    tokens = sum(step[TOKENS] for step in steps)
+    tokens = sum(step[NUM_TOKENS] for step in steps)
     return {cause: 1e4 * seconds / tokens for cause, seconds in gpu_seconds(steps).items()}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.observability.step_line import PREFIX, STEP_SECONDS, TOKENS, seconds_by_part
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, STEP_SECONDS, seconds_by_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ def num_gpus(step: Mapping[str, float]) -> int:
     8
     """
     one = step.get(STEP_SECONDS, 0.0) * step.get(THROUGHPUT, 0.0)
-    return max(1, round(step[TOKENS] / one)) if one and step.get(TOKENS) else 1
+    return max(1, round(step[NUM_TOKENS] / one)) if one and step.get(NUM_TOKENS) else 1
 
 
 def step_causes(step: Mapping[str, float]) -> dict[str, float]:
@@ -76,7 +76,7 @@ def _generation(step: Mapping[str, float], seconds: float) -> dict[str, float]:
         return {UNDIVIDED: seconds}
     busy_s = seconds * min(1.0, used)
     again, forward_s = step.get(f"{PREFIX}/reprefilled_tokens", 0.0), step.get("timing_s/old_log_prob", 0.0)
-    again_s = min(busy_s, again * forward_s / step[TOKENS]) if step.get(TOKENS) else 0.0
+    again_s = min(busy_s, again * forward_s / step[NUM_TOKENS]) if step.get(NUM_TOKENS) else 0.0
     return {GENERATING: busy_s - again_s, REPREFILL: again_s, LONGEST: seconds - busy_s}
 
 

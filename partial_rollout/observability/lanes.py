@@ -174,7 +174,7 @@ class _Drawing:
         for number, server in enumerate(servers, 1):
             hidden = sum(slot >= MAX_ROWS for slot in slots[server].values())
             text(svg, f"engine {number}", 8, top + 10, "start")
-            text(svg, f"{hidden} more" if hidden else "", 8, top + 24, "start")
+            text(svg, f"{hidden} more bars" if hidden else "", 8, top + 24, "start")
             ElementTree.SubElement(svg[-2], "title").text = server
             for bar, slot in slots[server].items():
                 if slot < MAX_ROWS:

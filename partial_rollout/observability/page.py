@@ -5,16 +5,18 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME
 <style nonce="NONCE">STYLE
 #head { font-size: 1.1em } #head b { margin-right: 1.2em } #lost { color: #b00 }
 .flow span + span::before { content: "→"; margin: 0 .7em } .flow b { font-size: 1.4em }
-#advice { font-size: 1.1em; font-weight: 600 } #pictures img { max-width: 100% } [data-uid] { cursor: pointer }
+#advice { font-size: 1.1em; font-weight: 600 } #pictures img { max-width: 100% }
+[data-uid], #steps td { cursor: pointer }
 #prompt { border-left: 3px solid #0072b2; padding-left: 1em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
 </style></head><body><h1 id="name"></h1>
-<p><button id="pause">pause</button> <span id="lost"></span></p>
+<p><button id="pause">pause this page</button> <span id="lost"></span></p>
 <p id="head"></p><p class="flow" id="flow"></p>
 <h2>What to change</h2><p id="advice"></p><table id="helps"></table>
 <h2>Engines</h2>
 <p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
-<button id="later">later</button> <button id="latest">latest</button> A click on a bar or a row shows its prompt.</p>
+<button id="later">later</button> <button id="latest">latest</button>
+A click on a bar, or on a prompt below, shows the prompt.</p>
 <div id="lanes"></div><figure id="pictures"></figure>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
@@ -22,7 +24,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow
 <p>Unfinished trajectories that workers have begun. Prompts that are <i>pending</i> wait for a free slot.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
-<h3>Why did a step take so long, and what did its interruption cost? Step
+<h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
 <input id="which" type="number" min="1" placeholder="last" size="6"></h3><ul id="why"></ul>
 <table id="steps"></table><div class="charts" id="charts"></div>
 <h2>GPU seconds by cause</h2><table id="causes"></table>
@@ -87,13 +89,17 @@ function move(factor, by) {
   seconds = Math.min(3600, Math.max(1, seconds * factor)); back = Math.max(0, back + by * seconds); look();
 }
 at("pause").onclick = () => {
-  paused = !paused; at("pause").textContent = paused ? "go on" : "pause";
+  paused = !paused; at("pause").textContent = paused ? "go on" : "pause this page";
   if (!paused) look(); else clearTimeout(timer);
 };
 at("in").onclick = () => move(0.5, 0); at("out").onclick = () => move(2, 0);
 at("earlier").onclick = () => move(1, 0.5); at("later").onclick = () => move(1, -0.5);
 at("latest").onclick = () => { back = 0; look(); };
 at("which").onchange = look;
+at("steps").onclick = event => {
+  const row = event.target.closest("tr");
+  if (row && row.rowIndex) { at("which").value = row.cells[0].textContent; look(); }
+};
 at("close").onclick = () => { at("prompt").hidden = true; };
 document.body.addEventListener("click", async event => {
   const found = event.target.closest("[data-uid]");

@@ -24,7 +24,7 @@ from partial_rollout.observability.comparison import (
 )
 from partial_rollout.observability.gpu_seconds import LOST, MEANS, THROUGHPUT, gpu_seconds, lost
 from partial_rollout.observability.record import first_steps, load
-from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, REWARD, STEP_SECONDS
 from partial_rollout.observability.suggestions import suggestion
 from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, summary_lines
 from partial_rollout.observability.why import LONGEST_RESPONSE
@@ -41,7 +41,7 @@ CHARTS = {
     REWARD: (f"reward, mean of {WINDOW} steps and its spread", WINDOW),
     STEP_SECONDS: ("seconds a step", 1),
     "timing_s/gen": ("seconds of generation a step", 1),
-    f"{PREFIX}/slot_utilisation": ("share of the slots in use while engines generate", 1),
+    f"{PREFIX}/slot_utilisation": ("slots in use while engines generate, as a share of the slots at the start", 1),
     f"{PREFIX}/staleness_steps/mean": ("staleness of the batch, steps", 1),
     f"{PREFIX}/reprefilled_tokens": ("tokens computed again a step", 1),
     f"{PREFIX}/kv_usage": ("KV cache in use when the batch is complete, fullest engine", 1),
@@ -74,7 +74,7 @@ def is_shown(metric: str) -> bool:
     """Whether a page shows a metric or something that is computed from it."""
     return (
         metric in CHARTS
-        or metric in (TOKENS, THROUGHPUT, LONGEST_RESPONSE)
+        or metric in (NUM_TOKENS, THROUGHPUT, LONGEST_RESPONSE)
         or metric.startswith(("timing_s/", f"{PREFIX}/"))
     )
 
@@ -192,7 +192,7 @@ def _line(record: RunRecord, metric: str, window: int, colour: str) -> Line:
 
 def _counts(record: RunRecord, skip: int) -> bool:
     steps = record.series[skip:]
-    return len(steps) > 1 and STEP_SECONDS in steps[0] and TOKENS in steps[0]
+    return len(steps) > 1 and STEP_SECONDS in steps[0] and NUM_TOKENS in steps[0]
 
 
 def message_rows(record: RunRecord) -> list[tuple[str, str, str, str]]:

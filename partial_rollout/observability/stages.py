@@ -20,6 +20,8 @@ TRAINING = "training workers and model"
 ENGINES = "engines"
 FIRST_STEP = "first step"
 STAGES = (CONFIGURATION, RAY, TRAINING, ENGINES, FIRST_STEP)
+_begun = [CONFIGURATION]
+"""In this process; another process may have begun a later one."""
 
 
 def begin(stage: str, at_s: float = 0.0) -> None:
@@ -28,8 +30,14 @@ def begin(stage: str, at_s: float = 0.0) -> None:
     A part that is begun twice counts once: readers pass over a part that is not after the last one.
     """
     number = STAGES.index(stage) + 1
+    _begun[:] = [stage]
     event = StageBegan(t=at_s, number=number, total=len(STAGES), name=stage)
     logger.info("[%d/%d] %s", number, len(STAGES), stage, extra={"event": event})
+
+
+def latest() -> str:
+    """The part that this process has begun last."""
+    return _begun[-1]
 
 
 def usual_seconds(folder: Path, *, before_s: float) -> dict[str, tuple[float, float]]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 REWARD = "critic/score/mean"
 STEP_SECONDS = "timing_s/step"
-TOKENS = "perf/total_num_tokens"
+NUM_TOKENS = "perf/total_num_tokens"
 FILTERED = "training/filter_groups/evicted_samples"
 """verl's name: groups without spread, which were dropped."""
 PREFIX = "partial_rollout"
@@ -53,16 +53,16 @@ def _basic(metrics: Mapping[str, float]) -> list[str]:
     if step_s := metrics.get(STEP_SECONDS):
         shown = {name: seconds for name, seconds in seconds_by_part(metrics).items() if seconds >= SHORT_S}
         parts.append(f"{step_s:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items()))
-        if TOKENS in metrics:
-            parts.append(f"{metrics[TOKENS] / step_s:,.0f} tokens/s")
+        if NUM_TOKENS in metrics:
+            parts.append(f"{metrics[NUM_TOKENS] / step_s:,.0f} tokens/s")
     return parts
 
 
 def _rollout(metrics: Mapping[str, float]) -> list[str]:
     """What only our modes have: slots, staleness, tokens computed again, interruptions."""
     parts = []
-    if (used := metrics.get(f"{PREFIX}/slot_utilisation")) is not None:
-        parts.append(f"slots {used:.0%} in use")
+    if used := slots_in_use(metrics):
+        parts.append(f"{used} slots in use")
     if (stale := metrics.get(f"{PREFIX}/staleness_steps/mean")) is not None:
         parts.append(f"staleness {stale:.1f}")
     if (again := metrics.get(f"{PREFIX}/reprefilled_tokens")) is not None:
@@ -72,6 +72,21 @@ def _rollout(metrics: Mapping[str, float]) -> list[str]:
     if (filtered := metrics.get(FILTERED)) is not None:
         parts.append(f"{filtered:.0f} groups without spread")
     return parts
+
+
+def slots_in_use(metrics: Mapping[str, float]) -> str:
+    """How many slots generate, in the mean, and of how many: adaptive ones are told, others follow from their share.
+
+    >>> slots_in_use({"partial_rollout/mean_running": 31.2, "partial_rollout/slot_utilisation": 0.4875})
+    '31 of 64'
+    >>> slots_in_use({})
+    ''
+    """
+    running, share = metrics.get(f"{PREFIX}/mean_running"), metrics.get(f"{PREFIX}/slot_utilisation")
+    if running is None:
+        return ""
+    slots = metrics.get(f"{PREFIX}/slots/num", running / share if share else None)
+    return f"{running:.0f}" if slots is None else f"{running:.0f} of {slots:.0f}"
 
 
 def _queue(metrics: Mapping[str, float]) -> list[str]:

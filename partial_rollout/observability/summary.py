@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partial_rollout.observability.step_line import PREFIX, REWARD, STEP_SECONDS, TOKENS, seconds_by_part
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, REWARD, STEP_SECONDS, seconds_by_part
 
 if TYPE_CHECKING:
     from partial_rollout.observability.record import RunRecord
@@ -57,7 +57,7 @@ def summary_lines(record: RunRecord) -> list[str]:
 
 
 def _steps(record: RunRecord) -> str:
-    seconds, tokens = record.sum(STEP_SECONDS), record.sum(TOKENS)
+    seconds, tokens = record.sum(STEP_SECONDS), record.sum(NUM_TOKENS)
     rate = f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds else ""
     return f"{len(record.steps)} in {duration(seconds)}{rate}"
 
@@ -81,7 +81,7 @@ def _time(record: RunRecord) -> str:
 
 def _slots(record: RunRecord) -> str:
     used = record.mean(f"{PREFIX}/slot_utilisation")
-    return "" if used is None else f"{used:.0%} in use while engines generated, mean of the steps"
+    return "" if used is None else f"{used:.0%} of those at the start in use while engines generated, mean of the steps"
 
 
 def _staleness(record: RunRecord) -> str:

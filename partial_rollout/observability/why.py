@@ -19,11 +19,13 @@ from partial_rollout.observability.events import (
     SegmentEnded,
     StageBegan,
 )
-from partial_rollout.observability.gpu_seconds import step_causes
+from partial_rollout.observability.gpu_seconds import TRAINING, step_causes
 from partial_rollout.observability.record import INTERRUPTED, numbers
-from partial_rollout.observability.step_line import PREFIX, STEP_SECONDS, TOKENS
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, STEP_SECONDS, seconds_by_part, slots_in_use
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from partial_rollout.observability.record import RunRecord
 
 NEIGHBOURS = 10
@@ -59,6 +61,8 @@ class Interruptions:
     """By weight version."""
     _open: dict[tuple[str, int], int] = field(default_factory=dict)
     """Weight version of the interrupted request, by trajectory that has not gone on yet."""
+    _tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens that engines have generated, by weight version."""
 
     def add(self, event: AnyEvent) -> None:
         """Take in one event, in the order of the events' times."""
@@ -78,6 +82,7 @@ class Interruptions:
 
     def _segment(self, event: SegmentEnded) -> None:
         key = (event.uid, event.session)
+        self._tokens[event.version] = self._tokens.get(event.version, 0) + event.tokens
         if (version := self._open.pop(key, None)) is not None:
             before = self._found.setdefault(version, Interruption())
             before.tokens_again += max(0, event.prompt_tokens - event.reused_tokens)
@@ -90,15 +95,19 @@ class Interruptions:
         """None: the gate has not closed in this step."""
         return self._found.get(self._steps.get(step, -1))
 
+    def generated(self, step: int) -> int:
+        """Tokens of all requests under the weights of the step's generation; of requests that have ended."""
+        return self._tokens.get(self._steps.get(step, -1), 0)
 
-def again_seconds(tokens: int, metrics: dict[str, float]) -> float:
-    """What computing tokens again takes, at the speed of the trainer's log-probs in the step; an estimate.
 
-    >>> again_seconds(100, {"timing_s/old_log_prob": 2.0, "perf/total_num_tokens": 400.0})
+def again_seconds(tokens: int, steps: Sequence[Mapping[str, float]]) -> float:
+    """What computing tokens again takes, at the usual speed of the trainer's log-probs in these steps; an estimate.
+
+    >>> again_seconds(100, [{"timing_s/old_log_prob": 2.0, "perf/total_num_tokens": 400.0}])
     0.5
     """
-    whole = metrics.get(TOKENS, 0.0)
-    return tokens * metrics.get("timing_s/old_log_prob", 0.0) / whole if whole else 0.0
+    one_s = [step.get("timing_s/old_log_prob", 0.0) / step[NUM_TOKENS] for step in steps if step.get(NUM_TOKENS)]
+    return tokens * median(one_s) if one_s else 0.0
 
 
 def _neighbours(record: RunRecord, number: int) -> list[dict[str, float]]:
@@ -123,9 +132,21 @@ def step_why(record: RunRecord, interruptions: Interruptions, number: int) -> li
         return []
     metrics = numbers(record.steps[number])
     seconds = metrics.get(STEP_SECONDS, 0.0)
-    parts = ", ".join(f"{cause} {part:.1f}" for cause, part in step_causes(metrics).items() if part >= 0.05)
+    parts = ", ".join(
+        f"{cause} {part:.1f}{_halves(metrics) if cause == TRAINING else ''}"
+        for cause, part in step_causes(metrics).items()
+        if part >= 0.05
+    )
     said = [f"step {number} took {seconds:.1f} s: {parts}"]
-    return [*said, *_slow(record, number, seconds), *_cost(interruptions.of(number), metrics, record.unit)]
+    around = [metrics, *_neighbours(record, number)]
+    said += _slow(record, number, seconds) + _rate(record, interruptions, number)
+    return said + _cost(interruptions.of(number), around, record.unit)
+
+
+def _halves(metrics: Mapping[str, float]) -> str:
+    parts = seconds_by_part(metrics)
+    told = [f"{name} {parts[name]:.1f}" for name in ("log-probs", "update") if parts.get(name, 0.0) >= 0.05]
+    return f" ({', '.join(told)})" if len(told) > 1 else ""
 
 
 def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
@@ -133,17 +154,38 @@ def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
     if not usual_s:
         return []
     if seconds <= SLOW * usual_s:
-        return [f"no slow step: the steps around it take {usual_s:.1f} s, in the median"]
+        return [f"no slow step: the usual step is {usual_s:.1f} s, the median of up to {2 * NEIGHBOURS} around it"]
     causes = [f"{cause} {part:+.1f} s" for cause, part in more.items() if part > 0.1 * (seconds - usual_s)]
-    said = [f"slow: {seconds - usual_s:.1f} s more than the steps around it; {', '.join(causes[:3])}"]
+    said = [f"slow: {seconds - usual_s:.1f} s more than the usual step, {usual_s:.1f} s; {', '.join(causes[:3])}"]
     longest = numbers(record.steps[number]).get(LONGEST_RESPONSE)
     others = [step[LONGEST_RESPONSE] for step in _neighbours(record, number) if LONGEST_RESPONSE in step]
-    if longest is not None and others:
+    if longest is not None and others and longest > SLOW * median(others):  # otherwise it explains nothing
         said.append(f"its longest response has {longest:,.0f} tokens; around it {median(others):,.0f}, in the median")
     return said
 
 
-def _cost(cost: Interruption | None, metrics: dict[str, float], unit: str) -> list[str]:
+def _rate(record: RunRecord, interruptions: Interruptions, number: int) -> list[str]:
+    """Whether the engines were slow: tokens of a request by the seconds in which it was generated."""
+    near = [each for each in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if each in record.steps]
+    rates = {
+        each: interruptions.generated(each) / request_s
+        for each in near
+        if (request_s := _request_seconds(numbers(record.steps[each])))
+    }
+    own, others = rates.get(number, 0.0), [rate for each, rate in rates.items() if each != number and rate]
+    if not own or not others or record.unit == DENOISE_STEPS:
+        return []
+    usual = median(others)
+    word = "slow engines" if own * SLOW < usual else "engines"
+    return [f"{word}: {own:,.1f} tokens/s for each request; around it {usual:,.1f}, in the median"]
+
+
+def _request_seconds(metrics: Mapping[str, float]) -> float:
+    return metrics.get("timing_s/gen", 0.0) * metrics.get(f"{PREFIX}/mean_running", 0.0)
+
+
+def _cost(cost: Interruption | None, around: Sequence[Mapping[str, float]], unit: str) -> list[str]:
+    """`around`: the step, and the steps around it."""
     if cost is None:
         return []
     if not cost.requests and not cost.resumed:
@@ -151,17 +193,17 @@ def _cost(cost: Interruption | None, metrics: dict[str, float], unit: str) -> li
     if unit == DENOISE_STEPS:  # a request goes on from its latents, whatever the mode
         kept = "no denoise step is computed again"
         return [f"its end interrupted {cost.requests:,} images. Cost: {cost.drain_s:.2f} s until engines stood; {kept}"]
-    again_s = again_seconds(cost.tokens_again, metrics)
-    seconds = metrics.get(STEP_SECONDS, 0.0)
+    again_s = again_seconds(cost.tokens_again, around)
+    seconds = around[0].get(STEP_SECONDS, 0.0)
     share = (cost.drain_s + again_s) / seconds if seconds else 0.0
     went_on = (
         f"{cost.tokens_again:,} tokens computed again when {cost.resumed:,} of their trajectories went on, about "
-        f"{again_s:.2f} s: {share:.0%} of the step's seconds"
+        f"{again_s:.2f} s, mostly in later steps: {share:.0%} of this step's seconds"
         if cost.resumed
         else "tokens computed again are known when the next request of one of their trajectories has ended"
     )
     return [
-        f"its end interrupted {cost.requests:,} requests, whose {cost.tokens_kept:,} tokens were kept. Cost: "
+        f"its end interrupted {cost.requests:,} requests; their {cost.tokens_kept:,} new tokens were kept. Cost: "
         f"{cost.drain_s:.2f} s of drain; {went_on}"
     ]
 
@@ -177,14 +219,15 @@ def _row(record: RunRecord, cost: Interruption | None, number: int) -> tuple[str
     seconds = metrics.get(STEP_SECONDS, 0.0)
     usual_s, more = _more_than_usual(record, number)
     most = next(iter(more.items()), None) if usual_s and seconds > SLOW * usual_s else None
-    used, pending = metrics.get(f"{PREFIX}/slot_utilisation"), metrics.get(PENDING)
+    pending = metrics.get(PENDING)
+    again_s = 0.0 if cost is None else again_seconds(cost.tokens_again, [metrics, *_neighbours(record, number)])
     return (
         str(number),
         f"{seconds:.1f}",
         f"{seconds / usual_s:.2f} x" if usual_s else "",
         "" if most is None else f"{most[0]} {most[1]:+.1f} s",
         "" if cost is None else f"{cost.requests:,}",
-        "" if cost is None else f"{cost.drain_s + again_seconds(cost.tokens_again, metrics):.2f} s",
-        "" if used is None else f"{used:.0%}",
+        "" if cost is None else f"{cost.drain_s + again_s:.2f} s",
+        slots_in_use(metrics),
         "" if pending is None else f"{pending:.0f}",
     )

@@ -48,6 +48,7 @@ OURS: dict[str, float] = {
     "timing_s/update_actor": 2.0,
     "timing_s/update_weights": 0.5,
     "perf/total_num_tokens": 4000.0,
+    "partial_rollout/mean_running": 16.0,
     "partial_rollout/slot_utilisation": 0.5,
     "partial_rollout/staleness_steps/mean": 0.8,
     "partial_rollout/staleness_steps/max": 2.0,
@@ -62,9 +63,10 @@ OURS: dict[str, float] = {
     "partial_rollout/queue/num_dropped": 1.0,
     "partial_rollout/dropped/prompt_too_long": 1.0,
 }
+USE = ("partial_rollout/mean_running", "partial_rollout/slot_utilisation")
 LINE = (
     "step 3/9 | reward 0.250 | 8.0 s: generation 4.0, log-probs 1.0, update 2.0, weights 0.5, rest 0.5 | "
-    "500 tokens/s | slots 50% in use | staleness 0.8 | 120 tokens computed again | interrupted 5, resumed 2 | "
+    "500 tokens/s | 16 of 32 slots in use | staleness 0.8 | 120 tokens computed again | interrupted 5, resumed 2 | "
     "queue pending 1 ongoing 16 done 0"
 )
 
@@ -110,11 +112,13 @@ def write(folder: Path, role: str, *events: AnyEvent) -> None:
 
 def test_a_step_is_one_line_with_our_modes_parts_and_without_them() -> None:
     assert step_line(3, 9, OURS) == LINE
+    assert "| 16 of 48 slots in use |" in step_line(3, 9, OURS | {"partial_rollout/slots/num": 48.0})
+    assert "| 0 slots in use |" in step_line(3, 9, OURS | dict.fromkeys(USE, 0.0))
     assert step_line(3, 9, OURS | {"training/filter_groups/evicted_samples": 7.0}) == LINE.replace(
         " | queue", " | 7 groups without spread | queue"
     )
     verls = {name: value for name, value in OURS.items() if not name.startswith("partial_rollout/")}
-    assert step_line(3, None, verls) == LINE.replace("/9", "", 1).split(" | slots")[0]
+    assert step_line(3, None, verls) == LINE.replace("/9", "", 1).split(" | 16 of")[0]
 
 
 def test_in_a_file_each_stage_says_that_it_begins_and_what_it_took() -> None:
@@ -182,7 +186,7 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
         "steps": "4 in 32 s, 500 tokens/s",
         "reward": "0.250 -> 0.750 (the mean of the first and of the last 2 steps)",
         "time": "generation 50%, log-probs 12%, update 25%, weights 6%, rest 6%",
-        "slots": "50% in use while engines generated, mean of the steps",
+        "slots": "50% of those at the start in use while engines generated, mean of the steps",
         "staleness": "0.8 steps, at most 2; 40% of the trained tokens are of older weights",
         "interrupted": "20 requests; 70 tokens were kept and not generated again; 480 tokens were computed again",
         "waits": "of a trajectory's time: engine and gate 75%, tools and agent loop 25%",

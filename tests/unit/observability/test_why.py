@@ -86,15 +86,31 @@ def test_a_slow_step_says_what_took_longer_than_around_it():
     slow = {"timing_s/step": 12.0, "timing_s/gen": 9.0, "response_length/max": 400.0}
     record = record_of({}, {}, slow, {}, {})
     said = step_why(record, Interruptions(), 3)
-    assert said[0] == "step 3 took 12.0 s: generating 4.5, waiting for the longest 4.5, training 3.0"
-    assert said[1].startswith("slow: 4.0 s more than the steps around it; ")
+    parts = "generating 4.5, waiting for the longest 4.5, training 3.0 (log-probs 1.0, update 2.0)"
+    assert said[0] == f"step 3 took 12.0 s: {parts}"
+    assert said[1].startswith("slow: 4.0 s more than the usual step, 8.0 s; ")
     assert re.findall(r"[a-z -]+ \+[\d.]+ s", said[1]) == [" generating +2.0 s", " waiting for the longest +2.0 s"]
     assert said[2] == "its longest response has 400 tokens; around it 100, in the median"
-    assert step_why(record, Interruptions(), 2)[1] == "no slow step: the steps around it take 8.0 s, in the median"
+    usual = "the usual step is 8.0 s, the median of up to 20 around it"
+    assert step_why(record, Interruptions(), 2)[1] == f"no slow step: {usual}"
+    short = record_of({}, {}, slow | {"response_length/max": 110.0}, {}, {})
+    assert not any("longest response" in told for told in step_why(short, Interruptions(), 3))
     assert step_why(record, Interruptions(), 9) == []
     rows = step_rows(record, Interruptions(), 3)
     assert [row[0] for row in rows] == ["5", "4", "3"]
     assert rows[2][1:4] == ("12.0", "1.50 x", "generating +2.0 s")
+
+
+def test_a_step_says_whether_its_engines_were_slow():
+    record, found = record_of({}, {}, {}), Interruptions()
+    for step, tokens in ((1, 1000), (2, 250), (3, 1000)):
+        for uid in ("a", "b"):
+            found.add(request(uid, version=step - 1, prompt=9, tokens=tokens))
+        found.add(closed(step, step - 1, interrupted=0))
+    said = [[told for told in step_why(record, found, step) if "engines:" in told] for step in (1, 2)]
+    assert said[1] == ["slow engines: 3.1 tokens/s for each request; around it 12.5, in the median"]
+    assert said[0] == ["engines: 12.5 tokens/s for each request; around it 7.8, in the median"]
+    assert not any("engines:" in told for told in step_why(record, Interruptions(), 2))
 
 
 def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
@@ -106,10 +122,10 @@ def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
     )
     found.add(request("a", version=1, prompt=400, tokens=5))
     assert step_why(record, found, 1)[-1] == (
-        "its end interrupted 1 requests, whose 300 tokens were kept. Cost: 0.50 s of drain; 400 tokens computed again "
-        "when 1 of their trajectories went on, about 0.40 s: 11% of the step's seconds"
+        "its end interrupted 1 requests; their 300 new tokens were kept. Cost: 0.50 s of drain; 400 tokens computed "
+        "again when 1 of their trajectories went on, about 0.40 s, mostly in later steps: 11% of this step's seconds"
     )
-    assert step_rows(record, found)[0][4:] == ("1", "0.90 s", "50%", "0")
+    assert step_rows(record, found)[0][4:] == ("1", "0.90 s", "32 of 64", "0")
     nothing = Interruptions()
     nothing.add(closed(1, 0, interrupted=0))
     assert step_why(record, nothing, 1)[-1] == "its end interrupted nothing; the drain took 0.50 s"
@@ -118,9 +134,9 @@ def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
 @pytest.mark.parametrize(
     ("changed", "answer"),
     [
-        ({}, "perhaps: slots were in use for 50%, and no prompt was pending at the end of 1 of 1 steps"),
-        ({"partial_rollout/slot_utilisation": 0.9}, "no: slots were in use for 90%"),
-        ({"partial_rollout/queue/pending": 4.0}, "no: slots were in use for 50%, and no prompt was pending at the end"),
+        ({}, "perhaps: 50% of the slots at the start were in use (31% of the GPU seconds lost), and no prompt was"),
+        ({"partial_rollout/slot_utilisation": 0.9}, "no: 90% of the slots at the start were in use"),
+        ({"partial_rollout/queue/pending": 4.0}, "no: 50% of the slots at the start were in use (31% of the GPU"),
     ],
 )
 def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed: dict[str, float], answer: str):
@@ -139,7 +155,9 @@ def test_with_abort_a_deeper_queue_hardly_helps():
 
 
 def test_kept_kv_helps_where_much_is_computed_again():
-    assert dict(would_help(record_of({})))["keeping KV"] == "no: 2% as many tokens as were trained were computed again"
+    assert dict(would_help(record_of({})))["keeping KV"] == (
+        "no: for 100 trained tokens 2 of context were computed again (0% of the GPU seconds lost)"
+    )
     much = {"partial_rollout/reprefilled_tokens": 400.0, "partial_rollout/kv_usage": 0.02}
     assert "interrupt_mode=auto" in dict(would_help(record_of(much)))["keeping KV"]
     reusing = chosen(record_of(much), "partial_rollout.tail.interrupt_mode", "reuse_kv")
@@ -161,6 +179,13 @@ def test_the_one_thing_to_try_is_none_that_would_not_help():
     assert next_step(empty) in dict(would_help(empty))["a deeper queue"].replace("; a higher", ": a higher")
     aborting = chosen(record_of({}), "partial_rollout.tail.interrupt_mode", "abort")
     assert next_step(aborting).startswith("compare with the same command")
+
+
+def test_what_has_cost_most_is_tried_first():
+    both = {"partial_rollout/reprefilled_tokens": 400.0, "partial_rollout/kv_usage": 0.02}
+    assert next_step(record_of(both)).startswith("50% of the slots at the start were in use (31% of the GPU seconds")
+    again = both | {"partial_rollout/slot_utilisation": 0.84, "partial_rollout/reprefilled_tokens": 2000.0}
+    assert next_step(record_of(again)).startswith("for 100 trained tokens 400 of context were computed again (25% of")
 
 
 def test_verls_own_modes_have_no_such_settings():
