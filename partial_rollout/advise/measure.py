@@ -155,8 +155,8 @@ async def measure_interruption(engine: AsyncLLM, concurrency: int, context: int,
     }
 
 
-def start(options: argparse.Namespace, model: Path) -> AsyncLLM:
-    """The engine, with what a rollout server of the recipes gives it."""
+def start(options: argparse.Namespace, model: Path, **more: Any) -> AsyncLLM:
+    """The engine, with what a rollout server of the recipes gives it, and `more` of vLLM's arguments."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -168,7 +168,7 @@ def start(options: argparse.Namespace, model: Path) -> AsyncLLM:
         str(model), skip_tokenizer_init=True, enforce_eager=options.eager or options.shape == "tiny",
         max_num_seqs=options.slots, max_num_batched_tokens=max(options.batched_tokens, options.slots),
         max_model_len=options.context, stream_interval=STREAM_INTERVAL,
-        gpu_memory_utilization=options.memory, tensor_parallel_size=options.tensor_parallel, **own,
+        gpu_memory_utilization=options.memory, tensor_parallel_size=options.tensor_parallel, **own, **more,
     )  # fmt: skip
     return AsyncLLM.from_engine_args(arguments)
 

@@ -22,7 +22,7 @@ TIMES = ("gen", "step", "old_log_prob", "update_actor", "update_weights")
 KEPT = (*(f"timing_s/{name}" for name in TIMES), "perf/total_num_tokens")
 KEPT_GROUPS = ("partial_rollout/", "training/rollout_", "training/off_policy/")
 """Metrics of a job that are stored: these, and all whose names begin so."""
-BASELINES = ("sync", "sync_fast_poll", "colocate_async", "colocate_async_fast_poll")
+BASELINES = ("sync", "sync_fast_poll", "colocate_async", "colocate_async_fast_poll", "colocate_async_released")
 OWN_METRICS = (
     "slot_utilisation",
     "depth",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import string
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
@@ -101,6 +102,23 @@ def _write_weights(path: Path, shape: str, max_positions: int) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(SHAPES[shape].config(max_positions))
     model.save_pretrained(path)
+
+
+def write_inputs(folder: Path, shape: str, load: Workload, prompt_tokens: int) -> None:
+    """Model, random weights and prompts of a benchmark's jobs, unless the folder has them from an earlier call.
+
+    Raises:
+        SystemExit: the folder has those of another shape or workload.
+    """
+    wanted, note = json.dumps([shape, asdict(load), prompt_tokens]), folder / "inputs.json"
+    if note.exists():
+        if note.read_text() != wanted:
+            raise SystemExit(f"{folder} has the model and prompts of another shape or workload; name another folder")
+        return
+    tokenizer = write_model(folder / "model", SHAPES[shape], prompt_tokens + load.limit)
+    write_weights(folder / "model", shape, prompt_tokens + load.limit)
+    write_prompts(folder / "prompts.parquet", load, tokenizer, prompt_tokens, load.num_prompts)
+    note.write_text(wanted)  # last, so that a folder that has it is whole
 
 
 def write_prompts(path: Path, load: Workload, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, num: int) -> None:

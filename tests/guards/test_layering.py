@@ -17,7 +17,7 @@ PURE = (
     "partial_rollout.settings.command_line",
     "partial_rollout.advise.scheduler",
     "partial_rollout.weights.protocol",
-    *(f"partial_rollout.diffusion.{name}" for name in ("hold", "sampling", "sde_window")),
+    *(f"partial_rollout.diffusion.{name}" for name in ("books", "hold", "sampling", "sde_window")),
     *(f"partial_rollout.packing.{name}" for name in ("balance", "plan", "planners")),
 )
 """Modules, or rooms with all their modules, that decide and do nothing else: they import only each other."""

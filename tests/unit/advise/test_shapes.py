@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from partial_rollout.advise import shapes
 from partial_rollout.advise.shapes import SHAPES, write_model, write_prompts
 from partial_rollout.advise.workload import PRIMER_TOKENS, workload
 
@@ -64,3 +67,14 @@ def test_a_model_folder_can_be_read_back(name, tmp_path):
     config = AutoConfig.from_pretrained(tmp_path)
     assert (config.hidden_size, config.max_position_embeddings) == (SHAPES[name].hidden, 4352)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) <= config.vocab_size
+
+
+def test_inputs_are_written_once_and_not_taken_for_another_workload(tmp_path, monkeypatch):
+    written: list[str] = []
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: written.append("weights"))
+    load = workload("tiny", "long_tail")
+    for _ in range(2):
+        shapes.write_inputs(tmp_path, "tiny", load, 64)
+    assert written == ["weights"]
+    with pytest.raises(SystemExit, match="another shape or workload"):
+        shapes.write_inputs(tmp_path, "tiny", replace(load, seed=1), 64)

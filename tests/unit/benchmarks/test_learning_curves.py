@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from benchmarks import learning_curves
 from partial_rollout.advise.result import read_result
+
+pytestmark = pytest.mark.slow
 
 WRITE = """
 import json, os

@@ -16,6 +16,8 @@ from tests.e2e.conftest import FLAG, Job
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 COUNTS = ("pending", "ongoing", "deferred", "done", "num_dropped")
 
 

@@ -22,6 +22,8 @@ from tests.unit.run.test_recipes import RECIPES as SCRIPTS
 from tests.unit.run.test_recipes import shell
 from tests.unit.settings.support import apply, check_ours
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_text_recipe_is_known():
     assert {f"run_{name}.sh" for name in RECIPES} == {

@@ -19,6 +19,8 @@ from tests.unit.run.test_recipes import shell
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def job(mode: str, rewards: list[float], step_s: float) -> smollm2.Job:
     steps = [{smollm2.REWARD: reward, smollm2.STEP_S: step_s} for reward in rewards]

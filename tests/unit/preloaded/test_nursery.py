@@ -18,6 +18,8 @@ from tests.preloaded import MARK, MARKS, nursery
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 60.0
 RUN = "0123456789abcdef" * 2
 SETTING = "tests.unit.preloaded.sets_a_variable"

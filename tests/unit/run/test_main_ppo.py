@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy")
 FLAG = "+async_training.partial_rollout=True"
 MAIN = (

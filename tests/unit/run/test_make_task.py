@@ -27,6 +27,8 @@ from partial_rollout.run.task_files import TaskFiles
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 SMALL = TaskParameters(num_train=20, num_val=4, warm_start_steps=2)
 GSM8K_COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
 

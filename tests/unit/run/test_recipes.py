@@ -17,6 +17,8 @@ from partial_rollout.settings.derived import read_block, read_settings
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.settings.refused import check_config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "partial_rollout" / "run"
 ALL = sorted(path.name for path in RUN.glob("run_*.sh") if "image" not in path.stem)

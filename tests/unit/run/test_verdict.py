@@ -20,6 +20,8 @@ from partial_rollout.run.quickstart.verdict import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 import json, os, sys
 from pathlib import Path

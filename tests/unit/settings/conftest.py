@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
-    """The quickstart's configuration but for its planner, composed once because that takes seconds; its paths exist."""
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The quickstart's configuration but for its planner, composed once and pickled; its paths exist."""
     folder = tmp_path_factory.mktemp("task")
     paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
     paths["actor_rollout_ref.model.path"] = "model"
@@ -29,15 +29,16 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
     sizes = ["critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"]
     sizes.append("partial_rollout.packing.planner=auto")
     with initialize_config_dir(CONFIGS, version_base=None):
-        return compose("quickstart_cpu", overrides=[*sizes, *(f"{key}={folder / name}" for key, name in paths.items())])
+        overrides = [*sizes, *(f"{key}={folder / name}" for key, name in paths.items())]
+        return pickle.dumps(compose("quickstart_cpu", overrides=overrides))
 
 
 @pytest.fixture
-def composed(quickstart: DictConfig) -> Composed:
+def composed(quickstart: bytes) -> Composed:
     """A copy of it with values set by their dotted keys, whether these exist or not."""
 
     def compose_with(changes: dict[str, Any]) -> DictConfig:
-        config = copy.deepcopy(quickstart)
+        config: DictConfig = pickle.loads(quickstart)
         for key, value in changes.items():
             OmegaConf.update(config, key, value, force_add=True)
         return config

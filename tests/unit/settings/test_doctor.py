@@ -19,6 +19,8 @@ from partial_rollout.settings.prepare import prepare
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 VLLM = ["actor_rollout_ref.rollout.name=vllm"]
 HEAVY = ("ray", "torch", "vllm", "verl", "transformers", "numpy")
 

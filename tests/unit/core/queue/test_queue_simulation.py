@@ -42,6 +42,9 @@ POLICIES: dict[str, tuple[TailPolicy, StalenessBound]] = {
     "reorder, few": (FewAtATime(BATCH, BATCH + 1, max_deferrals=2, max_joining=1), UNBOUNDED),
 }
 
+IN_THE_LOOP = ("partial, restart", "reorder, few")
+"""What `make test-unit` runs too; the others are in `make test`."""
+
 
 @dataclass
 class Worker:
@@ -274,7 +277,9 @@ def play(seed: int, policy: TailPolicy, bound: StalenessBound) -> None:
         raise AssertionError(f"play({seed}, {policy}, {bound}): {error!r} after {', '.join(run.log)}") from error
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_THE_LOOP else pytest.mark.slow) for name in POLICIES]
+)
 def test_no_schedule_of_failures_loses_a_prompt_or_trains_one_twice(name: str) -> None:
     for seed in range(SCHEDULES // len(POLICIES) + 1):
         play(seed, *POLICIES[name])
