@@ -14,6 +14,7 @@ that swallows the error meets it again after `AGAIN_S`, until the end of the run
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -34,7 +35,7 @@ from partial_rollout.runtime.processes import PROMPT_MANAGER
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ray.actor import ActorHandle
 
@@ -165,6 +166,15 @@ class RunWatch:
         """The end of the run has begun: actors that end now are no deaths."""
         self._stopped.set()
         self._interruption.begin_end()
+
+    @contextlib.contextmanager
+    def stops_at_an_error(self) -> Iterator[None]:
+        """The end of the run begins with an error of this block: what verl closes next does not die."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
 
     def ended(self) -> None:
         """The run has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,9 @@ class TaskRunner(TaskRunnerBase):
 
     def init_agent_loop_manager(self) -> None:
         """Start the agent-loop workers, as the last processes; `fit` watches all of them in another way."""
-        super().init_agent_loop_manager()
+        watch = getattr(self.trainer, "watch", None)  # verl's own trainers have none
+        with watch.stops_at_an_error() if watch is not None else contextlib.nullcontext():
+            super().init_agent_loop_manager()
         if self._start is not None:
             self._start.end()
 

@@ -168,7 +168,8 @@ class PartialRolloutTrainer(PPOTrainer):
             answer_s=self.settings.block.timeouts.call_s,
         )
         self.watch.start(transfer_queue_actors())
-        super().__init__(config)
+        with self.watch.stops_at_an_error():
+            super().__init__(config)
         self._warn_of_ignored_limit()
 
     @property
@@ -299,6 +300,11 @@ class PartialRolloutTrainer(PPOTrainer):
             )
 
     # ---- verl methods without a hook ----
+
+    def init(self) -> None:
+        """Missing hook: an error. verl's task runner closes TransferQueue before anybody is told of it."""
+        with self.watch.stops_at_an_error():
+            super().init()
 
     def _init_dataloader(self) -> None:
         """Missing hook: a check of the data. verl divides by zero if there is less than one batch."""

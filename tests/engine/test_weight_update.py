@@ -72,19 +72,19 @@ async def test_a_drain_forgets_the_prefix_cache_by_itself(engine):
 
 
 async def test_a_request_parked_through_an_update_goes_on_with_the_new_weights(engine, tmp_path):
-    from tests.engine.support import greedy_reference, make_model, send_weights, until
+    from tests.engine.support import begin_interruptions, greedy_reference, make_model, send_weights, until
 
     first, second = (make_model(tmp_path / str(seed), seed=seed) for seed in (201, 202))
     await update(engine.replica, first, 10)
+    await begin_interruptions(engine.replica, [1], stays_closed=True)
     task = asyncio.create_task(engine.client.generate("p", prompt_ids=PROMPT, sampling_params=GREEDY))
-    await until(engine.replica, lambda statistics: statistics.gate.in_flight == 1)
-    await engine.replica.abort_all_requests()
     await until(engine.replica, lambda statistics: statistics.gate.parked == 1)
     await send_weights(engine.replica, second, 11)
     await engine.replica.resume_generation()
     output = await task
     spans = output.extra_fields["version_spans"]
     num_old = sum(count for version, count in spans if version == 10)
+    assert 0 < num_old < NUM_TOKENS
     assert spans[-1] == [11, NUM_TOKENS - num_old]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (spans[0][0], 11)
     assert output.token_ids[:num_old] == greedy_reference(first, PROMPT, num_old)[0]
