@@ -120,7 +120,8 @@ class RunState:
         }
 
     def _state(self) -> dict[str, object]:
-        record, waits = self.record, self.waits.now()
+        record = self.record
+        waits = self.waits.now() if record.ended is None else self.waits.left()
         step, metrics = max(record.steps, default=0), record.last
         return {
             "name": record.name,
@@ -134,9 +135,10 @@ class RunState:
         }
 
     def _waiting(self, num_waits: int) -> str:
+        told = f"{num_waits} in all" + (", the oldest:" if num_waits > NUM_OLDEST else "")
         if self.record.ended is not None:
-            return "The run has ended: nobody waits. A click on a bar above shows what its prompt waited for."
-        return f"{num_waits} in all" + (", the oldest:" if num_waits > NUM_OLDEST else "")
+            return f"The run has ended: nobody waits. Unfinished at its end: {told}"
+        return told
 
     def why(self, step: int | None) -> list[str]:
         """Sentences about a step, by default about the last one."""

@@ -16,6 +16,8 @@ from partial_rollout.observability.events import (
     PhaseBegan,
     SegmentEnded,
     StageBegan,
+    StepEnded,
+    TrajectoryEnded,
     WeightsUpdated,
 )
 from partial_rollout.observability.record import INTERRUPTED
@@ -33,6 +35,12 @@ MAX_PROMPTS = 20_000
 WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 26
 MAX_ROWS = 64
 """Slots of an engine that are drawn; requests in further ones are counted in the label."""
+RUNNING = "running"
+"""The lane of requests that have not ended: an event says of them when they have, and in which engine they were."""
+ENGINE = "engine"
+"""The phase of a trajectory that waits for an engine."""
+STEP_WIDTH = 46
+"""Of the number of a step above the lanes; steps that are narrower have none."""
 GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
 
 
@@ -75,6 +83,10 @@ class Lanes:
         self.drains: deque[tuple[float, float]] = deque(maxlen=max_segments)
         self.updates: deque[tuple[float, float, int]] = deque(maxlen=max_segments)
         """From when to when, and the version of the weights that came."""
+        self.steps: deque[tuple[float, int]] = deque(maxlen=max_segments)
+        """When steps have ended, and their numbers."""
+        self._running: dict[tuple[str, int], float] = {}
+        """Since when trajectories have waited for an engine, the gate included."""
         self._opened: dict[int, float] = {}
         """When the gate was first opened for a weight version."""
         self._rows: dict[str, str] = {}
@@ -87,6 +99,9 @@ class Lanes:
         self.now_s = max(self.now_s, event.t)
         match event:
             case SegmentEnded():
+                key = (event.uid, event.session)
+                if key in self._running:
+                    self._running[key] = event.t
                 if (bar := self._bar(event)) is not None:
                     self.bars.append(bar)
             case GateMoved(is_open=False):
@@ -99,16 +114,60 @@ class Lanes:
                 self._opened.setdefault(event.version, event.t)
                 if len(self._opened) > MAX_SEGMENTS:
                     del self._opened[next(iter(self._opened))]
+            case StepEnded():
+                self.steps.append((event.t, event.step))
             case CommandEnded() | StageBegan(number=1):
                 self._end_closed(event.t)
                 self._opened.clear()
-            case PhaseBegan(row=row) if row:
-                self._rows.pop(event.uid, None)
-                self._rows[event.uid] = row
-                if len(self._rows) > MAX_PROMPTS:
-                    del self._rows[next(iter(self._rows))]
+                self._running.clear()
+            case PhaseBegan():
+                self._begin_phase(event)
+            case TrajectoryEnded():
+                self._running.pop((event.uid, event.session), None)
             case _:
                 pass
+
+    def running(self) -> list[Bar]:
+        """Requests that are in an engine at the latest event, or were when the run was killed; not known in which."""
+        since = [(key, self._in_engine_since(since_s)) for key, since_s in self._running.items()]
+        return [
+            Bar(
+                server=RUNNING,
+                start_s=since_s,
+                end_s=self.now_s,
+                version=max(self._opened, default=0),
+                tokens=0,
+                uid=uid,
+                session=session,
+                row=self._rows.get(uid, ""),
+                reused_tokens=0,
+                prompt_tokens=0,
+                reason=RUNNING,
+            )
+            for (uid, session), since_s in since
+            if since_s is not None and since_s < self.now_s
+        ]
+
+    def _in_engine_since(self, asked_s: float) -> float | None:
+        """None: it waits at the gate."""
+        for closed_s, opened_s in reversed(self.closed):
+            if opened_s is not None and opened_s <= asked_s:
+                break
+            if closed_s <= asked_s:
+                return opened_s
+        return asked_s
+
+    def _begin_phase(self, event: PhaseBegan) -> None:
+        key = (event.uid, event.session)
+        if event.phase == ENGINE:
+            self._running[key] = event.t
+        else:
+            self._running.pop(key, None)
+        if event.row:
+            self._rows.pop(event.uid, None)
+            self._rows[event.uid] = event.row
+            if len(self._rows) > MAX_PROMPTS:
+                del self._rows[next(iter(self._rows))]
 
     def _end_closed(self, at_s: float) -> None:
         if self.closed and self.closed[-1][1] is None:
@@ -139,13 +198,7 @@ class Lanes:
 
         A request that was on its way when the gate closed has none but the weights that the next opening brought.
         """
-        asked_s = max(asked_s, self._opened.get(version, asked_s))
-        for closed_s, opened_s in reversed(self.closed):
-            if opened_s is not None and opened_s <= asked_s:
-                break
-            if closed_s <= asked_s:
-                return opened_s
-        return asked_s
+        return self._in_engine_since(max(asked_s, self._opened.get(version, asked_s)))
 
     def svg(self, window_s: float = WINDOW_S, back_s: float = 0.0) -> str:
         """The `window_s` seconds that end `back_s` before the latest event; empty if no request ran in them."""
@@ -160,20 +213,22 @@ class _Drawing:
         self._first_s, self._last_s = last_s - window_s, last_s
 
     def svg(self) -> str:
-        bars = [bar for bar in self._lanes.bars if bar.end_s > self._first_s and bar.start_s < self._last_s]
+        known = [*self._lanes.bars, *self._lanes.running()]
+        bars = [bar for bar in known if bar.end_s > self._first_s and bar.start_s < self._last_s]
         if not bars:
             return ""
-        servers = sorted({bar.server for bar in bars})
+        servers = sorted({bar.server for bar in bars}, key=lambda server: (server == RUNNING, server))
         slots = {server: packed([bar for bar in bars if bar.server == server]) for server in servers}
         heights = {server: ROW * min(MAX_ROWS, max(slots[server].values()) + 1) for server in servers}
         height = TOP + sum(heights.values()) + GAP * len(servers) + 14
-        title = f"requests in the engines, {self._window_s:.0f} s, coloured by weight version"
+        title = f"requests in the engines, {self._window_s:.0f} s, coloured by weight version, pale: not ended"
         svg = make_svg(WIDTH, height, f"{title}; grey: gate closed, red: drain, violet: weight update")
         self._draw_bands(svg, height)
+        self._draw_steps(svg, height)
         top = TOP
         for number, server in enumerate(servers, 1):
             hidden = sum(slot >= MAX_ROWS for slot in slots[server].values())
-            text(svg, f"engine {number}", 8, top + 10, "start")
+            text(svg, RUNNING if server == RUNNING else f"engine {number}", 8, top + 10, "start")
             text(svg, f"{hidden} more bars" if hidden else "", 8, top + 24, "start")
             ElementTree.SubElement(svg[-2], "title").text = server
             for bar, slot in slots[server].items():
@@ -206,12 +261,25 @@ class _Drawing:
                 band.attrib |= {"fill": colour, "opacity": "0.25" if colour == GATE_COLOUR else "0.6"}
                 ElementTree.SubElement(band, "title").text = what
 
+    def _draw_steps(self, svg: ElementTree.Element, height: float) -> None:
+        begun_s = self._first_s
+        for ended_s, number in self._lanes.steps:
+            if ended_s > self._first_s and begun_s < self._last_s:
+                left, right = self._x(begun_s), self._x(ended_s)
+                add(svg, "line", x1=right, y1=TOP - 12, x2=right, y2=height - 16, stroke=GATE_COLOUR)
+                if right - left >= STEP_WIDTH:
+                    text(svg, f"step {number}", (left + right) / 2, TOP - 12, "middle")
+            begun_s = ended_s
+
     def _draw_bar(self, svg: ElementTree.Element, bar: Bar, top: float) -> None:
         left = self._x(bar.start_s)
         box = add(svg, "rect", x=left, y=top, width=max(self._x(bar.end_s) - left, 0.5), height=ROW - 1)
         box.attrib |= {"fill": COLOURS[bar.version % len(COLOURS)], "data-uid": bar.uid}
         end = "interrupted" if bar.interrupted else "ended"
         took = f"{bar.tokens} {bar.unit} in {bar.end_s - bar.start_s:.1f} s"
+        if bar.server == RUNNING:
+            end, took = "has not ended", f"for {bar.end_s - bar.start_s:.1f} s"
+            box.attrib |= {"fill-opacity": "0.35"}
         ElementTree.SubElement(box, "title").text = f"{bar.label}: {took}, weights {bar.version}, {end}"
 
     def _x(self, at_s: float) -> float:

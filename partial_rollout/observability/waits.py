@@ -11,6 +11,7 @@ from partial_rollout.observability.events import (
     CommandEnded,
     GateMoved,
     PhaseBegan,
+    PromptDropped,
     SegmentEnded,
     StageBegan,
     TrajectoryEnded,
@@ -19,7 +20,7 @@ from partial_rollout.observability.record import INTERRUPTED
 from partial_rollout.observability.summary import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 ENDED = "ended"
 """The phase of a trajectory that has failed or was cancelled."""
@@ -61,10 +62,12 @@ class Wait:
 
 
 class Waits:
-    """Follows the phases of all trajectories; `now` says who waits for what."""
+    """Follows the phases of all trajectories; `now` says who waits for what, `left` what a run's end has cut off."""
 
     def __init__(self) -> None:
         self._phases: dict[tuple[str, int], PhaseBegan] = {}
+        self._cut: dict[tuple[str, int], PhaseBegan] = {}
+        """The last phases of trajectories that have failed or were cancelled, and have not begun again."""
         self._segments: dict[tuple[str, int], tuple[int, int]] = {}
         """Tokens and interruptions of each unfinished trajectory."""
         self._closed_s: float | None = None
@@ -82,47 +85,62 @@ class Waits:
                 if phase == "agent":
                     self._segments[key] = (0, 0)
                 self._phases[key] = event
-            case PhaseBegan() | TrajectoryEnded():
-                self._forget(event.uid, event.session)
+                self._cut.pop(key, None)
+            case PhaseBegan(uid=uid, session=session):
+                if (uid, session) in self._phases:
+                    self._cut[uid, session] = self._phases.pop((uid, session))
+            case TrajectoryEnded():
+                self._forget((event.uid, event.session))
             case SegmentEnded() if (event.uid, event.session) in self._segments:
                 tokens, interruptions = self._segments[event.uid, event.session]
                 interrupted = event.reason == INTERRUPTED
                 self._segments[event.uid, event.session] = (tokens + event.tokens, interruptions + interrupted)
-            case BatchTaken():
-                taken = set(event.uids)
-                for uid, session in [key for key in self._phases if key[0] in taken]:
-                    self._forget(uid, session)
+            case BatchTaken() | PromptDropped():
+                gone = set(event.uids) if isinstance(event, BatchTaken) else {event.uid}
+                for key in [key for key in [*self._phases, *self._cut] if key[0] in gone]:
+                    self._forget(key)
             case GateMoved():
                 self._closed_s = None if event.is_open else event.t
-            case CommandEnded() | StageBegan(number=1):  # what earlier starts left unfinished
+            case CommandEnded():
+                self._cut |= self._phases
                 self._phases.clear()
+            case StageBegan(number=1):  # what earlier starts left unfinished
+                self._phases.clear()
+                self._cut.clear()
                 self._segments.clear()
             case _:
                 pass
 
-    def _forget(self, uid: str, session: int) -> None:
-        self._phases.pop((uid, session), None)
-        self._segments.pop((uid, session), None)
+    def _forget(self, key: tuple[str, int]) -> None:
+        for known in (self._phases, self._cut, self._segments):
+            known.pop(key, None)
 
     def now(self) -> list[Wait]:
         """All waits, the oldest first."""
+        return self._waits(self._phases.values(), self._what)
+
+    def left(self) -> list[Wait]:
+        """What the trajectories waited for that the end of a run has cut off, the oldest first."""
+        return self._waits(self._cut.values(), lambda phase: phase.phase)
+
+    def _waits(self, phases: Iterable[PhaseBegan], what_of: Callable[[PhaseBegan], str]) -> list[Wait]:
         groups: dict[tuple[str, str], list[PhaseBegan]] = {}
-        for phase in self._phases.values():
-            groups.setdefault((phase.uid, self._what(phase)), []).append(phase)
+        for phase in phases:
+            groups.setdefault((phase.uid, what_of(phase)), []).append(phase)
         waits = [
             Wait(
                 uid=uid,
-                row=phases[0].row,
+                row=of[0].row,
                 what=what,
-                response=min(each.response for each in phases),
-                attempt=max(each.attempt for each in phases),
-                since_s=min(each.t for each in phases),
-                sessions=tuple(sorted(each.session for each in phases)),
+                response=min(each.response for each in of),
+                attempt=max(each.attempt for each in of),
+                since_s=min(each.t for each in of),
+                sessions=tuple(sorted(each.session for each in of)),
                 tokens=sum(tokens for tokens, _ in seen) if seen else None,
                 interruptions=sum(interruptions for _, interruptions in seen),
             )
-            for (uid, what), phases in groups.items()
-            for seen in [self._seen(phases)]
+            for (uid, what), of in groups.items()
+            for seen in [self._seen(of)]
         ]
         return sorted(waits, key=lambda wait: wait.since_s)
 

@@ -176,7 +176,9 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
     assert first["waits"][0][:2] == ["a", "row row-a"]
     assert first["waits"][0][5:] == ["for a tool or its agent loop", "1 min 56 s", "7 tokens, 0 interruptions"]
     assert first["messages"] == [["warning", EVIL, "", ""]]
-    assert (second["step"], dict(second["head"])["health"], second["waits"]) == (3, "ended", [])
+    assert (second["step"], dict(second["head"])["health"]) == (3, "ended")
+    assert second["waiting"] == "The run has ended: nobody waits. Unfinished at its end: 1 in all"
+    assert second["waits"][0][:7] == [*first["waits"][0][:6], "16 s"]
 
 
 def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ended_nobody_waits(tmp_path: Path) -> None:
@@ -285,6 +287,45 @@ def test_bands_are_closed_gates_drains_and_updates_and_the_window_can_be_moved()
     earlier = lanes.svg(window_s=10.0, back_s=88.0)
     assert ("prompt a" in earlier, "prompt b" in earlier) == (True, False)
     assert lanes.svg(window_s=10.0, back_s=40.0) == ""
+
+
+def test_a_request_that_has_not_ended_is_a_pale_bar_from_the_gate_on_until_its_end_is_known() -> None:
+    lanes = Lanes()
+    for event in (
+        segment("a", 10.0, 5.0),
+        phase("b", "engine", 11.0),
+        phase("c", "engine", 8.0),
+        phase("c", "tool", 9.0),
+        GateMoved(t=12.0, step=1, version=0, is_open=False, seconds=0.5),
+        segment("b", 12.0, 1.0),  # interrupted
+        phase("d", "engine", 13.0),
+        GateMoved(t=14.0, step=1, version=1, is_open=True),
+        phase("e", "engine", 15.0),
+        step(-80),  # at 20.0
+    ):
+        lanes.add(event)
+    assert sorted((bar.uid, bar.start_s, bar.end_s) for bar in lanes.running()) == [
+        ("b", 14.0, 20.0),
+        ("d", 14.0, 20.0),
+        ("e", 15.0, 20.0),
+    ]
+    assert "row row-d, trajectory 0: for 6.0 s, weights 1, has not ended" in lanes.svg()
+    lanes.add(segment("d", 21.0, 7.0))
+    lanes.add(GateMoved(t=22.0, step=1, version=1, is_open=False, seconds=0.5))
+    lanes.add(segment("b", 22.0, 1.0))
+    assert [bar.uid for bar in lanes.running() if bar.start_s > 14.0] == ["d", "e"]  # b waits at the gate
+    lanes.add(CommandEnded(t=23.0, code=0))
+    assert lanes.running() == []
+
+
+def test_steps_stand_above_the_lanes_where_there_is_room() -> None:
+    lanes = Lanes()
+    for number in (1, 2, 3, 40):
+        lanes.add(step(number))
+    lanes.add(segment("a", 141.0, 1.0))
+    drawn = lanes.svg(window_s=60.0)
+    assert ("step 1<" in drawn, "step 3<" in drawn, "step 40<" in drawn) == (True, False, True)
+    assert drawn.count("<line") == 4
 
 
 def test_a_request_that_was_on_its_way_when_the_gate_closed_began_with_the_weights_that_it_has() -> None:

@@ -14,6 +14,8 @@ from partial_rollout.observability.events import (
     EventWriter,
     GateMoved,
     PhaseBegan,
+    PromptDropped,
+    StageBegan,
     TrajectoryEnded,
 )
 from partial_rollout.observability.waits import NUM_SHOWN, Waits, format_waits
@@ -52,6 +54,31 @@ def test_trajectories_of_a_prompt_that_wait_for_the_same_are_one_wait_and_the_ol
 )
 def test_a_trajectory_that_has_ended_waits_for_nothing(end: AnyEvent) -> None:
     assert told(phase("a", 0, "engine", 5.0), end) == []
+
+
+def test_what_the_end_of_a_run_has_cut_off_is_known_afterwards() -> None:
+    waits = Waits()
+    waits.add(
+        [
+            *(phase(uid, 0, "engine", float(t)) for t, uid in enumerate("abcde")),
+            phase("a", 0, "ended", 9.0),  # cancelled by the end
+            phase("c", 0, "ended", 9.0),
+            phase("c", 0, "agent", 9.5),  # it had failed, and began again
+            phase("d", 0, "ended", 9.0),
+            PromptDropped(t=9.6, uid="d", source_index="d", reason="failed"),
+            TrajectoryEnded(t=9.0, uid="e", session=0, seconds=1, engine_seconds=1, tokens=1, interruptions=0),
+        ]
+    )
+    assert [wait.uid for wait in waits.now()] == ["b", "c"]
+    waits.add([CommandEnded(t=10.0, code=1)])
+    assert waits.now() == []
+    assert [(wait.uid, wait.what, wait.since_s) for wait in waits.left()] == [
+        ("a", "engine", 0.0),
+        ("b", "engine", 1.0),
+        ("c", "agent", 9.5),
+    ]
+    waits.add([StageBegan(t=11.0, number=1, total=5, name="configuration")])
+    assert waits.left() == []
 
 
 def test_a_request_at_a_closed_gate_waits_for_the_gate() -> None:
