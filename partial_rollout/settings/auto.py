@@ -44,7 +44,7 @@ from partial_rollout.settings.refused import AT_THE_END, Needs, check_packing, u
 from partial_rollout.settings.retention import ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from omegaconf import DictConfig
 
@@ -98,6 +98,8 @@ class Choice:
     seen: str
     why: str
     page: str = "docs/modes.md"
+    is_final: bool = True
+    """False: the value is the first one of those that the run takes while it goes on."""
 
     @property
     def is_open(self) -> bool:
@@ -144,10 +146,11 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     given, block = given or ByHand(), read_block(config)
     choices = [*_interrupt_mode(config, block, machine)]
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
+    full = _full_pool(config, block, choices, machine) if mode == "offload_kv" else ""
     return [
         *choices,
-        *_depth(config, block, given, mode),
-        *_slots(config, block, given, mode),
+        *_depth(config, block, given, mode, full),
+        *_slots(config, block, given, mode, full),
         *_planner(config, block),
         *_correction(config, given),
         *_saving(config, block, given),
@@ -183,8 +186,7 @@ def take(changes: Changes) -> list[Choice]:
         changes.refuse(SIZE_KEY, where, why, instead=f"leave it out, or set {MODE_KEY}=offload_kv as well")
         choices.remove(mode)
     for choice in choices:
-        # The number of batches in flight stays `auto`: it moves while the run goes on.
-        if not choice.is_open and choice.key != DEPTH_KEY:
+        if not choice.is_open and choice.is_final:
             changes.complete(choice.key, choice.value, choice.why)
     return choices
 
@@ -211,12 +213,13 @@ def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
     block = read_block(config)
     choices = list(_interrupt_mode(config, block, machine))
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
-    choices += _slots(config, block, ByHand(), mode)  # where engines do not tell their load, `take` has chosen
-    if choices and mode == "abort":  # `take` has said that the depth may rise
-        choices += _depth(config, block, ByHand(), mode)
+    full = _full_pool(config, block, choices, machine) if mode == "offload_kv" else ""
+    choices += _slots(config, block, ByHand(), mode, full)  # where engines do not tell their load, `take` has chosen
+    if choices and (full or mode == "abort"):  # `take` has said that the depth may rise
+        choices += _depth(config, block, ByHand(), mode, full)
     for choice in choices:
-        if choice.key == DEPTH_KEY:
-            continue  # it stays `auto`, see `take`
+        if not choice.is_final:
+            continue
         copies = [f"{ROLLOUT}.custom.{choice.key}"] if choice.key.startswith(f"{BLOCK}.") else []
         for key in (choice.key, *copies):
             OmegaConf.update(config, key, choice.value, force_add=True)
@@ -333,6 +336,17 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         yield _mode("abort", seen, "too little host memory is left for the KV, so it is computed again")
 
 
+def _full_pool(
+    config: DictConfig, block: PartialRolloutConfig, choices: Iterable[Choice], machine: Machine | None
+) -> str:
+    """What is seen of host memory that two batches fill already; empty where it has room for more, or is not known."""
+    need = _need(config, machine)
+    gib = next((choice.value for choice in choices if choice.key == SIZE_KEY), block.tail.offload_gib)
+    if isinstance(need, str) or gib is None or need.suffices_for_more(gib):
+        return ""
+    return f"{SIZE_KEY}={gib}, while the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB"
+
+
 _ASKED = "the run asks the hub for the model's sizes when it starts; until then they are not known"
 
 
@@ -378,11 +392,19 @@ def _mode(value: str, seen: str, why: str) -> Choice:
 
 # ---- how many prompts are in flight, and how many trajectories are generated ----
 
+_SLOTS_PAGE = "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost"
+_MORE = f"a larger {SIZE_KEY}, where a node has the memory, lets both rise"
 
-def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str) -> Iterator[Choice]:
+
+def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str, full: str) -> Iterator[Choice]:
     if block.prefetch_factor != AUTO or block.tail.policy != "partial":
         return
     least, most = depth_bounds(block, mode)
+    if full and most > least:
+        yield Choice(
+            DEPTH_KEY, AUTO, least, full, f"KV of more batches would be lost and computed again; {_MORE}", _SLOTS_PAGE
+        )
+        return
     tells_nothing = most > least and _has_no_statistics(config, given)
     seen = f"{MODE_KEY}={mode}"
     if block.tail.max_staleness is not None:
@@ -395,14 +417,14 @@ def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     if tells_nothing:
         seen = f"{STATISTICS_OFF}=True"
         why = "two batches fill most slots; engines do not tell their load, so nothing says when more would be too many"
-    yield Choice(DEPTH_KEY, AUTO, least, seen, why, "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost")
+    yield Choice(DEPTH_KEY, AUTO, least, seen, why, _SLOTS_PAGE, is_final=False)
 
 
 def _has_no_statistics(config: DictConfig, given: ByHand) -> bool:
     return given.has(STATISTICS_OFF) and bool(OmegaConf.select(config, STATISTICS_OFF))
 
 
-def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str) -> Iterator[Choice]:
+def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str, full: str) -> Iterator[Choice]:
     if block.slots.adaptive != AUTO:
         return
     start, bounded = read_settings(config).num_slots, block.slots.least or block.slots.most
@@ -416,6 +438,8 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         yield _adaptive(False, f"{STATISTICS_OFF}=True", "it was set by hand, so engines do not tell their load")
     elif mode == "abort" and not bounded:
         yield _adaptive(False, f"{MODE_KEY}=abort", "more requests at once would only mean more to compute again")
+    elif full and not bounded:
+        yield _adaptive(False, full, f"KV of more slots would be lost and computed again; {_MORE}")
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
     else:
@@ -424,9 +448,6 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
             yield Choice(
                 LEAST_SLOTS_KEY, None, start, f"{start} slots for a batch", "auto never goes below", _SLOTS_PAGE
             )
-
-
-_SLOTS_PAGE = "docs/modes.md#how-many-prompts-in-flight-and-what-does-it-cost"
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:

@@ -27,6 +27,9 @@ KV_SHARE = 0.5
 """Of the host memory that the training state leaves: the rest is for Ray's object store, data, and other processes."""
 LEAST_OF_NEED = 0.25
 """Below this share of all slots' KV, with all responses at their limit, much of what is stored would be evicted."""
+MORE_OF_NEED = 0.6
+"""Three batches with slots that were added leave up to 1.6 times as much as two, for which a third of all slots' KV was
+enough (docs/results/gpu.md, the flag alone with engine memory released)."""
 STATE_BYTES = 12
 """Of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the float32
 weight and the optimizer's two moments."""
@@ -89,6 +92,8 @@ class HostNeed:
     (32, 20)
     >>> need.gib_for_each_engine(Machine(host_bytes=40 * GIB)), need.gib_for_each_engine(Machine())
     (0, 0)
+    >>> need.suffices_for_more(32), need.suffices_for_more(16)
+    (True, False)
     """
 
     kv_bytes: int
@@ -104,6 +109,10 @@ class HostNeed:
         if room < LEAST_OF_NEED * self.kv_bytes:
             return 0
         return int(min(math.ceil(self.kv_bytes / GIB / self.engines), room / GIB / self.engines))
+
+    def suffices_for_more(self, gib_for_each_engine: float) -> bool:
+        """Whether pools of this size hold what more slots and more batches would leave there, too."""
+        return gib_for_each_engine * self.engines * GIB >= MORE_OF_NEED * self.kv_bytes
 
     def _room(self, machine: Machine) -> float:
         if machine.host_bytes is None:

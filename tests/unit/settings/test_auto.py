@@ -47,6 +47,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 TAIL = "partial_rollout.tail"
 MODE = f"{TAIL}.interrupt_mode"
+DEPTH, SLOTS = "partial_rollout.prefetch_factor", "partial_rollout.slots.adaptive"
 GPU = {"trainer.device": "cuda", f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True}
 """As verl's defaults have it: engines release their memory each step."""
 OFFLOADING = {**GPU, "partial_rollout.tail.offload_gib": 8}
@@ -134,6 +135,33 @@ def test_kv_goes_to_host_memory_where_there_is_room(composed: Composed, model: P
     assert "56.4 GiB" in mode.seen
     tail = read_settings(config).block.tail
     assert (tail.interrupt_mode, tail.offload_gib) == ("offload_kv", 57)
+
+
+@pytest.mark.parametrize(("gib", "rises"), [(34, True), (33, False)])  # 0.6 of 56.4 are 33.9
+def test_depth_and_slots_do_not_rise_where_host_memory_is_filled_by_two_batches(
+    composed: Composed, model: Path, gib: int, rises: bool
+):
+    long = {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
+    by_hand = composed(GPU | long | {f"{TAIL}.offload_gib": gib})
+    block = started(by_hand)
+    assert (block.prefetch_factor, block.slots.adaptive) == (("auto", True) if rises else (2.0, False))
+    by_itself = composed(GPU | long)
+    started(by_itself)
+    machine = Machine(host_bytes=int((2 * gib + 8.5) * GIB))  # training takes 8 GiB, and half of the rest is for KV
+    choices = {choice.key: choice for choice in take_on_cluster(by_itself, machine)}
+    assert choices[f"{TAIL}.offload_gib"].value == gib
+    block = read_settings(by_itself).block
+    assert (block.prefetch_factor, block.slots.adaptive) == (("auto", True) if rises else (2.0, False))
+    if not rises:
+        assert f"offload_gib={gib}, while the KV of all slots of a node needs 56.4 GiB" in choices[SLOTS].seen
+        assert "a larger" in choices[DEPTH].why
+
+
+def test_a_depth_set_by_hand_stays_where_host_memory_is_small(composed: Composed, model: Path):
+    long = {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
+    deep = {f"{TAIL}.offload_gib": 20, "partial_rollout.prefetch_factor": 3.0, "partial_rollout.slots.adaptive": True}
+    block = started(composed(GPU | long | deep))
+    assert (block.prefetch_factor, block.slots.adaptive) == (3.0, True)
 
 
 def test_where_host_memory_is_short_the_size_is_half_of_what_training_leaves(composed: Composed, model: Path):
