@@ -38,6 +38,8 @@ REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 """What Ray adds to a line that stands for others of the same text."""
 TRACEBACK = "Traceback (most recent call last):"
 RAISED = re.compile(r"^(?P<text>(?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt|Timeout|Dead|Lost|Exit)\b.*)")
+SEEN_TO = re.compile(r"has constructor arguments in the object store and max_restarts > 0")
+"""Errors of Ray's that tell of a danger which is none here: the replica holds on to its server's arguments."""
 VARIABLE = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(?:\.\d+)?")
 
 
@@ -81,6 +83,8 @@ class LogMessages:
             return Message(raised["text"], is_error=True, source=source)
         for form in FORMS:
             if found := form.match(text):
+                if SEEN_TO.search(text):
+                    return None
                 is_error = found["level"] in ("ERROR", "CRITICAL", "E", "F", "error", "Error")
                 return Message(found["text"].strip(), is_error=is_error, source=source)
         return None

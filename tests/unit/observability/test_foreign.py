@@ -40,6 +40,8 @@ NOT_SEEN = (
     "(TaskRunner pid=1) step:3 - critic/score/mean:0.25 - timing_s/gen:1.5 - error/rate:0.0",
     "(TaskRunner pid=1) Training Progress:  12%|█▎        | 1/8 [00:16<01:57, 16.76s/it]",
     "  warnings.warn('deprecated')",
+    "(TaskRunner pid=9) [2026-11-24 03:24:00,760 E 19109 19109] core_worker.cc:2465: Actor a with class name: 'S' "
+    "has constructor arguments in the object store and max_restarts > 0. If the arguments go out of scope",
 )
 
 
