@@ -122,11 +122,23 @@ def follow(command: Sequence[str], run: Path, screen: Screen, first_s: StageSeco
     run.mkdir(parents=True, exist_ok=True)
     watch = Watch(run, screen, since_s=time.time() - CLOCK_S, first_s=first_s)
     screen.line(f"starting; the raw output is in {watch.log}")
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def receive(received: int, _frame: object) -> None:
+        if process is None:
+            early.append(received)
+        else:
+            _forward(process, received, screen)
+
+    # Before the command starts: what is ignored here, as Ctrl-C is in a shell script's background, it would ignore too.
+    for number in FORWARDED:
+        signal.signal(number, receive)
     with watch.log.open("ab") as log:
         # In a session of its own a signal reaches the command once: from here.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    for number in FORWARDED:
-        signal.signal(number, lambda received, _frame: _forward(process, received, screen))
+    for received in early:
+        _forward(process, received, screen)
     while process.poll() is None:
         watch.look()
         try:

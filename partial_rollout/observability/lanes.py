@@ -32,15 +32,15 @@ MAX_SEGMENTS = 4000
 """That are kept; with 512 slots some eight a slot."""
 MAX_PROMPTS = 20_000
 """Whose row of the data set is remembered; twice what a run of the largest size has in flight."""
-WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 26
+WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 42
 MAX_ROWS = 64
 """Slots of an engine that are drawn; requests in further ones are counted in the label."""
 RUNNING = "running"
 """The lane of requests that have not ended: an event says of them when they have, and in which engine they were."""
 ENGINE = "engine"
 """The phase of a trajectory that waits for an engine."""
-STEP_WIDTH = 46
-"""Of the number of a step above the lanes; steps that are narrower have none."""
+STEP_WIDTH = 24
+"""From the number of one step above the lanes to the next; steps between them have none."""
 GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
 
 
@@ -130,11 +130,13 @@ class Lanes:
     def running(self) -> list[Bar]:
         """Requests that are in an engine at the latest event, or were when the run was killed; not known in which."""
         since = [(key, self._in_engine_since(since_s)) for key, since_s in self._running.items()]
+        is_closed = bool(self.closed) and self.closed[-1][1] is None
+        last_s = self.closed[-1][0] if is_closed else self.now_s
         return [
             Bar(
                 server=RUNNING,
                 start_s=since_s,
-                end_s=self.now_s,
+                end_s=last_s,
                 version=max(self._opened, default=0),
                 tokens=0,
                 uid=uid,
@@ -145,7 +147,7 @@ class Lanes:
                 reason=RUNNING,
             )
             for (uid, session), since_s in since
-            if since_s is not None and since_s < self.now_s
+            if since_s is not None and since_s < last_s
         ]
 
     def _in_engine_since(self, asked_s: float) -> float | None:
@@ -262,14 +264,16 @@ class _Drawing:
                 ElementTree.SubElement(band, "title").text = what
 
     def _draw_steps(self, svg: ElementTree.Element, height: float) -> None:
-        begun_s = self._first_s
+        begun_s, told = self._first_s, -STEP_WIDTH
         for ended_s, number in self._lanes.steps:
             if ended_s > self._first_s and begun_s < self._last_s:
                 left, right = self._x(begun_s), self._x(ended_s)
-                add(svg, "line", x1=right, y1=TOP - 12, x2=right, y2=height - 16, stroke=GATE_COLOUR)
-                if right - left >= STEP_WIDTH:
-                    text(svg, f"step {number}", (left + right) / 2, TOP - 12, "middle")
+                add(svg, "line", x1=right, y1=TOP - 14, x2=right, y2=height - 16, stroke=GATE_COLOUR)
+                if (middle := (left + right) / 2) >= told + STEP_WIDTH:
+                    told = middle
+                    text(svg, str(number), middle, TOP - 4, "middle")
             begun_s = ended_s
+        text(svg, "step" if told > 0 else "", 8, TOP - 4, "start")
 
     def _draw_bar(self, svg: ElementTree.Element, bar: Bar, top: float) -> None:
         left = self._x(bar.start_s)

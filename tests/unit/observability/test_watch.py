@@ -37,7 +37,7 @@ from partial_rollout.observability.step_line import step_line
 from partial_rollout.observability.summary import summary_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 OURS: dict[str, float] = {
@@ -277,6 +277,7 @@ import os, sys, signal
 from pathlib import Path
 from partial_rollout.observability.events import *
 writer = EventWriter(Path(sys.argv[1]) / "events", "driver")
+print("Ctrl-C is ignored:", signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)
 signal.signal(signal.SIGINT, lambda *_: (print("WARNING:root:told to end", flush=True), sys.exit(130)))
 writer.write(StageBegan(number=1, total=5, name="configuration"))
 writer.write(StepEnded(step=1, total=1, metrics={"timing_s/step": 2.0, "critic/score/mean": 0.5}))
@@ -290,9 +291,10 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def started(run: Path, argument: str) -> subprocess.Popen[str]:
+def started(run: Path, argument: str, before: Callable[[], object] | None = None) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "partial_rollout.watch", str(run), "--", sys.executable, "-c", COMMAND, str(run)]
-    return subprocess.Popen([*words, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*words, argument], stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=before)
 
 
 def test_a_command_is_shown_and_its_exit_code_is_the_watchs(tmp_path: Path) -> None:
@@ -328,6 +330,12 @@ def test_steps_of_verls_own_modes_are_shown_from_their_metrics_file(
     assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == ["step 1", "step 2"]
     assert "steps        2 in 16 s, 500 tokens/s" in lines
     assert any(line.startswith("files") and str(path) in line for line in lines)
+
+
+def test_the_command_heeds_ctrl_c_where_a_shell_script_has_started_the_watch_in_the_background(tmp_path: Path) -> None:
+    process = started(tmp_path, "0", before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.communicate(timeout=60)
+    assert "Ctrl-C is ignored: False" in (tmp_path / "run.log").read_text()
 
 
 def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
