@@ -40,6 +40,7 @@ from partial_rollout.errors import ActorLost, ClusterError, InternalError, RunSt
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
+from partial_rollout.runtime.claim_polls import ClaimPolls
 from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, nothing
 from partial_rollout.runtime.heartbeat import Silence, begin_beats
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
@@ -121,10 +122,8 @@ class RolloutPromptManager:
         self._queue = PromptQueue(policy, max_attempts, clock, bound)
         self._metrics = metrics() if metrics else None
         self._export_timer: asyncio.TimerHandle | None = None
-        # Two conditions on one lock: a finished group must not wake every worker that waits for a pending prompt.
-        lock = asyncio.Lock()
-        self._claimable = asyncio.Condition(lock)
-        self._takeable = asyncio.Condition(lock)
+        self._polls = ClaimPolls()
+        self._takeable = asyncio.Condition()
         self._workers: dict[str, WorkerStatus] = {}
         self._num_releases: Counter[str] = Counter()
         self._step = self._weight_version = -1
@@ -144,11 +143,12 @@ class RolloutPromptManager:
         Raises:
             ActorLost: the manager was closed.
         """
-        async with self._changing():
+        # All polls look again: claims that go on are each for one worker.
+        async with self._changing(wake_claims=True):
             self._require_open()
             return self._queue.begin_round()
 
-    async def admit(self, prompts: Sequence[PromptMeta]) -> QueueStatistics:
+    async def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make prompts pending, all or none.
 
         Raises:
@@ -158,7 +158,6 @@ class RolloutPromptManager:
         async with self._changing():
             self._require_open()
             self._queue.admit(prompts)
-            return self._queue.statistics()
 
     async def take_batch(self, num_groups: int, timeout_s: float) -> TakeResult:
         """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
@@ -178,8 +177,11 @@ class RolloutPromptManager:
             self._require_open()
             if self._stop_reason:
                 raise RunStopped(self._stop_reason)
-            warn_of_long_running(self._queue, self._batch_s)
             # Still under the lock: an event between the look and the taking could take the groups away.
+            if not self._queue.has_batch(num_groups):
+                return self._queue.take(num_groups)
+            # Once a batch, and not for each prompt that is replaced: both look at every prompt in flight.
+            warn_of_long_running(self._queue, self._batch_s)
             result = self._queue.take(num_groups)
             self._queue.require_conserved()
             return result
@@ -237,12 +239,18 @@ class RolloutPromptManager:
             # A poll parked by a worker that was lost meanwhile must not claim: nobody would give it back.
             return bool(self._closed) or self._num_releases[worker_id] != num_releases
 
-        async with self._claimable:
-            await _wait(self._claimable, lambda: ended() or self._queue.can_claim(worker_id, free_slots), timeout_s)
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        try:
+            # A call that has come meanwhile may have taken what this poll was woken for.
+            while not (ended() or self._queue.can_claim(worker_id, free_slots)) and loop.time() < end_s:
+                await self._polls.wait(free_slots, end_s - loop.time())
             claims = [] if ended() else self._queue.claim(worker_id, free_slots)
-            if claims:
-                self._schedule_export()
-            return claims
+        finally:
+            self._wake_one()
+        if claims:
+            self._schedule_export()
+        return claims
 
     async def finish_many(self, groups: Sequence[tuple[Claim, Sequence[TrajectorySummary]]]) -> FinishResult:
         """Claimed groups are done; returns those that are refused or dropped.
@@ -406,11 +414,17 @@ class RolloutPromptManager:
         """Hold the lock; after a change that raised nothing, let whoever waits look again whether it may go on."""
         async with self._takeable:
             yield
-            # Workers are woken only when there is something to claim, since each wake re-checks every long poll.
-            if wake_claims or self._queue.is_claimable:
-                self._claimable.notify_all()
+            if wake_claims:
+                self._polls.wake_all()
+            else:
+                self._wake_one()
             self._takeable.notify_all()
             self._schedule_export()
+
+    def _wake_one(self) -> None:
+        """Let a worker claim the next prompt, if there is one; that worker's poll wakes the next worker."""
+        if num_slots := self._queue.next_group_size:
+            self._polls.wake_one(num_slots)
 
     def _ends_wait(self, num_groups: int) -> bool:
         return bool(self._closed or self._stop_reason) or self._queue.can_take(num_groups)

@@ -68,7 +68,8 @@ def _first_failure(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, who_wai
     while late:
         done, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
-            raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s")
+            silent = ", ".join(str(rank) for rank, ref in enumerate(refs) if ref in late)
+            raise WaitTimeout(f"{who_waits}: of {len(refs)} ranks no answer within {timeout_s:g} s from {silent}")
         failure = failure or _failure(done[0])
     return failure
 

@@ -78,7 +78,8 @@ def test_conserved_at_every_moment_and_trained_once(settings: PartialRolloutConf
             for step in range(NUM_BATCHES):
                 samples.append(call(manager.statistics.remote()))
                 room = settings.capacity(BATCH) - samples[-1].in_flight
-                samples.append(call(manager.admit.remote(prompts(step, room))))
+                call(manager.admit.remote(prompts(step, room)))
+                samples.append(call(manager.statistics.remote()))
                 trained += [group.uid for group in call(manager.take_batch.remote(BATCH, CALL_TIMEOUT_S)).groups]
         finally:
             call(manager.close.remote("enough"))

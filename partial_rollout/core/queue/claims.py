@@ -41,11 +41,6 @@ class ClaimBook:
         """Resumed claims, by worker and claim id, of which the worker has not heard."""
         self._clock = clock
 
-    @property
-    def has_unfetched(self) -> bool:
-        """Whether some worker has resumed claims to fetch."""
-        return bool(self._unfetched)
-
     def start(self, entry: Entry, worker_id: str) -> Claim:
         """Give `worker_id` a claim on the prompt."""
         entry.ongoing_since_s, entry.ongoing_before_s, entry.was_called_long = self._clock(), 0.0, False

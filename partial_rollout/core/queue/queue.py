@@ -114,7 +114,7 @@ class PromptQueue:
         """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before."""
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
-        if not self._can_take_now(num_groups):
+        if not self.has_batch(num_groups):
             # The trainer may ask more than once for the same batch: what is owed is counted anew, not added up.
             self._num_owed = self._num_missing(num_groups)
             num_filtered, self._num_unreplaced = self._num_unreplaced, 0
@@ -256,11 +256,6 @@ class PromptQueue:
         return self._rounds.next_group_size
 
     @property
-    def is_claimable(self) -> bool:
-        """Whether a worker with enough slots could claim."""
-        return bool(self.next_group_size) or self._claims.has_unfetched
-
-    @property
     def version(self) -> int:
         """Weight version that generates now; tokens of prompts that begin are at least as new."""
         return self._claims.ages.version
@@ -281,7 +276,11 @@ class PromptQueue:
 
     def can_take(self, num_groups: int) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""
-        return self._can_take_now(num_groups) or self._num_missing(num_groups) > 0
+        return self.has_batch(num_groups) or self._num_missing(num_groups) > 0
+
+    def has_batch(self, num_groups: int) -> bool:
+        """Whether `take` would return groups."""
+        return self._rounds.can_choose(num_groups, len(self._ledger.done)) and not self.num_due(num_groups)
 
     def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
         """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
@@ -412,9 +411,6 @@ class PromptQueue:
             return iter(done)
         ages = {uid: entry.group.min_version for uid, entry in done.items() if entry.group is not None}
         return iter(sorted(done, key=ages.__getitem__))
-
-    def _can_take_now(self, num_groups: int) -> bool:
-        return self._rounds.can_choose(num_groups, len(self._ledger.done)) and not self.num_due(num_groups)
 
     def _num_missing(self, num_groups: int) -> int:
         """Prompts without which the round cannot fill its batch, and those that replace groups without spread."""

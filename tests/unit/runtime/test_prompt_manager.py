@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from virtual_time import run_virtual, settle, woken
 
+from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, RunStopped, StaleClaim, WaitTimeout
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
@@ -166,6 +167,24 @@ def test_cancelled_claim_takes_nothing_and_leaves_the_lock_free() -> None:
 
 
 # ---- take_batch ----
+
+
+def test_all_prompts_are_looked_at_once_a_batch_and_not_once_a_replaced_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    monkeypatch.setattr(PromptQueue, "require_conserved", lambda queue: checks.append(queue.num_in_flight))
+
+    async def main() -> None:
+        manager = await make_manager("a", "b")
+        claims = await manager.claim("w0", 4, 0)
+        await manager.drop(claims[0], "prompt_too_long")
+        assert (await manager.take_batch(2, HOUR_S)).num_missing == 1
+        await manager.admit(prompts("c"))
+        await finish(manager, [*claims[1:], *await manager.claim("w0", 4, 0)])
+        assert checks == []
+        assert [group.uid for group in (await manager.take_batch(2, HOUR_S)).groups] == ["b", "c"]
+        assert checks == [0]
+
+    run_virtual(main())
 
 
 def test_take_batch_waits_for_whole_batches() -> None:

@@ -79,3 +79,71 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
     assert weighed.failed_updates() == {1: "killed", 2: "late"}
     weighed.relaunch([2])
     assert [replica.is_relaunched for replica in replicas] == [False, False, True]
+
+
+NUM_MANY = 64
+
+
+class Asked:
+    """Ranks in the order in which they were asked."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.all = asyncio.Event()
+
+    def add(self, rank: int) -> None:
+        self.ranks.append(rank)
+        if len(self.ranks) == NUM_MANY:
+            self.all.set()
+
+
+class OneOfMany(Replica):
+    """Answers at once; the slow one when all others have been asked, a stuck one never."""
+
+    def __init__(self, rank: int, asked: Asked, until: asyncio.Event | None = None) -> None:
+        super().__init__(1, rank)
+        self.asked, self.until = asked, until
+
+    async def abort_all_requests(self) -> dict[str, Any]:
+        await self._answer()
+        return {"aborted_count": 1}
+
+    async def weights_failure(self) -> str | None:
+        await self._answer()
+        return "out of memory" if self.until is not None else None
+
+    async def relaunch(self) -> None:
+        await self._answer()
+
+    async def _answer(self) -> None:
+        self.asked.add(self.replica_rank)
+        if self.until is not None:
+            await self.until.wait()
+
+
+def many(asked: Asked, until: asyncio.Event) -> Any:
+    """Rank 0 is asked first, and is slow: whoever were asked one after the other would wait for it."""
+    return [OneOfMany(0, asked, until), *(OneOfMany(rank, asked) for rank in range(1, NUM_MANY))]
+
+
+def test_a_slow_replica_of_many_keeps_none_of_the_others_from_being_drained() -> None:
+    asked = Asked()
+    assert ReplicaFleet(many(asked, asked.all), TimeoutConfig(drain_s=5.0, call_s=5.0)).drain() == NUM_MANY
+    assert asked.ranks == list(range(NUM_MANY))
+
+
+def test_of_many_replicas_the_one_that_does_not_drain_is_named_and_no_other() -> None:
+    asked, limits = Asked(), TimeoutConfig(drain_s=0.01, call_s=0.01)
+    told = f"^trainer waited 0.02 s for {NUM_MANY} rollout replicas to drain; no answer from replica 0 at 10.0.0.0:80$"
+    with pytest.raises(WaitTimeout, match=told):
+        ReplicaFleet(many(asked, asyncio.Event()), limits).drain()
+    assert asked.ranks == list(range(NUM_MANY))
+
+
+def test_of_many_replicas_the_one_whose_update_failed_is_named_when_all_have_answered_and_relaunched_alone() -> None:
+    asked = Asked()
+    all_of_them = ReplicaFleet(many(asked, asked.all), TimeoutConfig(call_s=5.0, resume_s=5.0))
+    assert all_of_them.failed_updates() == {0: "out of memory"}
+    assert asked.ranks == list(range(NUM_MANY))
+    all_of_them.relaunch([0])
+    assert asked.ranks[NUM_MANY:] == [0]

@@ -122,7 +122,7 @@ def test_nothing_starts_between_rounds() -> None:
     trainer = Trainer(REORDER)
     trainer.queue.admit([PromptMeta("early", 1, 0)])
     assert trainer.claim() == []
-    assert not trainer.queue.is_claimable
+    assert not trainer.queue.next_group_size
 
 
 def test_deferred_groups_keep_their_claims_and_are_trained_together() -> None:
