@@ -86,6 +86,8 @@ class TrajectorySummary:
     context_spans: tuple[ContextSpan, ...] = ()
     metric: float | None = None
     """What `algorithm.filter_groups` compares within a group; None where groups are not filtered."""
+    log_checksum: int = 0
+    """Of the trajectory's record in the log of rollouts; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,14 @@ from partial_rollout.settings.derived import read_settings
 from partial_rollout.types import PromptMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ray.actor import ActorHandle
     from tensordict import TensorDict
 
+    from partial_rollout.agent_loop.rollout_log import LogFolder
     from partial_rollout.agent_loop.trajectory import Saved
+    from partial_rollout.core.replay import Place
     from partial_rollout.train.engine_recovery import EngineRecovery
     from partial_rollout.types import Claim
 
@@ -40,6 +42,8 @@ HOLD_TIMEOUT_S = 60.0
 """A worker answers at once: it only notes which claims are held back. One that is frozen is killed after `claim_s`."""
 TOKENS_TIMEOUT_S = 300.0
 """Tokens of all trajectories in flight travel through Ray's object store."""
+LOG_TIMEOUT_S = 10.0
+"""A worker answers at once. What a silent one does not log is generated again after a death."""
 STOP_TIMEOUT_S = 60.0
 """A worker that stops cancels its tasks and waits until they have ended."""
 WORKER_START_TIMEOUT_S = 300.0
@@ -75,6 +79,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _init_restarts(self) -> None:
         self._oldest_version: int | None = None
+        self._log_folder: LogFolder | None = None
         self._is_running = False
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
         self._num_restarts = 0
@@ -149,6 +154,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             self.agent_loop_workers[rank] = worker
             # Before `run`: the claim loop must not begin what this step holds back.
             calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
+            if self._log_folder is not None:
+                calls.append(worker.begin_log.remote(self._log_folder))
             if self._is_running:
                 self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
             self._swapped.notify_all()
@@ -261,6 +268,20 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         ref = ray.put(saved)
         calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
+
+    def begin_log(self, folder: LogFolder) -> None:
+        """Let all workers write the log of rollouts into this folder from now on."""
+        with self._swapped:
+            self._log_folder = folder
+            calls = [worker.begin_log.remote(folder) for worker in self.agent_loop_workers]
+        for answer in self._settle(calls, "begin a file of the log", LOG_TIMEOUT_S):
+            if is_missing(answer):
+                logger.warning("the log of rollouts has nothing of an agent-loop worker: %s", answer)
+
+    def replay(self, places: Mapping[str, Place]) -> None:
+        """Tell all workers which trajectories are replayed: any of them may claim the prompt."""
+        ref = ray.put(places)
+        self._ask_living([each.replay.remote(ref) for each in self.agent_loop_workers], "replay", TOKENS_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

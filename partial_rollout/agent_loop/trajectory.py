@@ -56,6 +56,8 @@ class Trajectory:
         """The generate calls made."""
         self.phase_s: defaultdict[str, float] = defaultdict(float)
         """Seconds by what the trajectory waited for, without the phase that lasts."""
+        self.record_bytes = b""
+        """Its record in the log of rollouts, when it has ended."""
         self._phase, self._since_s = "", 0.0
         self._saved = deque(unfold(saved))
 
@@ -190,6 +192,11 @@ class Trajectories:
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""
         return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
+
+    def records(self) -> list[bytes]:
+        """The records of ended trajectories whose groups have not ended."""
+        trajectories = (each for group in self._running.values() for each in group.values())
+        return [each.record_bytes for each in trajectories if each.record_bytes]
 
     def unclaimed(self) -> frozenset[str]:
         """Saved trajectories that have not started again here."""

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import transfer_queue as tq
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.replay_buffer import FILTER_GROUPS_REWARD_METRIC as REWARD_METRIC
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
 from partial_rollout.agent_loop.event_texts import EventTexts
 from partial_rollout.agent_loop.limits import KEYS, PhaseLimits
 from partial_rollout.agent_loop.rewards import RewardPool
+from partial_rollout.agent_loop.rollout_log import WorkerLog
 from partial_rollout.agent_loop.store import RowStore
 from partial_rollout.agent_loop.trajectory import CURRENT, ENDED, Saved, Trajectories, Trajectory
 from partial_rollout.errors import ConfigError, DataError, StaleClaim
@@ -38,10 +40,12 @@ from partial_rollout.settings.derived import filter_metric
 from partial_rollout.types import Claim, TrajectorySummary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tensordict import TensorDict
 
+    from partial_rollout.agent_loop.rollout_log import LogFolder, Replayed
+    from partial_rollout.core.replay import Place
     from partial_rollout.core.resume import ResumableGeneration, Segment
     from partial_rollout.rollout.client import ResumingLLMServerClient
     from partial_rollout.runtime.prompt_manager import RolloutPromptManager
@@ -73,6 +77,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
             lambda count: handle.beat.remote(worker_id, count).future().result(call_s), settings.timeouts.claim_s
         )
         self._trajectories = Trajectories()
+        self._log = WorkerLog(worker_id, call_s)
         self._limits = PhaseLimits({phase: getattr(settings.timeouts, key) for phase, key in KEYS.items()})
         self._filter_metric = filter_metric(self.config)
         self._rewards = RewardPool(self.reward_loop_worker_handles or (), wait_s=settings.timeouts.resume_s)
@@ -192,6 +197,14 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)
 
+    async def begin_log(self, folder: LogFolder) -> None:
+        """Write the log of rollouts into this folder from now on."""
+        self._log.begin(folder, self._trajectories.records())
+
+    async def replay(self, places: Mapping[str, Place]) -> None:
+        """Let these trajectories, and no others, be what the log of an earlier start says."""
+        self._log.replay(places)
+
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
 
@@ -258,22 +271,17 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def _run(self, trajectory: Trajectory, row: dict[str, Any]) -> list[TrajectorySummary]:
         self._enter("agent")
-        claim, session, started_s = trajectory.claim, trajectory.session, time.monotonic()
-        outputs: Any = await self._run_agent_loop(
-            rollout_sampling_params(self.rollout_config),
-            {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
-            trace=False,
-            session_id=session,
-            **row,
-        )
-        if not outputs:
-            raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
-        found = summaries(trajectory, outputs, self._filter_metric)
+        started_s = time.monotonic()
+        replayed = await self._log.read(trajectory)
+        if replayed is None:
+            found = await self._run_anew(trajectory, row)
+        else:
+            found = await self._store_again(trajectory, row, replayed)
         now_s = time.monotonic()
         trajectory.enter(ENDED, now_s)
         ended = TrajectoryEnded(
-            uid=claim.uid,
-            session=session,
+            uid=trajectory.claim.uid,
+            session=trajectory.session,
             seconds=now_s - started_s,
             engine_seconds=trajectory.engine_s,
             tokens=sum(each.response_len for each in found),
@@ -285,6 +293,28 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         )
         self._events.write(ended)
         return found
+
+    async def _run_anew(self, trajectory: Trajectory, row: dict[str, Any]) -> list[TrajectorySummary]:
+        claim, session = trajectory.claim, trajectory.session
+        outputs: Any = await self._run_agent_loop(
+            rollout_sampling_params(self.rollout_config),
+            {"step": claim.global_step, "sample_index": row["index"], "rollout_n": session, "validate": False},
+            trace=False,
+            session_id=session,
+            **row,
+        )
+        if not outputs:
+            raise DataError(f"agent loop of prompt {claim.uid} returned no trajectory", reason="empty_trajectory")
+        return self._log.write(trajectory, outputs, summaries(trajectory, outputs, self._filter_metric))
+
+    async def _store_again(
+        self, trajectory: Trajectory, row: dict[str, Any], replayed: Replayed
+    ) -> list[TrajectorySummary]:
+        """Store a trajectory of the log as if its agent loop had returned it now. It has its score already."""
+        fields = {name: value for name, value in row.items() if name != "agent_name"}
+        outputs = [AgentLoopOutput(**output) for output in replayed.outputs]
+        await self._agent_loop_postprocess(outputs, False, session_id=trajectory.session, **fields)
+        return self._log.write_again(trajectory, replayed)
 
     def forget(self, claim: Claim) -> None:
         """The claim has ended and the manager knows; until then a checkpoint needs the tokens."""

@@ -13,6 +13,8 @@ NUM_TOKENS = "perf/total_num_tokens"
 FILTERED = "training/filter_groups/evicted_samples"
 """verl's name: groups without spread, which were dropped."""
 PREFIX = "partial_rollout"
+REPLAYED = f"{PREFIX}/replayed_responses"
+"""Responses of the step that are of the log of rollouts; there only where some are."""
 PARTS: dict[str, tuple[str, ...]] = {
     "generation": ("timing_s/gen",),
     "log-probs": ("timing_s/old_log_prob", "timing_s/ref", "timing_s/values"),
@@ -69,6 +71,8 @@ def _rollout(metrics: Mapping[str, float]) -> list[str]:
         parts.append(f"{again:,.0f} tokens computed again")
     if (interrupted := metrics.get(f"{PREFIX}/interrupted")) is not None:
         parts.append(f"interrupted {interrupted:.0f}, resumed {metrics.get(f'{PREFIX}/resumed_trajectories', 0):.0f}")
+    if replayed := metrics.get(REPLAYED):
+        parts.append(f"{replayed:.0f} responses from the log, not generated")
     if (filtered := metrics.get(FILTERED)) is not None:
         parts.append(f"{filtered:.0f} groups without spread")
     return parts

@@ -32,7 +32,7 @@ class Kind:
 
 
 WATCH = "the prompt manager, in which a call to the process is parked that fails when the process dies"
-STEP = "everything since the last checkpoint"
+STEP = "the steps since the last checkpoint are trained again, from logged responses"
 
 TRANSFER_QUEUE_CONTROLLER = Kind("TransferQueue controller", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
 TRANSFER_QUEUE_STORAGE = Kind("TransferQueue storage", WATCH, 5.0, Then.STARTS_AGAIN, STEP)

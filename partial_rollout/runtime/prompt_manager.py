@@ -159,8 +159,10 @@ class RolloutPromptManager:
             self._require_open()
             self._queue.admit(prompts)
 
-    async def take_batch(self, num_groups: int, timeout_s: float) -> TakeResult:
+    async def take_batch(self, num_groups: int, timeout_s: float, wanted: Sequence[str] = ()) -> TakeResult:
         """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
+
+        With `wanted`, the groups of these uids and no others.
 
         Returns at once with `num_missing > 0` and no groups when fewer than `num_groups` prompts are on their way.
 
@@ -171,18 +173,18 @@ class RolloutPromptManager:
             ActorLost: the manager was closed.
         """
         async with self._changing():
-            if not await _wait(self._takeable, lambda: self._ends_wait(num_groups), timeout_s):
+            if not await _wait(self._takeable, lambda: self._ends_wait(num_groups, wanted), timeout_s):
                 why = describe_wait(self._queue, num_groups, timeout_s)
                 raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._gate!r}")
             self._require_open()
             if self._stop_reason:
                 raise RunStopped(self._stop_reason)
             # Still under the lock: an event between the look and the taking could take the groups away.
-            if not self._queue.has_batch(num_groups):
-                return self._queue.take(num_groups)
+            if not self._queue.has_batch(num_groups, wanted):
+                return self._queue.take(num_groups, wanted)
             # Once a batch, and not for each prompt that is replaced: both look at every prompt in flight.
             warn_of_long_running(self._queue, self._batch_s)
-            result = self._queue.take(num_groups)
+            result = self._queue.take(num_groups, wanted)
             self._queue.require_conserved()
             return result
 
@@ -426,8 +428,8 @@ class RolloutPromptManager:
         if num_slots := self._queue.next_group_size:
             self._polls.wake_one(num_slots)
 
-    def _ends_wait(self, num_groups: int) -> bool:
-        return bool(self._closed or self._stop_reason) or self._queue.can_take(num_groups)
+    def _ends_wait(self, num_groups: int, wanted: Sequence[str]) -> bool:
+        return bool(self._closed or self._stop_reason) or self._queue.can_take(num_groups, wanted)
 
     async def _park(self, handle: Any) -> None:
         """Return never, or raise RayActorError when the actor dies."""

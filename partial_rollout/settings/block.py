@@ -504,6 +504,14 @@ class PartialRolloutConfig(_Block):
         who="runs that can afford to lose more or less than 20 minutes",
         evidence="without it a run that sets no trainer.save_freq loses all its steps with one dead training rank",
     )
+    rollout_log: bool = _key(
+        True,
+        "true: responses are written into a log beside the checkpoints, `rollout_log` in trainer.default_local_dir, "
+        "until a checkpoint has them. A run that is started again trains the steps since its last checkpoint from the "
+        "log instead of generating them again. Without checkpoints, and with tail.policy=reorder, there is no log.",
+        who="`false`: disks without room for it, about 9 bytes a token between two checkpoints",
+        evidence="docs/design/0014: what it costs",
+    )
     dump_every: int = _key(
         1,
         "Steps between two dumps of the trained rollouts, which verl writes if trainer.rollout_data_dir is set. A dump "

@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, R
 from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventWriter
+from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.metrics import group_metrics
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.train.engine_recovery import EngineRecovery
+    from partial_rollout.train.rollout_log import RunLog
     from partial_rollout.types import FinishedGroup, ManagerStatus, TakeResult, TrajectorySummary
 
 logger = logging.getLogger(__name__)
@@ -76,14 +78,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         on_taken: Callable[[int], None] = lambda num_groups: None,
         events: EventWriter | None = None,
         engines: EngineRecovery | None = None,
+        log: RunLog | None = None,
     ) -> None:
-        """Hand over the prompt manager, the workers and the run's event stream.
+        """Hand over the prompt manager, the workers, the run's event stream and its log of rollouts.
 
         `on_taken` is told of each batch as soon as it has left the queue; `mini_batch` is the number
         of trajectories in a mini-batch; `look` is called at intervals during waits; `engines` brings engines back that
         die meanwhile.
         """
-        self._engines = engines
+        self._engines, self._log = engines, log
         self._events = events or EventWriter(None, "trainer")
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
         self._mini_batch, self._on_taken = mini_batch, on_taken
@@ -104,6 +107,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         # Step N trains what the weights of step N - 1 have generated last.
         groups, filtered = self._take(batch_size, global_steps - 1, partition_id)
         self._events.write(_taken(global_steps, groups))
+        num_replayed = self._log.taken(global_steps, groups) if self._log else 0
         # The prompts' own rows; those of their trajectories are what is trained.
         self._clear_rows([group.uid for group in groups], partition_id)
         trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
@@ -117,6 +121,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             tags=[_tag(group, trajectory) for group, trajectory in trajectories],
         )
         metrics: dict[str, Any] = group_metrics(groups, trained_version=global_steps - 1)
+        if num_replayed:
+            metrics[REPLAYED] = num_replayed
         if filtered:  # under verl's names
             metrics["training/filter_groups/evicted_samples"] = filtered.total()
             metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = dict(filtered)
@@ -167,12 +173,19 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """A batch, and the groups without spread that were dropped meanwhile, by their metric."""
         num_failed, filtered, warn_at = 0, Counter[float](), FILTERED_WARNING_BATCHES * num_groups
         while True:
-            result = self._wait(self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s))
+            wanted = self._log.wanted(trained_version + 1) if self._log else ()
+            call = self._manager.take_batch.remote(num_groups, self._settings.timeouts.batch_s, wanted)
+            result = self._wait(call)
             filtered.update(result.filtered)
             if result.groups:
                 self._on_taken(len(result.groups))
                 self._end_round(result, trained_version, partition_id)
                 return result.groups, filtered
+            if wanted and self._log:
+                self._log.require_coming(trained_version + 1)
+                if self._log.wanted(trained_version + 1):
+                    self.refill_fn(result.num_missing)
+                continue
             # Groups without spread are no failure: they may go on for as long as the model finds a prompt too hard.
             failed = result.num_missing - result.num_filtered
             if failed and num_failed >= MAX_REFILL_BATCHES * num_groups:

@@ -8,6 +8,7 @@ Who is who in the task runner's process, where the training loop runs:
     SlotTuner                       slot_tuning.py              follows the engines' load with the number of slots
     DepthTuner                      depth_tuning.py             lets more prompts in where slots run idle
     CheckpointKeeper                checkpoints.py              says which checkpoints are whole; removes old ones
+    RunLog                          rollout_log.py              logs batches; replays them after a new start
     EngineRecovery                  engine_recovery.py          brings engines back that die while they generate
     RunWatch                        ../runtime/run_watch.py     hears of dead actors; goes on or ends the run
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
@@ -65,6 +66,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
+from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from partial_rollout.errors import DataError, EngineDead
 from partial_rollout.observability import stages
@@ -104,6 +106,7 @@ from partial_rollout.train.metrics import curves, numbers, queue_metrics
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, training_ranks, transfer_queue_actors
+from partial_rollout.train.rollout_log import RunLog, logs_rollouts, prompt_digest
 from partial_rollout.train.save_cadence import SaveCadence
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
@@ -115,6 +118,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence, Sized
 
     from omegaconf import DictConfig
+    from tensordict import TensorDict
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
@@ -152,6 +156,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._version = 0
         """Weight version that the engines were sent last."""
         self._checkpoints = CheckpointKeeper(config)
+        self._log: RunLog | None = None
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)
@@ -198,6 +203,8 @@ class PartialRolloutTrainer(PPOTrainer):
         look = self.slot_tuner.look if self.slot_tuner else None
         engines = EngineRecovery(self.fleet, self._bring_back, step=lambda: self.global_steps)
         agent_loop_manager.engines = engines
+        if logs_rollouts(self.config, self.settings.block):
+            self._log = RunLog(self.config, agent_loop_manager.begin_log, agent_loop_manager.replay)
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(
@@ -209,14 +216,17 @@ class PartialRolloutTrainer(PPOTrainer):
             on_taken=self._last_checkpoint.taken,
             events=self._events,
             engines=engines,
+            log=self._log,
         )
         restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
         self.watch.react(restarts.reactions())
         # Training ranks wait for a dead TransferQueue for ever; without it they can save nothing.
         self.watch.release({kind.role: self._end_ranks for kind in (TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)})
         self.watch.watch(other_actors(self, agent_loop_manager))
+        is_complete = False
         try:
             super().fit(agent_loop_manager)
+            is_complete = True
         except Exception as error:
             named = self.watch.explain(error)
             self._save_last_checkpoint()
@@ -224,6 +234,8 @@ class PartialRolloutTrainer(PPOTrainer):
                 raise
             raise named from error
         finally:
+            if self._log is not None:
+                self._log.end(is_complete=is_complete)
             shutdown_run(self)
 
     def _end_ranks(self) -> None:
@@ -346,14 +358,24 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
         """Missing hook: restored prompts. verl pushes them to workers again; here they go back to the prompt queue."""
-        step = self.global_steps - 1
+        step, num_prompts = self.global_steps - 1, 0
         snapshot = load_queue(self.config, step)
-        if snapshot is None:
-            return 0
-        tokens = load_tokens(snapshot, self.config, step)
-        self.agent_loop_manager.restore_tokens(tokens)
-        logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
-        return restore_queue(snapshot, self._ask, self.manager, partition_id)
+        if snapshot is not None:
+            tokens = load_tokens(snapshot, self.config, step)
+            self.agent_loop_manager.restore_tokens(tokens)
+            logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
+            num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
+        if self._log is not None:
+            self._log.begin(step, snapshot)
+        return num_prompts
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        """Missing hook: the names of prompts. What the log of rollouts has of a prompt is found by its name."""
+        if self._log is not None:
+            uids: Any = list(batch["uid"])
+            asked = zip(batch["index"], batch["raw_prompt"], strict=True)
+            assign_non_tensor_stack(batch, "uid", self._log.name_prompts(uids, [prompt_digest(each) for each in asked]))
+        return super()._submit_batch_to_rollout(batch)
 
     def _load_checkpoint(self) -> None:
         """Missing hook: before load. verl trusts its tracker file, which may be empty or name a torn checkpoint."""
@@ -367,6 +389,9 @@ class PartialRolloutTrainer(PPOTrainer):
         """
         self._doing, started_s = f"saved the checkpoint of step {self.global_steps}", time.monotonic()
         self._checkpoints.before_save(self.global_steps)
+        # First of all: what workers finish from now on may be in none of the checkpoint's parts.
+        if self._log is not None:
+            self._log.before_save(self.global_steps)
         # Tokens before the queue: a group that finishes in between is done in the queue, and needs no tokens. The other
         # way round its prompt would be ongoing in the queue, and its tokens forgotten.
         tokens, missing = self.agent_loop_manager.tokens_in_flight()
@@ -380,6 +405,8 @@ class PartialRolloutTrainer(PPOTrainer):
         save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
         super()._save_checkpoint()
         num_bytes = self._checkpoints.after_save(self.global_steps)
+        if self._log is not None:
+            self._log.after_save(self.global_steps)
         self._last_checkpoint.saved(self.global_steps)
         seconds = time.monotonic() - started_s
         self._cadence.saved(self.global_steps, seconds)
@@ -449,9 +476,11 @@ class PartialRolloutTrainer(PPOTrainer):
     def _tune(self) -> None:
         """When a batch is complete: how full slots and engines were, and what follows for slots and depth."""
         slots, kv_usage, metrics = self.settings.num_slots, 0.0, self._pending_sync_metrics
+        is_replayed = self._log is not None and self._log.has_replayed  # idle slots and engines then say nothing
         if self.slot_tuner is not None:
             slots = self.slot_tuner.num_slots
-            self.slot_tuner.look()
+            if not is_replayed:
+                self.slot_tuner.look()
             kv_usage = self.slot_tuner.kv_usage_max
             metrics |= self.slot_tuner.metrics()
         statistics = self.fleet.statistics()
@@ -463,7 +492,8 @@ class PartialRolloutTrainer(PPOTrainer):
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
             pending = self._ask(self.manager.statistics.remote()).pending
-            self.depth_tuner.look(statistics, pending=pending, num_slots=slots, kv_usage=kv_usage)
+            if not is_replayed:
+                self.depth_tuner.look(statistics, pending=pending, num_slots=slots, kv_usage=kv_usage)
 
     def _make_depth_tuner(self) -> DepthTuner | None:
         block = self.settings.block

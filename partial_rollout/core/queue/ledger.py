@@ -69,6 +69,11 @@ class Ledger:
         """Finished prompts that will not be trained."""
         return len(self.expired) + len(self.clearing)
 
+    def num_unknown(self, uids: Iterable[str]) -> int:
+        """How many of these prompts are not on their way to be trained: not admitted, dropped, taken or too old."""
+        gone = self.expired.keys() | self.clearing.keys()
+        return sum(uid not in self._in_flight or uid in gone for uid in uids)
+
     def require_new(self, prompts: Sequence[PromptMeta]) -> None:
         """Raise ConfigError or DuplicateUid unless all `prompts` may be admitted together."""
         uids: set[str] = set()

@@ -110,16 +110,20 @@ class PromptQueue:
                 self._claims.resume(entry.claim)
         return plan
 
-    def take(self, num_groups: int) -> TakeResult:
-        """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before."""
+    def take(self, num_groups: int, wanted: Sequence[str] = ()) -> TakeResult:
+        """Exactly `num_groups` groups, required ones and then the oldest; or how many prompts to admit before.
+
+        With `wanted`, the groups of these uids in their order, and no others; missing are those not in flight.
+        """
         if num_groups < 1:
             raise ConfigError(f"num_groups={num_groups} must be at least 1")
-        if not self.has_batch(num_groups):
+        if not self.has_batch(num_groups, wanted):
             # The trainer may ask more than once for the same batch: what is owed is counted anew, not added up.
-            self._num_owed = self._num_missing(num_groups)
+            self._num_owed = self._num_missing(num_groups, wanted)
             num_filtered, self._num_unreplaced = self._num_unreplaced, 0
             return TakeResult(num_missing=self._num_owed, num_filtered=num_filtered, filtered=self._take_filtered())
-        taken = [self._ledger.take(uid) for uid in self._rounds.choose(num_groups, self._uids_done())]
+        chosen = wanted or self._rounds.choose(num_groups, self._uids_done())
+        taken = [self._ledger.take(uid) for uid in chosen]
         for entry in taken:
             entry.move(Event.TAKE)
         # This batch is trained at `version`; whatever is left is trained at the next version at the earliest.
@@ -274,13 +278,17 @@ class PromptQueue:
         """Whether `claim` would return at least one claim."""
         return self._claims.has_resumed(worker_id) or 0 < self.next_group_size <= free_slots
 
-    def can_take(self, num_groups: int) -> bool:
+    def can_take(self, num_groups: int, wanted: Sequence[str] = ()) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""
-        return self.has_batch(num_groups) or self._num_missing(num_groups) > 0
+        return self.has_batch(num_groups, wanted) or self._num_missing(num_groups, wanted) > 0
 
-    def has_batch(self, num_groups: int) -> bool:
+    def has_batch(self, num_groups: int, wanted: Sequence[str] = ()) -> bool:
         """Whether `take` would return groups."""
-        return self._rounds.can_choose(num_groups, len(self._ledger.done)) and not self.num_due(num_groups)
+        if wanted:
+            is_done = all(uid in self._ledger.done for uid in wanted)
+        else:
+            is_done = self._rounds.can_choose(num_groups, len(self._ledger.done))
+        return is_done and not self.num_due(num_groups)
 
     def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
         """Claims ongoing for more than `limit_s`, with their ages in seconds; each is returned once."""
@@ -412,8 +420,10 @@ class PromptQueue:
         ages = {uid: entry.group.min_version for uid, entry in done.items() if entry.group is not None}
         return iter(sorted(done, key=ages.__getitem__))
 
-    def _num_missing(self, num_groups: int) -> int:
+    def _num_missing(self, num_groups: int, wanted: Sequence[str]) -> int:
         """Prompts without which the round cannot fill its batch, and those that replace groups without spread."""
+        if wanted:
+            return self._ledger.num_unknown(wanted)
         num_coming = len(self._claims.ongoing) + self._rounds.num_startable
         return max(0, num_groups - len(self._ledger.done) - num_coming, self._num_unreplaced)
 

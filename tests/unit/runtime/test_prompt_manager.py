@@ -201,6 +201,20 @@ def test_take_batch_waits_for_whole_batches() -> None:
     run_virtual(main())
 
 
+def test_take_batch_waits_for_the_wanted_prompts_and_takes_no_others() -> None:
+    async def main() -> None:
+        manager = await make_manager("a", "b", "c")
+        claims = await manager.claim("w0", 6, 0)
+        waiting = asyncio.create_task(manager.take_batch(2, HOUR_S, ("c", "b")))
+        await finish(manager, claims[:2])
+        await settle()
+        assert not waiting.done()
+        await finish(manager, claims[2:])
+        assert [group.uid for group in (await woken(waiting)).groups] == ["c", "b"]
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("how", ["drop", "fail"])
 def test_take_batch_returns_early_when_too_few_are_in_flight(how: str) -> None:
     async def main() -> None:

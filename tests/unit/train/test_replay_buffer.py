@@ -15,6 +15,7 @@ from partial_rollout.agent_loop import manager as agent_loop_manager
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventReader, EventWriter
+from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime import remote_call
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.train import replay_buffer
@@ -89,6 +90,7 @@ class Manager:
 
     answers: list[Ref]
     calls: list[tuple[int, float]] = field(default_factory=list)
+    wanted: list[tuple[str, ...]] = field(default_factory=list)
     on_discard: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -103,8 +105,9 @@ class Manager:
         self.on_discard()
         return Ref(["gone"])
 
-    def _take(self, num_groups: int, timeout_s: float) -> Ref:
+    def _take(self, num_groups: int, timeout_s: float, wanted: tuple[str, ...] = ()) -> Ref:
         self.calls.append((num_groups, timeout_s))
+        self.wanted.append(wanted)
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -192,6 +195,40 @@ def test_dropped_prompts_are_replaced_and_the_same_batch_is_asked_for_again(worl
     assert world.refills == [2]
     assert cast("Any", buffer)._manager.calls == [(2, 100.0), (2, 100.0)]
     assert len(batch.keys) == 2
+
+
+class Log:
+    """A log of rollouts with one batch; its prompts are still to be admitted `num_coming` times."""
+
+    def __init__(self, *uids: str, num_coming: int) -> None:
+        self.uids, self.num_coming, self.steps = uids, num_coming, []
+
+    def wanted(self, step: int) -> tuple[str, ...]:
+        return self.uids if step == STEP else ()
+
+    def require_coming(self, step: int) -> None:
+        self.num_coming -= 1
+        if self.num_coming < 0:
+            self.uids = ()
+
+    def taken(self, step: int, groups: tuple[FinishedGroup, ...]) -> int:
+        self.steps.append((step, [group.uid for group in groups]))
+        return 3 if self.uids else 0
+
+
+@pytest.mark.parametrize(("num_coming", "refills", "replayed"), [(2, [2, 1], 3), (1, [2], None)])
+def test_a_batch_of_the_log_is_asked_for_by_name_until_a_prompt_of_it_cannot_come(
+    world: World, num_coming: int, refills: list[int], replayed: int | None
+) -> None:
+    answers = [Ref(TakeResult(num_missing=2)), Ref(TakeResult(num_missing=1)), Ref(TakeResult(groups=(group("a", 1),)))]
+    buffer = world.buffer(*answers)
+    log: Any = Log("a", num_coming=num_coming)
+    buffer._log = log
+    _, metrics = buffer.sample(STEP, "train", 1)
+    assert world.refills == refills
+    assert cast("Any", buffer)._manager.wanted == [("a",), ("a",), ("a",) if replayed else ()]
+    assert metrics.get(REPLAYED) == replayed
+    assert log.steps == [(STEP, ["a"])]
 
 
 def test_every_worker_is_told_what_it_has_to_hold_back(world: World) -> None:

@@ -1,0 +1,185 @@
+"""Which responses of the log of rollouts a run trains again after it was started again, and in which batches. Pure.
+
+A run that goes on from the checkpoint of step k has the log of what came after it. Files of several starts may be
+there, since a run may die again before its next checkpoint:
+
+    files of start 1 ──> History ──> files of start 2 ──> History ──> Plan: steps k+1 to n, with their batches
+
+The prompts of a run are admitted in the same order after a restart, because the checkpoint has the data loader's
+state. So the number of a prompt, counted from the run's beginning, says which one it is: it gets its old name (uid)
+again, if it asks the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from partial_rollout.core.rollout_log import Abandoned, Admitted, Finished, Group, Opened, Taken
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from partial_rollout.core.rollout_log import AnyRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trajectory's record is."""
+
+    path: str
+    offset: int
+    """Of its frame."""
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A trajectory in the log, without its tokens."""
+
+    key: str
+    """`{uid}_{session}`."""
+    uid: str
+    order: tuple[int, int]
+    """Number of the start and of the claim: of two records of a trajectory the later one counts."""
+    newest_version: int
+    num_tokens: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch to take again."""
+
+    step: int
+    uids: tuple[str, ...]
+    """Its prompts in their order."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is replayed."""
+
+    batches: list[Batch] = field(default_factory=list[Batch])
+    names: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """By the number of a prompt: its uid, and what it asks."""
+    places: dict[str, Place] = field(default_factory=dict[str, Place])
+    """By trajectory, `{uid}_{session}`."""
+    through: int = 0
+    """The last step whose batch is replayed."""
+    num_responses: int = 0
+    num_tokens: int = 0
+    """Of all responses to replay, those that no batch has yet included."""
+
+
+class History:
+    """What the files of the log tell, start after start."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, list[list[Group]]] = {}
+        """By step."""
+        self.names: dict[int, tuple[str, str]] = {}
+        self.trajectories: dict[str, dict[int, Logged]] = {}
+        """By `{uid}_{session}`, then by checksum."""
+        self._of_start: set[int] = set()
+        """Steps of which the start that is being read has told."""
+
+    def begin(self, holds_through: int) -> None:
+        """The files of a further start follow."""
+        self._of_start = set()
+        self._forget_after(holds_through)
+
+    def tell(self, record: AnyRecord) -> None:
+        """The next record of the trainer's file."""
+        if isinstance(record, Opened):
+            self.begin(record.holds_through)
+        elif isinstance(record, Abandoned):
+            self._forget_after(record.holds_through)
+        elif isinstance(record, Admitted):
+            named = zip(record.uids, record.prompts, strict=False)
+            self.names.update({record.first + number: each for number, each in enumerate(named)})
+        elif isinstance(record, Taken):
+            if record.step not in self._of_start:  # an earlier start has told of it as well
+                self.batches[record.step] = []
+                self._of_start.add(record.step)
+            self.batches[record.step].append(record.groups)
+
+    def found(self, record: Finished, number: int, place: Place) -> None:
+        """A trajectory of a worker's file, of the start `number`."""
+        logged = Logged(
+            key=record.key,
+            uid=record.uid,
+            order=(number, record.claim_id),
+            newest_version=max((summary.max_version for summary in record.summaries), default=0),
+            num_tokens=record.num_tokens,
+            place=place,
+        )
+        self.trajectories.setdefault(record.key, {})[place.checksum] = logged
+
+    def _forget_after(self, step: int) -> None:
+        """Later steps of earlier starts, and what weights of then have sampled: those weights are gone."""
+        self.batches = {each: taken for each, taken in self.batches.items() if each <= step}
+        kept: dict[str, dict[int, Logged]] = {}
+        for key, records in self.trajectories.items():
+            if of_then := {check: each for check, each in records.items() if each.newest_version <= step}:
+                kept[key] = of_then
+        self.trajectories = kept
+
+    def plan(self, base_step: int, *, first: int, unfinished: Collection[str], done: Collection[str]) -> Plan:
+        """What to replay after the checkpoint of `base_step`.
+
+        Args:
+            base_step: its step.
+            first: number of prompts that had been admitted when it was saved.
+            unfinished: uids in its queue that are to be generated.
+            done: uids in its queue whose trajectories it holds.
+        """
+        plan, number = Plan(through=base_step), first
+        while number in self.names:
+            plan.names[number] = self.names[number]
+            number += 1
+        unfinished = {*unfinished, *(uid for uid, _ in plan.names.values())}
+        chosen: dict[str, Logged] = {}
+        taken: set[str] = set()
+        while (step := plan.through + 1) in self.batches:
+            members = self._members(self.batches[step], unfinished, done)
+            uids = [group.uid for groups in self.batches[step] for group in groups]
+            if members is None or taken & set(uids) or len(set(uids)) < len(uids):
+                break
+            chosen |= members
+            taken |= set(uids)
+            plan.batches += [Batch(step, tuple(group.uid for group in groups)) for groups in self.batches[step]]
+            plan.through = step
+        chosen |= self._others(unfinished - taken, plan.through)
+        plan.places = {key: logged.place for key, logged in chosen.items()}
+        plan.num_responses = len(chosen)
+        plan.num_tokens = sum(logged.num_tokens for logged in chosen.values())
+        return plan
+
+    def _members(
+        self, batches: Iterable[Iterable[Group]], unfinished: Collection[str], done: Collection[str]
+    ) -> dict[str, Logged] | None:
+        """The trajectories of a step's batches; None if one of them is not there as it was trained."""
+        members: dict[str, Logged] = {}
+        for group in (group for groups in batches for group in groups):
+            if group.uid in done:
+                continue
+            if group.uid not in unfinished:
+                return None
+            for key, check in group.trajectories:
+                session = key.rpartition("_")[0]  # an agent loop may return several outputs
+                logged = self.trajectories.get(session, {}).get(check)
+                if logged is None or logged.uid != group.uid:
+                    return None
+                members[session] = logged
+        return members
+
+    def _others(self, uids: Collection[str], through: int) -> Mapping[str, Logged]:
+        """Ended trajectories that no batch has, as far as weights have sampled them that there will be again."""
+        latest: dict[str, Logged] = {}
+        for key, records in self.trajectories.items():
+            fit = [each for each in records.values() if each.uid in uids and each.newest_version <= through]
+            if fit:
+                latest[key] = max(fit, key=lambda each: each.order)
+        return latest

@@ -1,0 +1,348 @@
+"""The log of rollouts as the trainer uses it: what it writes down, and what a run that was started again replays.
+
+    trainer.default_local_dir/rollout_log/after_step_K/0001-trainer.log                 admissions, batches
+                                                       0001-agent_loop_worker_0.log     trajectories
+                                                       0002-trainer.log                 of the next start, ...
+
+A folder has what came after the checkpoint of step K; 0 stands for the beginning of the run. A checkpoint begins a
+folder, and when it is whole the folders before go: it has all that they have.
+
+A start: read the folder -> plan -> open a file of its own -> admit under the old names -> take the old batches, while
+workers replay what they claim -> after the last old batch everything is as usual. docs/design/0014 says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
+
+from partial_rollout.agent_loop.rollout_log import LogFolder
+from partial_rollout.core.replay import History, Place, Plan
+from partial_rollout.core.rollout_log import (
+    HEADER,
+    TRAINER,
+    Abandoned,
+    Admitted,
+    End,
+    Finished,
+    FrameReader,
+    Group,
+    Opened,
+    Taken,
+    checksum,
+    decode,
+    encode,
+)
+from partial_rollout.errors import DataError, WaitTimeout
+from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.log_writer import LogWriter
+from partial_rollout.settings.memory import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.core.rollout_log import AnyRecord
+    from partial_rollout.settings.block import PartialRolloutConfig
+    from partial_rollout.types import FinishedGroup, QueueSnapshot
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "rollout_log"
+WORLD = (
+    "data.train_files",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.shuffle",
+    "data.seed",
+    "data.apply_chat_template_kwargs",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.top_p",
+    "actor_rollout_ref.rollout.top_k",
+    "actor_rollout_ref.rollout.calculate_log_probs",
+    "actor_rollout_ref.rollout.max_model_len",
+    "actor_rollout_ref.rollout.agent",
+    "actor_rollout_ref.rollout.multi_turn",
+    "algorithm.filter_groups",
+    "reward",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+)
+"""Settings that responses, their scores or their order depend on: with another value the log is of another run."""
+REWARD_FILE = "reward.custom_reward_function.path"
+READ_TIMEOUT_S = 600.0
+"""Gigabytes take seconds; this bounds a disk that stands still."""
+BYTES_A_TOKEN = 9
+"""Token, log-prob and mask."""
+NUM_STEPS_OF_ROOM = 20
+"""Steps that should find room on the disk: with the default of 20 minutes between checkpoints, steps of a minute."""
+
+
+def logs_rollouts(config: DictConfig, block: PartialRolloutConfig) -> bool:
+    """Whether the run has a log: where it goes on from checkpoints, and its responses fit in.
+
+    Rounds of `reorder` are planned by what is done at their beginning, which a replay changes. A teacher's log-probs
+    and routed experts are larger than all that a record has.
+    """
+    saves = config.trainer.save_freq > 0 or block.minutes_between_saves is not None
+    too_large = config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay")
+    too_large = too_large or OmegaConf.select(config, "distillation.enabled")
+    return bool(block.rollout_log and saves and block.tail.policy != "reorder" and not too_large)
+
+
+class RunLog:
+    """Writes the trainer's file of the log, tells workers where theirs are, and says what a step is to replay.
+
+    begin -> name_prompts, wanted, taken ... -> before_save -> after_save -> ... -> end
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        begin_workers: Callable[[LogFolder], None],
+        replay: Callable[[Mapping[str, Place]], None],
+    ) -> None:
+        """`begin_workers` lets all workers write below a folder, `replay` gives them what they replay."""
+        self._config = config
+        self._root = Path(config.trainer.default_local_dir).absolute() / FOLDER
+        self._begin_workers, self._replay = begin_workers, replay
+        self._writer = LogWriter(TRAINER)
+        self._world = world(config)
+        self._number = 1
+        self._plan = Plan()
+        self._waiting: deque[tuple[int, tuple[str, ...]]] = deque()
+        """Steps and uids of the batches that are still to be replayed."""
+        self._coming: dict[str, int] = {}
+        """Numbers of the prompts that the plan names."""
+        self._num_admitted = 0
+        self.has_replayed = False
+        """Whether the last batch was one of the log."""
+
+    def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> None:
+        """Training goes on after the checkpoint of `base_step`, which has this queue; None: there is no checkpoint.
+
+        Call it when workers run, and before they claim.
+        """
+        folder = self._root / f"after_step_{base_step}"
+        self._num_admitted = 0 if snapshot is None else snapshot.admitted
+        try:
+            free, history, self._number, why_not = call_bounded(
+                lambda: self._read(folder, base_step),
+                timeout_s=READ_TIMEOUT_S,
+                who_waits=f"trainer waits for the log of rollouts in {folder}",
+            )
+        except (OSError, WaitTimeout) as error:
+            logger.warning("there is no log of rollouts, the run goes on without it: %s", error)
+            return
+        unfinished = [] if snapshot is None else [prompt.uid for prompt in snapshot.unfinished]
+        done = [] if snapshot is None else [group.uid for group in snapshot.done]
+        plan = history.plan(base_step, first=self._num_admitted, unfinished=unfinished, done=done)
+        if why_not:
+            logger.warning("responses that were logged after step %d are generated again: %s", base_step, why_not)
+        self._use(plan)
+        self._open(LogFolder(str(folder), self._number, base_step), plan.through)
+        if plan.places:
+            self._replay(plan.places)
+            logger.warning("%s", describe(plan, base_step))
+        self._warn_of_room(free)
+
+    def _read(self, folder: Path, base_step: int) -> tuple[int, History, int, str]:
+        """Free bytes on the disk, then as `read_history`."""
+        if self._config.trainer.resume_mode == "disable":
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._root.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(self._root).free, *read_history(folder, base_step, self._world)
+
+    def name_prompts(self, uids: Sequence[str], prompts: Sequence[str]) -> list[str]:
+        """The uids under which prompts are admitted: their old ones, where an earlier start has admitted the same.
+
+        `prompts` says what each of them asks.
+        """
+        names: list[str] = []
+        for number, (uid, prompt) in enumerate(zip(uids, prompts, strict=True), self._num_admitted):
+            old, asked = self._plan.names.get(number, ("", ""))
+            if old and asked != prompt:
+                self._break_off(f"prompt {number + 1} of the run is another one than before")
+                old = ""
+            names.append(old or uid)
+        self._writer.append(encode(Admitted(first=self._num_admitted, uids=names, prompts=list(prompts))))
+        self._num_admitted += len(names)
+        return names
+
+    def wanted(self, step: int) -> tuple[str, ...]:
+        """The prompts of the batch that the step is to take, in their order; empty: any."""
+        return self._waiting[0][1] if self._waiting and self._waiting[0][0] == step else ()
+
+    def require_coming(self, step: int) -> None:
+        """Prompts of the wanted batch are missing: end the replay unless they are still to be admitted."""
+        if not any(self._coming.get(uid, -1) >= self._num_admitted for uid in self.wanted(step)):
+            self._break_off(f"a prompt of the batch of step {step} has left the queue", through=step - 1)
+
+    def taken(self, step: int, groups: Sequence[FinishedGroup]) -> int:
+        """A batch was taken; returns how many of its trajectories were not generated for it in this start."""
+        members = [Group(each.uid, [(t.key, t.log_checksum) for t in each.trajectories]) for each in groups]
+        self._writer.append(encode(Taken(step=step, groups=members)))
+        self.has_replayed = bool(self.wanted(step))
+        if not self.has_replayed:
+            return 0
+        self._waiting.popleft()
+        places = self._plan.places
+        keys = [t.key.rpartition("_")[0] for group in groups for t in group.trajectories]
+        return sum(key in places for key in keys)
+
+    def before_save(self, step: int) -> None:
+        """A checkpoint of `step` begins: what follows is written into a folder of its own."""
+        if not self._writer.is_on:
+            return
+        folder = self._root / f"after_step_{step}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was left for this one
+        self._number = 1
+        self._open(LogFolder(str(folder), 1, step), step)
+
+    def after_save(self, step: int) -> None:
+        """The checkpoint is whole."""
+        if self._root.is_dir():
+            self._writer.remove([path for path in self._root.iterdir() if path.name != f"after_step_{step}"])
+
+    def end(self, *, is_complete: bool) -> None:
+        """The run ends; after its last step there is nothing to go on from, and the log goes."""
+        if is_complete:
+            self._writer.remove([self._root])
+        self._writer.close()
+
+    def _use(self, plan: Plan) -> None:
+        self._plan = plan
+        self._waiting = deque((batch.step, batch.uids) for batch in plan.batches)
+        self._coming = {uid: number for number, (uid, _) in plan.names.items()}
+
+    def _break_off(self, why: str, *, through: int | None = None) -> None:
+        """Go on without the log: what it says of later steps holds no more."""
+        if through is None:
+            through = self._waiting[0][0] - 1 if self._waiting else self._plan.through
+        logger.warning("the replay of logged responses ends before step %d: %s", through + 1, why)
+        self._use(Plan(through=through))
+        self._writer.append(encode(Abandoned(holds_through=through)))
+        self._replay({})
+
+    def _open(self, folder: LogFolder, holds_through: int) -> None:
+        self._writer.open(folder.file(TRAINER))
+        self._writer.append(folder.opened(TRAINER, world=self._world, holds_through=holds_through))
+        self._begin_workers(folder)
+
+    def _warn_of_room(self, free: int) -> None:
+        needed = NUM_STEPS_OF_ROOM * step_bytes(self._config)
+        if free < needed:
+            logger.warning(
+                "the log of rollouts may not find room on the disk: %d steps have up to %.1f GiB, %.1f GiB are free "
+                "below trainer.default_local_dir. If the disk is full the log ends, and the run goes on without it",
+                NUM_STEPS_OF_ROOM,
+                needed / GIB,
+                free / GIB,
+            )
+
+
+def world(config: DictConfig) -> dict[str, str]:
+    """The settings that responses depend on, and the reward function's text."""
+    found: dict[str, str] = {}
+    for key in WORLD:
+        value = OmegaConf.select(config, key)
+        plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        found[key] = json.dumps(plain, sort_keys=True, default=str)
+    path = OmegaConf.select(config, REWARD_FILE)
+    if isinstance(path, str) and Path(path).is_file():
+        found["the reward function's file"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def prompt_digest(asked: object) -> str:
+    """What a prompt asks, in a form that is the same after a restart.
+
+    >>> prompt_digest((3, [{"role": "user", "content": "1 + 1?"}]))
+    '3:f5c122818700'
+    """
+    index, messages = cast("tuple[Any, Any]", asked)
+    said = json.dumps(messages, sort_keys=True, default=str)
+    return f"{index}:{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def step_bytes(config: DictConfig) -> int:
+    """Of the records of a step whose responses are all as long as they may be."""
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    return data.train_batch_size * n * (data.max_prompt_length + data.max_response_length) * BYTES_A_TOKEN
+
+
+def describe(plan: Plan, base_step: int) -> str:
+    """What is replayed, in a line."""
+    saved = f"{plan.num_responses:,} responses, {plan.num_tokens:,} tokens not generated again"
+    if plan.through == base_step:
+        return f"responses that were logged after step {base_step} are used for step {base_step + 1} on ({saved})"
+    steps = (
+        f"steps {base_step + 1} to {plan.through} are" if plan.through > base_step + 1 else f"step {plan.through} is"
+    )
+    return f"{steps} trained from logged responses ({saved})"
+
+
+def read_history(folder: Path, base_step: int, now: Mapping[str, str]) -> tuple[History, int, str]:
+    """What the files of a folder tell, the number of the next start, and why it is not used; empty: it is.
+
+    Files that cannot be read cost what they have, and a warning.
+    """
+    starts: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("*.log")) if folder.is_dir() else ():
+        number = path.name.partition("-")[0]
+        if number.isdigit():
+            starts.setdefault(int(number), []).append(path)
+    history, why_not = History(), ""
+    for number in sorted(starts):
+        of_trainer = [path for path in starts[number] if path.name.endswith(f"-{TRAINER}.log")]
+        records = [record for path in of_trainer for _, record in _records(path)]
+        opened = records[0] if records else None
+        if not isinstance(opened, Opened) or opened.base_step != base_step:
+            continue  # it ended before it had begun
+        if why := _why_not(opened, now):  # training has gone on without what files before have
+            history, why_not = History(), why
+            continue
+        for record in records:
+            history.tell(record)
+        why_not = ""
+        for path in set(starts[number]) - set(of_trainer):
+            for place, record in _records(path):
+                if isinstance(record, Finished):
+                    history.found(record, number, place)
+    return history, max(starts, default=0) + 1, why_not
+
+
+def _why_not(opened: Opened, now: Mapping[str, str]) -> str:
+    changed = sorted(key for key in opened.world.keys() | now.keys() if opened.world.get(key) != now.get(key))
+    if changed:
+        key = changed[0]
+        was, is_now = opened.world.get(key, "unknown"), now.get(key, "unknown")
+        return f"they were generated with {key}={was[:200]}, and now it is {is_now[:200]}"
+    return ""
+
+
+def _records(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
+    """The records of a file up to the first that is not whole."""
+    try:
+        with path.open("rb") as file:
+            reader = FrameReader(file)
+            for offset, payload in reader:
+                record = decode(payload)
+                if record is not None:
+                    yield Place(str(path), offset, HEADER.size + len(payload), checksum(payload)), record
+        if reader.end is End.DAMAGED:
+            logger.warning("%s is damaged: what follows in it is not used", path)
+    except (OSError, DataError) as error:
+        logger.warning("%s cannot be read on: what follows in it is not used (%s)", path, error)

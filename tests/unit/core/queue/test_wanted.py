@@ -1,0 +1,38 @@
+"""A batch that is taken again: exactly its prompts in its order, or how many of them must be admitted before."""
+
+from __future__ import annotations
+
+from tests.unit.core.queue.queues import claim_all, make_queue, prompts, trajectories
+
+
+def test_the_wanted_groups_are_taken_in_their_order_and_no_others() -> None:
+    queue = make_queue("a", "b", "c")
+    for claim in claim_all(queue):
+        queue.finish(claim, trajectories(claim.uid))
+    assert [group.uid for group in queue.take(2, ("c", "a")).groups] == ["c", "a"]
+    assert queue.statistics().done == 1
+    queue.require_conserved()
+
+
+def test_others_that_are_done_do_not_stand_for_the_wanted_ones() -> None:
+    queue = make_queue("a", "b", "c")
+    first, *others = claim_all(queue)
+    for claim in others:
+        queue.finish(claim, trajectories(claim.uid))
+    assert queue.can_take(2)
+    assert not queue.can_take(2, ("a", "b"))
+    assert queue.take(2, ("a", "b")).num_missing == 0
+    queue.finish(first, trajectories("a"))
+    assert [group.uid for group in queue.take(2, ("a", "b")).groups] == ["a", "b"]
+
+
+def test_wanted_prompts_that_are_not_in_flight_may_be_admitted_beyond_the_capacity() -> None:
+    queue = make_queue("a", "b", capacity=2)
+    dropped, _ = claim_all(queue)
+    queue.drop(dropped, "prompt_too_long")
+    assert queue.can_take(2, ("b", "d"))
+    result = queue.take(2, ("b", "d"))
+    assert (result.groups, result.num_missing) == ((), 1)
+    assert queue.take(2, ("a", "b", "c", "d")).num_missing == 3
+    queue.admit(prompts("c", "d"))
+    assert queue.take(2, ("b", "d")).num_missing == 0

@@ -1,0 +1,135 @@
+"""What is replayed: whole batches in their order, then what no batch has; nothing of weights that will not be again."""
+
+from __future__ import annotations
+
+from partial_rollout.core.replay import History, Place, Plan
+from partial_rollout.core.rollout_log import Abandoned, Admitted, AnyRecord, Group, Opened, Taken, checksum, encode
+from tests.unit.core.test_rollout_log import finished
+
+BASE = 4
+NUM_ADMITTED = 10
+"""Prompts that the run had admitted when the checkpoint was saved."""
+
+
+def opened(number: int, through: int = BASE) -> Opened:
+    return Opened(format=1, number=number, role="trainer", base_step=BASE, holds_through=through)
+
+
+def admitted(*uids: str, first: int = NUM_ADMITTED) -> Admitted:
+    return Admitted(first=first, uids=list(uids), prompts=[f"asks {uid}" for uid in uids])
+
+
+def taken(step: int, *uids: str, version: int = 3) -> Taken:
+    groups = [
+        Group(uid, [(f"{uid}_{n}_0", checksum(encode(finished(uid, n, version=version)))) for n in range(2)])
+        for uid in uids
+    ]
+    return Taken(step=step, groups=groups)
+
+
+def told(history: History, number: int, *records: AnyRecord, ended: dict[str, int] | None = None) -> History:
+    """A start's files; `ended`: both trajectories of these prompts, by the version of their tokens."""
+    for record in (opened(number), *records) if number == 1 else records:
+        history.tell(record)
+    for uid, version in (ended or {}).items():
+        for session in range(2):
+            record = finished(uid, session, version=version)
+            history.found(record, number, Place(f"file {number}", 0, 1, checksum(encode(record))))
+    return history
+
+
+def plan(history: History, unfinished: tuple[str, ...] = (), done: tuple[str, ...] = ()) -> Plan:
+    return history.plan(BASE, first=NUM_ADMITTED, unfinished=unfinished, done=done)
+
+
+def batches(found: Plan) -> list[tuple[int, tuple[str, ...]]]:
+    return [(batch.step, batch.uids) for batch in found.batches]
+
+
+def test_batches_are_replayed_with_their_members_in_their_order() -> None:
+    ended = dict.fromkeys("abcd", 3)
+    history = told(History(), 1, admitted("c", "d"), taken(5, "b", "c"), taken(6, "d", "a"), ended=ended)
+    found = plan(history, unfinished=("a", "b"))
+    assert batches(found) == [(5, ("b", "c")), (6, ("d", "a"))]
+    assert found.names == {10: ("c", "asks c"), 11: ("d", "asks d")}
+    assert sorted(found.places) == [f"{uid}_{n}" for uid in "abcd" for n in range(2)]
+    assert (found.through, found.num_responses, found.num_tokens) == (6, 8, 24)
+
+
+def test_groups_that_the_checkpoint_holds_need_no_record() -> None:
+    history = told(History(), 1, taken(5, "kept", "a"), ended={"a": 3})
+    found = plan(history, unfinished=("a",), done=("kept",))
+    assert batches(found) == [(5, ("kept", "a"))]
+    assert sorted(found.places) == ["a_0", "a_1"]
+
+
+def test_a_batch_with_a_missing_record_and_all_later_ones_are_not_replayed() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(6, "b"), taken(7, "c"), ended={"a": 3, "b": 3, "c": 3})
+    del history.trajectories["b_1"]
+    assert batches(plan(history, unfinished=("a", "b", "c"))) == [(5, ("a",))]
+
+
+def test_a_record_that_is_not_the_one_that_was_trained_does_not_stand_for_it() -> None:
+    history = told(History(), 1, taken(5, "a", version=3), ended={"a": 2})
+    assert batches(plan(history, unfinished=("a",))) == []
+
+
+def test_a_batch_of_a_prompt_that_nobody_knows_is_not_replayed() -> None:
+    history = told(History(), 1, taken(5, "a"), ended={"a": 3})
+    assert batches(plan(history)) == []
+    gap = told(History(), 1, admitted("a", first=NUM_ADMITTED + 1), taken(5, "a"), ended={"a": 3})
+    assert (batches(plan(gap)), plan(gap).names) == ([], {})
+
+
+def test_no_prompt_is_trained_twice() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(6, "a"), ended={"a": 3})
+    assert batches(plan(history, unfinished=("a",))) == [(5, ("a",))]
+    history = told(History(), 1, taken(5, "a", "a"), ended={"a": 3})
+    assert batches(plan(history, unfinished=("a",))) == []
+
+
+def test_steps_that_lack_one_end_with_it() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(7, "b"), ended={"a": 3, "b": 3})
+    assert plan(history, unfinished=("a", "b")).through == 5
+
+
+def test_ended_trajectories_of_no_batch_are_replayed_if_their_weights_will_be_again() -> None:
+    history = told(History(), 1, taken(5, "a"), ended={"a": 3, "now": 5, "later": 6, "gone": 5})
+    found = plan(history, unfinished=("a", "now", "later"))
+    assert sorted(found.places) == ["a_0", "a_1", "now_0", "now_1"]
+
+
+def test_of_two_records_that_no_batch_has_the_later_start_counts() -> None:
+    history = told(History(), 1, ended={"a": 3, "b": 3})
+    told(history, 2, opened(2), ended={"a": 4})
+    found = plan(history, unfinished=("a", "b"))
+    paths = {key: place.path for key, place in found.places.items()}
+    assert paths == {"a_0": "file 2", "a_1": "file 2", "b_0": "file 1", "b_1": "file 1"}
+
+
+def test_a_second_start_goes_on_with_the_history_of_the_first() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(6, "b"), ended={"a": 3, "b": 3, "c": 3})
+    told(history, 2, opened(2, through=6), taken(5, "a"), taken(7, "c"), ended={"a": 3})
+    assert [batch.step for batch in plan(history, unfinished=("a", "b", "c")).batches] == [5, 6, 7]
+
+
+def test_a_second_start_that_has_left_the_history_hides_what_came_after() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(6, "b"), taken(7, "c"), ended={"a": 3, "b": 3, "c": 3, "d": 6})
+    told(history, 2, opened(2, through=7), taken(5, "a"), Abandoned(holds_through=5), taken(6, "c"), ended={"c": 3})
+    found = plan(history, unfinished=("a", "b", "c", "d"))
+    assert batches(found) == [(5, ("a",)), (6, ("c",))]
+    assert "d_0" not in found.places
+    told(history, 3, opened(3, through=BASE))
+    assert batches(plan(history, unfinished=("a", "b", "c"))) == []
+
+
+def test_a_step_of_several_batches_has_them_all() -> None:
+    history = told(History(), 1, taken(5, "a"), taken(5, "b"), ended={"a": 3, "b": 3})
+    told(history, 2, opened(2, through=5), taken(5, "a"), taken(5, "b"))
+    assert batches(plan(history, unfinished=("a", "b"))) == [(5, ("a",)), (5, ("b",))]
+
+
+def test_prompts_get_their_names_from_the_latest_start() -> None:
+    history = told(History(), 1, admitted("a", "b"))
+    told(history, 2, opened(2), admitted("x"))
+    assert [uid for uid, _ in plan(history).names.values()] == ["x", "b"]

@@ -1,0 +1,325 @@
+"""What the trainer logs, and what a run that was started again is told to replay."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from partial_rollout.core.rollout_log import encode, stamped
+from partial_rollout.runtime.log_writer import LogWriter
+from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.train import rollout_log
+from partial_rollout.train.rollout_log import RunLog, logs_rollouts
+from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
+from tests.unit.core.test_rollout_log import finished
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from partial_rollout.agent_loop.rollout_log import LogFolder
+    from partial_rollout.core.replay import Place
+
+LONG_S = 60.0
+STEP = 4
+
+
+def config(path: Path, **more: Any) -> DictConfig:
+    reward = path / "reward.py"
+    if not reward.exists():
+        reward.write_text("def compute_score(): return 1.0")
+    given = {
+        "trainer.default_local_dir": str(path / "checkpoints"), "trainer.resume_mode": "auto", "trainer.save_freq": 4,
+        "data.train_files": "a.parquet", "data.train_batch_size": 2, "data.max_prompt_length": 8,
+        "data.max_response_length": 8, "data.seed": 1, "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.model.path": "m", "reward.custom_reward_function.path": str(reward),
+    }  # fmt: skip
+    made = OmegaConf.create({})
+    for key, value in (given | more).items():
+        OmegaConf.update(made, key, value, force_add=True)
+    return made
+
+
+@dataclass
+class Start:
+    """One start of training: its trainer's log, and a worker that writes what the test says."""
+
+    config: DictConfig
+    step: int = STEP
+    snapshot: QueueSnapshot | None = field(default_factory=lambda: QueueSnapshot(admitted=10, taken=10))
+    replayed: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
+
+    def __post_init__(self) -> None:
+        self.worker = LogWriter("agent_loop_worker_0")
+        self.log = RunLog(self.config, self._begin, self._replay)
+        self.log.begin(self.step, self.snapshot)
+
+    def _begin(self, folder: LogFolder) -> None:
+        self.worker.open(folder.file("agent_loop_worker_0"))
+        self.worker.append(folder.opened("agent_loop_worker_0"))
+
+    def _replay(self, places: Mapping[str, Place]) -> None:
+        self.replayed = places
+
+    def train(self, step: int, *uids: str, log: bool = True) -> int:
+        groups = [FinishedGroup(uid, 1, "", tuple(self._end(uid, log=log))) for uid in uids]
+        return self.log.taken(step, groups)
+
+    def _end(self, uid: str, *, log: bool) -> list[Any]:
+        found: list[Any] = []
+        for session in range(2):
+            payload = encode(finished(uid, session))
+            if log:
+                self.worker.append(payload)
+            found += stamped(finished(uid, session).summaries, payload)
+        return found
+
+    def die(self) -> None:
+        self.log.end(is_complete=False)
+        self.worker.close(LONG_S)
+
+
+def admit(start: Start, *prompts: str, fresh: str = "new") -> list[str]:
+    return start.log.name_prompts([f"{fresh}_{prompt}" for prompt in prompts], list(prompts))
+
+
+def first_start(path: Path) -> None:
+    """Two steps after the checkpoint of step 4, then the end."""
+    start = Start(config(path))
+    assert admit(start, "p", "q", "r", fresh="old") == ["old_p", "old_q", "old_r"]
+    assert [start.train(5, "old_q", "old_p"), start.log.wanted(5), start.replayed] == [0, (), {}]
+    start.train(6, "old_r", "kept")
+    start.die()
+
+
+def snapshot(*done: str, **more: Any) -> QueueSnapshot:
+    groups = tuple(FinishedGroup(uid, 1, "", ()) for uid in done)
+    return QueueSnapshot(done=groups, admitted=10, taken=10 - len(groups), **more)
+
+
+def test_a_second_start_admits_the_same_names_and_takes_the_same_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert "steps 5 to 6 are trained from logged responses (6 responses, 18 tokens not generated again)" in caplog.text
+    assert sorted(start.replayed) == [f"old_{p}_{n}" for p in "pqr" for n in range(2)]
+    assert start.log.wanted(5) == ("old_q", "old_p")
+    assert start.log.wanted(6) == ()
+    assert admit(start, "p", "q") == ["old_p", "old_q"]
+    assert start.train(5, "old_q", "old_p") == 4
+    assert start.log.has_replayed
+    assert start.log.wanted(6) == ("old_r", "kept")
+    assert admit(start, "r", "s") == ["old_r", "new_s"]
+    assert start.train(6, "old_r", "kept") == 2
+    assert start.train(7, "new_s", "new_t") == 0
+    assert not start.log.has_replayed
+    start.die()
+
+
+def test_a_third_start_has_the_steps_of_both(tmp_path: Path) -> None:
+    first_start(tmp_path)
+    second = Start(config(tmp_path), snapshot=snapshot("kept"))
+    admit(second, "p", "q", "r", "s")
+    second.train(5, "old_q", "old_p")
+    second.train(6, "old_r", "kept")
+    second.train(7, "new_s")
+    second.die()
+    third = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert [step for step, _ in third.log._waiting] == [5, 6, 7]
+    assert admit(third, "p", "q", "r", "s", fresh="newer") == ["old_p", "old_q", "old_r", "new_s"]
+    third.die()
+
+
+def test_another_prompt_than_before_ends_the_replay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert admit(start, "p", "another", "r") == ["old_p", "new_another", "new_r"]
+    assert "ends before step 5: prompt 12 of the run is another one than before" in caplog.text
+    assert (start.log.wanted(5), start.replayed) == ((), {})
+    start.train(5, "new_r")
+    start.die()
+    third = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert [step for step, _ in third.log._waiting] == [5]
+    assert third.log.wanted(5) == ("new_r",)
+    third.die()
+
+
+def test_a_wanted_prompt_that_has_left_the_queue_ends_the_replay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    admit(start, "p")
+    start.log.require_coming(5)  # q is still to be admitted
+    assert start.log.wanted(5)
+    admit(start, "q")
+    start.log.require_coming(5)
+    assert (start.log.wanted(5), start.replayed) == ((), {})
+    assert "ends before step 5: a prompt of the batch of step 5 has left the queue" in caplog.text
+    start.die()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.seed", 2), ("actor_rollout_ref.rollout.n", 4), ("data.train_files", "b.parquet"),
+        ("data.max_response_length", 9),
+    ],
+)  # fmt: skip
+def test_a_log_of_other_settings_is_not_used(
+    tmp_path: Path, key: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path, **{key: value}), snapshot=snapshot("kept"))
+    assert (start.log.wanted(5), start.replayed) == ((), {})
+    (warning,) = [record for record in caplog.records if "generated again" in record.message]
+    assert f"{key}=" in warning.message
+    start.train(5, "x")
+    start.die()
+    # The start before has left the history of the first one.
+    again = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert again.log.wanted(5) == ()
+    again.die()
+
+
+def test_a_log_of_another_reward_function_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_start(tmp_path)
+    (tmp_path / "reward.py").write_text("def compute_score(): return 2.0")
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert start.log.wanted(5) == ()
+    assert "the reward function's file" in caplog.text
+    start.die()
+
+
+def test_a_run_that_begins_afresh_replays_nothing(tmp_path: Path) -> None:
+    first = Start(config(tmp_path), step=0, snapshot=None)
+    admit(first, "p", fresh="old")
+    first.train(1, "old_p")
+    first.die()
+    again = Start(config(tmp_path), step=0, snapshot=None)
+    assert again.log.wanted(1) == ("old_p",)
+    again.die()
+    for _ in range(2):
+        afresh = Start(config(tmp_path, **{"trainer.resume_mode": "disable"}), step=0, snapshot=None)
+        assert afresh.log.wanted(1) == ()
+        admit(afresh, "p", fresh="old")
+        afresh.train(1, "old_p")
+        afresh.die()
+
+
+def test_a_checkpoint_begins_a_folder_and_takes_the_place_of_those_before_when_it_is_whole(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints" / rollout_log.FOLDER
+    start = Start(config(tmp_path))
+    start.train(5, "a")
+    stale = root / "after_step_8"
+    stale.mkdir()
+    (stale / "0001-trainer.log").write_bytes(b"of a run that was left")
+    start.log.before_save(8)
+    start.train(9, "b")
+    assert (root / "after_step_4").is_dir()
+    start.log.after_save(8)
+    start.die()
+    assert [path.name for path in root.iterdir()] == ["after_step_8"]
+    again = Start(config(tmp_path), step=8, snapshot=snapshot(pending=(PromptMeta("b", 2, 1),)))
+    assert again.log.wanted(9) == ("b",)
+    again.die()
+
+
+def test_a_checkpoint_that_is_not_whole_leaves_the_log_of_the_one_before(tmp_path: Path) -> None:
+    start = Start(config(tmp_path))
+    admit(start, "p", fresh="old")
+    start.train(5, "old_p")
+    start.log.before_save(5)
+    start.die()
+    again = Start(config(tmp_path))
+    assert again.log.wanted(5) == ("old_p",)
+    again.die()
+
+
+def test_a_run_that_has_ended_leaves_no_log(tmp_path: Path) -> None:
+    start = Start(config(tmp_path))
+    start.train(5, "a")
+    start.log.end(is_complete=True)
+    start.worker.close(LONG_S)
+    assert not (tmp_path / "checkpoints" / rollout_log.FOLDER).exists()
+
+
+def test_files_that_cannot_be_read_cost_what_they_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_start(tmp_path)
+    folder = tmp_path / "checkpoints" / rollout_log.FOLDER / f"after_step_{STEP}"
+    worker = folder / "0001-agent_loop_worker_0.log"
+    content = bytearray(worker.read_bytes())
+    content[len(content) * 7 // 10] ^= 1  # in the last trajectory, of step 6
+    worker.write_bytes(content)
+    (folder / "0001-agent_loop_worker_1.log").write_bytes(b"noise that is no frame at all, long enough for a header")
+    (folder / "0002-trainer.log").write_bytes(b"")
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert [step for step, _ in start.log._waiting] == [5]
+    assert f"{worker} is damaged" in caplog.text
+    assert start.log._number == 3
+    start.die()
+
+
+def test_a_disk_without_room_is_warned_of_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollout_log.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    made = config(tmp_path, **{"data.train_batch_size": 256, "data.max_response_length": 32_760})
+    Start(made).die()
+    assert "20 steps have up to 2.8 GiB, 1.0 GiB are free" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_costs_the_log_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    start = Start(config(tmp_path))
+    assert start.train(5, "a") == 0
+    start.log.before_save(5)
+    start.log.after_save(5)
+    start.die()
+    assert "the run goes on without it" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_costs_the_replay_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_start(tmp_path)
+    goes_on = threading.Event()
+
+    def stands_still(*_: Any) -> Any:
+        goes_on.wait(LONG_S)
+
+    monkeypatch.setattr(rollout_log, "read_history", stands_still)
+    monkeypatch.setattr(rollout_log, "READ_TIMEOUT_S", 0.01)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    goes_on.set()
+    assert (start.log.wanted(5), start.replayed) == ((), {})
+    assert "there is no log of rollouts, the run goes on without it" in caplog.text
+    assert start.train(5, "a") == 0
+    start.die()
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "logs"),
+    [
+        ({}, {}, True),
+        ({"rollout_log": False}, {}, False),
+        ({}, {"trainer.save_freq": -1}, False),
+        ({"save_minutes": 20.0}, {"trainer.save_freq": -1}, True),
+        ({"tail": {"policy": "reorder"}}, {}, False),
+        ({}, {"distillation.enabled": True}, False),
+        ({}, {"actor_rollout_ref.rollout.enable_rollout_routing_replay": True}, False),
+    ],
+)
+def test_where_there_is_a_log(tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], logs: bool) -> None:
+    assert logs_rollouts(config(tmp_path, **more), PartialRolloutConfig.from_mapping(settings)) == logs
