@@ -9,12 +9,12 @@ import queue
 import shutil
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from partial_rollout.core.rollout_log import frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection
     from pathlib import Path
     from typing import BinaryIO
 
@@ -28,6 +28,11 @@ MAX_FILE_BYTES = 32 * 1024 * 1024 * 1024
 """Of one file: the records of one process since the last checkpoint. Hours between two checkpoints stay far below."""
 CLOSE_S = 10.0
 """A disk that stands still must not hold up the end of a run."""
+
+
+class _Removal(NamedTuple):
+    folder: Path
+    but: frozenset[str]
 
 
 class LogWriter:
@@ -51,7 +56,7 @@ class LogWriter:
     ) -> None:
         """`who` writes, for the warning."""
         self._who, self._max_waiting, self._max_file, self._clock = who, max_waiting_bytes, max_file_bytes, clock
-        self._jobs: queue.SimpleQueue[Path | bytes | list[Path] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Path | bytes | _Removal | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._num_waiting = self._num_bytes = 0
@@ -94,11 +99,14 @@ class LogWriter:
         self._warn(f"{why}, which is the limit")
         self._jobs.put(None)
 
-    def remove(self, folders: Sequence[Path]) -> None:
-        """Remove folders with all that is in them, after what was appended before is written."""
+    def remove(self, folder: Path, but: Collection[str] = ()) -> None:
+        """Remove what is in a folder, `but` not these names; without any, the folder too.
+
+        What was appended before is written before.
+        """
         with self._lock:
             if self.is_on:
-                self._jobs.put(list(folders))
+                self._jobs.put(_Removal(folder, frozenset(but)))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Put all on the disk; a disk that stands still is left alone after `timeout_s`."""
@@ -135,8 +143,9 @@ class LogWriter:
             return False
         if isinstance(job, bytes):
             self._write(job)
-        elif isinstance(job, list):
-            for folder in job:
+        elif isinstance(job, _Removal):
+            inside = [path for path in job.folder.glob("*") if path.name not in job.but]
+            for folder in inside if job.but else [job.folder]:
                 shutil.rmtree(folder, ignore_errors=True)
         else:
             self._turn_to(job)

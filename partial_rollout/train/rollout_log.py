@@ -129,6 +129,8 @@ class RunLog:
         self._num_admitted = 0
         self.has_replayed = False
         """Whether the last batch was one of the log."""
+        self._replayed_folder = ""
+        """Which workers read until the next checkpoint but one."""
 
     def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> None:
         """Training goes on after the checkpoint of `base_step`, which has this queue; None: there is no checkpoint.
@@ -154,6 +156,7 @@ class RunLog:
         self._use(plan)
         self._open(LogFolder(str(folder), self._number, base_step), plan.through)
         if plan.places:
+            self._replayed_folder = folder.name
             self._replay(plan.places)
             logger.warning("%s", describe(plan, base_step))
         self._warn_of_room(free)
@@ -202,6 +205,11 @@ class RunLog:
         keys = [t.key.rpartition("_")[0] for group in groups for t in group.trajectories]
         return sum(key in places for key in keys)
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether batches of the log are still to be taken: a checkpoint now would separate them from the others."""
+        return bool(self._waiting)
+
     def before_save(self, step: int) -> None:
         """A checkpoint of `step` begins: what follows is written into a folder of its own."""
         if not self._writer.is_on:
@@ -212,14 +220,14 @@ class RunLog:
         self._open(LogFolder(str(folder), 1, step), step)
 
     def after_save(self, step: int) -> None:
-        """The checkpoint is whole."""
-        if self._root.is_dir():
-            self._writer.remove([path for path in self._root.iterdir() if path.name != f"after_step_{step}"])
+        """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
+        kept, self._replayed_folder = {f"after_step_{step}", self._replayed_folder}, ""
+        self._writer.remove(self._root, but=kept)
 
     def end(self, *, is_complete: bool) -> None:
         """The run ends; after its last step there is nothing to go on from, and the log goes."""
         if is_complete:
-            self._writer.remove([self._root])
+            self._writer.remove(self._root)
         self._writer.close()
 
     def _use(self, plan: Plan) -> None:

@@ -416,6 +416,8 @@ class PartialRolloutTrainer(PPOTrainer):
         """Save where `save_minutes` says so, at the place in a step at which verl saves by steps."""
         if not self._cadence.is_due(self.global_steps, is_last=self.global_steps >= self.total_training_steps):
             return
+        if self._log is not None and self._log.is_replaying:
+            return
         if lack := self._checkpoints.lack_of_room():
             logger.warning(
                 "step %d is not saved: %s. Make room below trainer.default_local_dir, or set %s.save_minutes=null",

@@ -236,6 +236,23 @@ def test_a_checkpoint_begins_a_folder_and_takes_the_place_of_those_before_when_i
     again.die()
 
 
+@pytest.mark.parametrize(("saved", "left"), [((8,), {"after_step_4", "after_step_8"}), ((8, 12), {"after_step_12"})])
+def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
+    tmp_path: Path, saved: tuple[int, ...], left: set[str]
+) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert start.log.is_replaying
+    start.train(5, "old_q", "old_p")
+    start.train(6, "old_r", "kept")
+    assert not start.log.is_replaying
+    for step in saved:
+        start.log.before_save(step)
+        start.log.after_save(step)
+    start.die()
+    assert {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()} == left
+
+
 def test_a_checkpoint_that_is_not_whole_leaves_the_log_of_the_one_before(tmp_path: Path) -> None:
     start = Start(config(tmp_path))
     admit(start, "p", fresh="old")
