@@ -13,6 +13,7 @@ pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as manager_module
 from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+from partial_rollout.agent_loop.rollout_log import LogFolder
 from partial_rollout.errors import ActorLost, EngineDead
 from partial_rollout.runtime import remote_call
 from partial_rollout.settings.block import PartialRolloutConfig
@@ -105,6 +106,18 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     ]
     assert manager.worker_ids == ["agent_loop_worker_0", "agent_loop_worker_1_again_1"]
     assert "new1:8 run" in manager.loops
+
+
+def test_a_new_worker_writes_its_part_of_the_log_where_the_others_do(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    manager.start()
+    folder = LogFolder("folder", 2, 7)
+    manager.begin_log(folder)  # one of the workers has died: that costs its part only
+    assert "the log of rollouts has nothing of an agent-loop worker" in caplog.text
+    calls.clear()
+    manager.restart(1)
+    assert calls.index(f"new1:8.begin_log({folder!r},)") < calls.index("new1:8.run()")
 
 
 def test_a_worker_that_died_before_training_began_claims_nothing_until_it_does(
