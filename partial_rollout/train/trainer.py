@@ -145,6 +145,8 @@ class PartialRolloutTrainer(PPOTrainer):
     replay_buffer: PartialRolloutReplayBuffer
     checkpoint_manager: Any
     """verl's `auto_await` makes its methods block here, although their annotations say coroutine."""
+    _log: RunLog | None = None
+    """From `fit` on, if the run has a log of rollouts."""
 
     def __init__(self, config: DictConfig) -> None:
         self.settings = read_settings(config)
@@ -156,7 +158,6 @@ class PartialRolloutTrainer(PPOTrainer):
         self._version = 0
         """Weight version that the engines were sent last."""
         self._checkpoints = CheckpointKeeper(config)
-        self._log: RunLog | None = None
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)

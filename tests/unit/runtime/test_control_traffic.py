@@ -9,6 +9,7 @@ from ray import cloudpickle
 
 from partial_rollout.agent_loop.event_texts import EventTexts
 from partial_rollout.agent_loop.limits import PhaseLimits
+from partial_rollout.agent_loop.rollout_log import WorkerLog
 from partial_rollout.agent_loop.trajectory import Trajectories
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.observability.events import EventWriter
@@ -27,7 +28,7 @@ class Worker(PartialRolloutAgentLoopWorker):
     def __init__(self, response_len: int) -> None:
         self._response_len = response_len
         self._trajectories, self._events, self._limits = Trajectories(), EventWriter(None, "w0"), PhaseLimits({})
-        self._texts = EventTexts(None, 0)
+        self._texts, self._log = EventTexts(None, 0), WorkerLog("w0", 60.0)
         self._pulse = Pulse(lambda count: None, claim_s=300.0)
         self.rollout_config: Any = SimpleNamespace(
             temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True, prompt_length=64
