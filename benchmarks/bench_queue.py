@@ -23,7 +23,9 @@ import asyncio
 import json
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,7 @@ from partial_rollout.observability.events import (
     TrajectoryEnded,
 )
 from partial_rollout.observability.metrics import ManagerMetrics
-from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager
+from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager, journal_place, ray_call_id
 from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
 
 if TYPE_CHECKING:
@@ -141,7 +143,8 @@ async def train(manager: Any, options: argparse.Namespace, seconds: float) -> di
 async def measure(options: argparse.Namespace, batched: bool) -> dict[str, Any]:
     """One run through a fresh actor."""
     actor_class: Any = ray.remote(MeasuredManager).options(**ACTOR_OPTIONS)
-    manager = actor_class.remote(Partial(options.prompts), 2, metrics=ManagerMetrics)
+    journal = {"journal": partial(journal_place, uuid.uuid4().hex), "call_id": ray_call_id} if options.journal else {}
+    manager = actor_class.remote(Partial(options.prompts), 2, metrics=ManagerMetrics, **journal)
     shape = {"batch": options.batch, "group": options.group}
     client_class: Any = ray.remote(Client).options(num_cpus=0)
     clients = [client_class.remote(manager, f"w{index}", shape) for index in range(options.clients)]
@@ -252,6 +255,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="prompts per claim or finish_many (default: %(default)s)")
     parser.add_argument("--take", type=int, default=256, help="groups per training batch (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each row (default: %(default)s)")
+    journal = "whether the actor writes its journal, as that of a run does (default: %(default)s)"
+    parser.add_argument("--journal", action=argparse.BooleanOptionalAction, default=True, help=journal)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, help="what is measured (all)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
     return parser.parse_args()

@@ -17,6 +17,7 @@ PartialRolloutError
 │   ├── ResourcesUnavailable
 │   ├── ActorLost           an actor of ours died or its main loop ended
 │   │   └── TaskRunnerLost      the one in which training runs
+│   ├── JournalUnreadable   the prompt manager cannot go on where its process died; names the file
 │   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
 ├── EngineError             the inference engine
 │   ├── EngineDead
@@ -125,6 +126,10 @@ class TaskRunnerLost(ActorLost):
     def __init__(self, death: Death) -> None:
         super().__init__(str(death))
         self.death = death
+
+
+class JournalUnreadable(ClusterError):
+    """The prompt manager's journal is gone or damaged, so its queue cannot be made again."""
 
 
 class WaitTimeout(ClusterError, TimeoutError):

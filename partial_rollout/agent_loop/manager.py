@@ -21,6 +21,7 @@ from partial_rollout.errors import ActorLost, WaitTimeout
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for, wait_for_all
+from partial_rollout.runtime.run_watch import manager_limit_s
 from partial_rollout.settings.derived import read_settings
 from partial_rollout.types import PromptMeta
 
@@ -168,9 +169,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone.
         """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
-        uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
+        limit_s = manager_limit_s(call_s)
+        uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
         clear_trajectories(uids, call_s)
-        wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=call_s, who_waits=who)
+        wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
@@ -313,7 +315,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         ]
         wait_for(
             self._prompt_manager.admit.remote(metas),
-            timeout_s=self._settings.timeouts.call_s,
+            timeout_s=manager_limit_s(self._settings.timeouts.call_s),
             who_waits="trainer waits for the prompt manager to admit prompts",
         )
 

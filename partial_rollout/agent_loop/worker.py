@@ -36,6 +36,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.heartbeat import Pulse
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import RemoteActor
+from partial_rollout.runtime.run_watch import manager_limit_s
 from partial_rollout.settings.derived import filter_metric
 from partial_rollout.types import Claim, TrajectorySummary
 
@@ -65,7 +66,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         super().__init__(*args)
         self._worker_id = worker_id
         handle, call_s = find_manager(settings.manager.name), settings.timeouts.call_s
-        manager = RemoteActor(handle, call_s, who_waits=f"{worker_id} waits for the prompt manager")
+        manager = RemoteActor(handle, manager_limit_s(call_s), who_waits=f"{worker_id} waits for the prompt manager")
         self._claim_loop = ClaimLoop(
             worker_id,
             cast("RolloutPromptManager", manager),

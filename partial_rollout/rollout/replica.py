@@ -15,6 +15,7 @@ from partial_rollout.errors import PartialRolloutError, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.rollout.control import CONTROL_GROUP
 from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.settings.block import PartialRolloutConfig
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ NUM_CONTROL_CALLS = 64
 """How many control calls one server runs at the same time."""
 MIN_GENERATE_CONCURRENCY = 4096
 """How many requests one server holds, parked ones included. Further requests wait in Ray, and delay no other call."""
-RESTARTED: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1}
-"""Ray starts a server that has died again, as the same actor: its handles stay valid, and a call without an answer is
-made again. The run counts the deaths, and ends when they are too many."""
 MARGIN_S = 10.0
 """Added to a server's own deadline, whose error says more than that of the caller."""
 

@@ -46,7 +46,7 @@ from partial_rollout.rollout.engine_process import (
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.rollout.progress_watch import ProgressWatch
-from partial_rollout.runtime.death_watch import last_lines, own_log
+from partial_rollout.runtime.death_watch import Parking, last_lines, own_log
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.server import ChannelServer
@@ -82,6 +82,7 @@ class PartialRolloutServer(ChannelServer):
         super().__init__(*args, **kwargs)
         self._init_gate(PartialRolloutConfig.from_rollout(self.config.custom))
         self._channels = open_channels()
+        self._parking = Parking()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._begin_without_engine()
 
@@ -392,8 +393,8 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def until_killed(self) -> None:
-        """Never return: whoever watches this actor hears of its death by the end of this call."""
-        await asyncio.Event().wait()
+        """Return for the next call of this kind only: who watches this actor hears of its death by the call's end."""
+        await self._parking.until_killed()
 
     @control
     async def require_health(self) -> None:

@@ -68,6 +68,23 @@ def nothing(_actor: object, _token: object) -> None:
     """Run inside an actor, when its watch ends with the run."""
 
 
+class Parking:
+    """Where the one call to an actor waits whose end tells of the actor's death.
+
+    A manager that was started again parks another one; the one before, whose caller is dead, goes.
+    """
+
+    def __init__(self) -> None:
+        self._last: asyncio.Event | None = None
+
+    async def until_killed(self) -> None:
+        """Return when another call has come."""
+        if self._last is not None:
+            self._last.set()
+        own = self._last = asyncio.Event()
+        await own.wait()
+
+
 async def ask_where(actor: Watched) -> Process:
     """Ask an actor where it runs."""
     return await actor.handle.__ray_call__.remote(describe)

@@ -59,9 +59,9 @@ class Pulse:
         self._turn(asyncio.get_running_loop())
         threading.Thread(target=self._run, daemon=True, name="pulse").start()
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, name: str = "pulse") -> None:
         """Call this once, in a process of which nothing else is counted: each sign of life is another one."""
-        threading.Thread(target=self._run, args=(self.goes_on,), daemon=True, name="pulse").start()
+        threading.Thread(target=self._run, args=(self.goes_on,), daemon=True, name=name).start()
 
     def goes_on(self) -> None:
         """A trajectory of the worker goes on."""
@@ -80,7 +80,7 @@ class Pulse:
             except LateAnswer:
                 logger.warning("a sign of life of this process was not answered in time; it sends another one")
             except RayActorError:
-                return  # the manager has died, which ends the run
+                return  # the manager has died and is not started again, which ends the run
 
 
 def interval_s(claim_s: float) -> float:
@@ -94,7 +94,10 @@ def begin_beats(_actor: object, manager: ActorHandle, name: str, claim_s: float)
     def send(count: int) -> None:
         manager.beat.remote(name, count).future().result(ANSWER_S)
 
-    Pulse(send, claim_s).begin_alone()
+    thread = f"pulse of {name}"
+    # A later process of the manager asks again: the handle that this process has stays valid.
+    if all(each.name != thread for each in threading.enumerate()):
+        Pulse(send, claim_s).begin_alone(thread)
     return own_process("", "")
 
 

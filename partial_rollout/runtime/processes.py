@@ -49,8 +49,14 @@ ENGINE = Kind(
 ENGINE_SERVER = Kind(
     "engine server", WATCH, 5.0, Then.GOES_ON, "the tokens of each request in it since its last interruption"
 )
-LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.STARTS_AGAIN, STEP)
-PROMPT_MANAGER = Kind("prompt manager", "the task runner, which waits for news from it", 5.0, Then.STARTS_AGAIN, STEP)
+LOAD_BALANCER = Kind("load balancer", WATCH, 5.0, Then.GOES_ON, "which engine has a trajectory's context")
+PROMPT_MANAGER = Kind(
+    "prompt manager",
+    "Ray, which starts it again; the task runner, which waits for news from it",
+    5.0,
+    Then.GOES_ON,
+    "nothing",
+)
 TASK_RUNNER = Kind("task runner", "the driver, which waits for its end", 5.0, Then.STARTS_AGAIN, STEP)
 WITNESS = Kind("witness", "Ray, which starts it again", 5.0, Then.GOES_ON, "nothing")
 

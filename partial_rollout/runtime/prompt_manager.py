@@ -17,6 +17,9 @@
 
 All methods run on one event loop and change the queue between two awaits, never across one.
 
+Ray starts the actor again when its process dies, and makes the calls again that were not answered. What must not be
+lost is in the books, and each change of them is in the journal first (journal.py): docs/design/0013-prompt-manager.md.
+
 The actor is also where the deaths of other actors are noticed (death_watch.py says why here).
 """
 
@@ -25,39 +28,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
-from collections import Counter
+import uuid
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import worker as ray_worker
 
-from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
-from partial_rollout.core.queue.tail import Partial, make_policy
-from partial_rollout.errors import ActorLost, ClusterError, InternalError, RunStopped, StaleClaim, WaitTimeout
+from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.errors import ActorLost, ClusterError, RunStopped, WaitTimeout
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.claim_polls import ClaimPolls
-from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, nothing
+from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing
 from partial_rollout.runtime.heartbeat import Silence, begin_beats
+from partial_rollout.runtime.journal import Journal, Place
+from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
-from partial_rollout.types import FinishResult, ManagerStatus
+from partial_rollout.types import Death, FinishResult, ManagerStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
 
     from ray.actor import ActorHandle
 
+    from partial_rollout.core.queue.queue import PromptQueue
     from partial_rollout.core.queue.staleness import StalenessBound
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import (
         Claim,
-        Death,
         Process,
         PromptMeta,
         QueueSnapshot,
@@ -85,6 +92,8 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "enable_task_events": False,
 }
 """Task events are off: thousands of calls a second would crowd all other tasks out of the Ray dashboard."""
+NOBODY = ""
+"""Makes a change that no call waits for."""
 
 
 class RolloutPromptManager:
@@ -106,30 +115,35 @@ class RolloutPromptManager:
         batch_s: float = math.inf,
         claim_s: float = math.inf,
         events: Path | None = None,
+        journal: Callable[[], Place] | None = None,
+        call_id: Callable[[], str] = lambda: NOBODY,
     ) -> None:
         """`metrics` is called here, in the manager's own process, to make what shows the manager's status.
+
+        `journal`, called here too, says where a later process finds the queue; `call_id` names the call that runs, in
+        the same way when it is made again.
 
         When a batch is taken, a warning names each claim that has been ongoing for more than `batch_s`.
         A watched actor that gives no sign of life for `claim_s` is killed.
         Warnings go into the run's event stream, whose folder is `events`.
+
+        Raises:
+            JournalUnreadable: this is a later process, and the journal is gone or damaged.
         """
         self._events = "" if events is None else str(events)
         if events is not None:
             report_to(EventWriter(events, "prompt_manager"))
-        self._clock = clock
         self._batch_s = batch_s
-        self._max_attempts = max_attempts
-        self._queue = PromptQueue(policy, max_attempts, clock, bound)
+        self._journal = Journal(policy, max_attempts, clock, bound, journal() if journal else None)
+        self._books, self._call_id = self._journal.books, call_id
         self._metrics = metrics() if metrics else None
         self._export_timer: asyncio.TimerHandle | None = None
         self._polls = ClaimPolls()
         self._takeable = asyncio.Condition()
         self._workers: dict[str, WorkerStatus] = {}
         self._num_releases: Counter[str] = Counter()
-        self._step = self._weight_version = -1
-        self._gate = "unknown"
-        self._last_failure = ""
-        self._closed = self._stop_reason = ""
+        self._waiting: defaultdict[str, set[str]] = defaultdict(set)
+        """Calls of `claim` that wait, by worker."""
         self._claim_s = claim_s
         self._silence = Silence(claim_s, clock, self._end_silent, self._call)
         self._deaths = DeathWatch(self._park, self._doing, self._ask, on_death=self._silence.forget)
@@ -145,8 +159,7 @@ class RolloutPromptManager:
         """
         # All polls look again: claims that go on are each for one worker.
         async with self._changing(wake_claims=True):
-            self._require_open()
-            return self._queue.begin_round()
+            return self._do("begin_round")
 
     async def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make prompts pending, all or none.
@@ -156,8 +169,7 @@ class RolloutPromptManager:
             ActorLost: the manager was closed.
         """
         async with self._changing():
-            self._require_open()
-            self._queue.admit(prompts)
+            self._do("admit", prompts)
 
     async def take_batch(self, num_groups: int, timeout_s: float, wanted: Sequence[str] = ()) -> TakeResult:
         """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
@@ -173,20 +185,20 @@ class RolloutPromptManager:
             ActorLost: the manager was closed.
         """
         async with self._changing():
+            if self._journal.answered(call := self._call_id()):
+                return self._journal.do(call, "take", num_groups, wanted)
             if not await _wait(self._takeable, lambda: self._ends_wait(num_groups, wanted), timeout_s):
                 why = describe_wait(self._queue, num_groups, timeout_s)
-                raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._gate!r}")
-            self._require_open()
-            if self._stop_reason:
-                raise RunStopped(self._stop_reason)
+                raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._books.desk.gate!r}")
+            if self._closed:
+                raise ActorLost(f"the prompt manager was closed: {self._closed}")
+            if self._books.desk.stop_reason:
+                raise RunStopped(self._books.desk.stop_reason)
             # Still under the lock: an event between the look and the taking could take the groups away.
-            if not self._queue.has_batch(num_groups, wanted):
-                return self._queue.take(num_groups, wanted)
-            # Once a batch, and not for each prompt that is replaced: both look at every prompt in flight.
-            warn_of_long_running(self._queue, self._batch_s)
-            result = self._queue.take(num_groups, wanted)
-            self._queue.require_conserved()
-            return result
+            if self._queue.has_batch(num_groups, wanted):
+                # Once a batch, and not for each prompt that is replaced: it looks at every prompt in flight.
+                warn_of_long_running(self._journal.do(NOBODY, "take_long_running", self._batch_s), self._batch_s)
+            return self._do("take", num_groups, wanted)
 
     async def discard_expired(self) -> list[str]:
         """Restart or drop the groups that the last batch's result called expired; returns the uids of the dropped ones.
@@ -194,20 +206,17 @@ class RolloutPromptManager:
         The rows of their trajectories must have been cleared.
         """
         async with self._changing():
-            return self._queue.discard_expired()
+            return self._do("discard_expired")
 
     async def set_capacity(self, capacity: int) -> None:
         """Allow so many prompts in flight from the next round on; of the policy `partial` only."""
         async with self._changing():
-            if not isinstance(self._queue.policy, Partial):
-                raise InternalError(f"{self._queue.policy} decides by itself how many prompts are in flight")
-            self._queue.resize(Partial(capacity))
+            self._do("set_capacity", capacity)
 
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
         """What the trainer does now, and the weight version that generates or did last: tokens age by it."""
         async with self._changing():
-            self._step, self._weight_version, self._gate = step, weight_version, gate
-            self._queue.version = weight_version
+            self._do("report_step", step, weight_version, gate)
 
     async def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs."""
@@ -217,14 +226,7 @@ class RolloutPromptManager:
     async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
         """Continue from a snapshot; raises InternalError if it does not add up or prompts were admitted already."""
         async with self._changing():
-            self._require_open()
-            if self._queue.statistics().admitted:
-                raise InternalError(f"restore after prompts were admitted: {self._queue.statistics()}")
-            # The restored queue takes over policy, bound and weight version of the one made at the start.
-            old = self._queue
-            self._queue = PromptQueue.restore(snapshot, old.policy, self._max_attempts, self._clock, old.bound)
-            self._queue.version = old.version
-            return self._queue.statistics()
+            return self._do("restore", snapshot)
 
     # ---- workers ----
 
@@ -241,14 +243,20 @@ class RolloutPromptManager:
             # A poll parked by a worker that was lost meanwhile must not claim: nobody would give it back.
             return bool(self._closed) or self._num_releases[worker_id] != num_releases
 
-        loop = asyncio.get_running_loop()
+        call, loop = self._call_id(), asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
+
+        def may_answer() -> bool:
+            return self._journal.answered(call) or self._queue.can_claim(worker_id, free_slots)
+
+        self._waiting[worker_id].add(call)
         try:
             # A call that has come meanwhile may have taken what this poll was woken for.
-            while not (ended() or self._queue.can_claim(worker_id, free_slots)) and loop.time() < end_s:
+            while not (may := may_answer()) and not ended() and loop.time() < end_s:
                 await self._polls.wait(free_slots, end_s - loop.time())
-            claims = [] if ended() else self._queue.claim(worker_id, free_slots)
+            claims = self._do("claim", worker_id, free_slots) if may and not ended() else []
         finally:
+            self._waiting[worker_id].discard(call)
             self._wake_one()
         if claims:
             self._schedule_export()
@@ -259,18 +267,11 @@ class RolloutPromptManager:
 
         Raises InternalError for a group that is not whole.
         """
-        stale: list[str] = []
-        no_spread: list[str] = []
         async with self._changing():
-            for claim, trajectories in groups:
-                # One stale claim must not keep the other groups of the call from being trained.
-                try:
-                    if not self._queue.finish(claim, trajectories):
-                        no_spread.append(claim.uid)
-                except StaleClaim:
-                    logger.warning("refused a group of prompt %s: its claim has ended", claim.uid)
-                    stale.append(claim.uid)
-        return FinishResult(tuple(stale), tuple(no_spread))
+            result: FinishResult = self._do("finish_many", groups)
+        for uid in result.stale:
+            logger.warning("refused a group of prompt %s: its claim has ended", uid)
+        return result
 
     async def fail(self, claim: Claim, reason: str) -> bool:
         """An attempt failed. True: given back for another one; False: dropped. Raises StaleClaim.
@@ -278,8 +279,7 @@ class RolloutPromptManager:
         `reason` may be any text: it is logged and shown, but not counted.
         """
         async with self._changing():
-            given_back = self._queue.fail(claim)
-            self._last_failure = f"{claim.prompt_name}: {reason}"
+            given_back = self._do("fail", claim, reason)
             logger.warning("attempt %d of %s failed (%s)", claim.attempt, claim.prompt_name, reason)
             return given_back
 
@@ -289,30 +289,32 @@ class RolloutPromptManager:
         Raises StaleClaim.
         """
         async with self._changing():
-            return self._queue.expire(claim)
+            return self._do("expire", claim)
 
     async def drop(self, claim: Claim, reason: str) -> None:
         """Let a claimed prompt go for good, counted under the short fixed word `reason`; raises StaleClaim."""
         async with self._changing():
-            self._queue.drop(claim, reason)
+            self._do("drop", claim, reason)
 
     async def give_back(self, claim: Claim) -> None:
         """Make a claimed prompt pending again without charging an attempt; raises StaleClaim."""
         async with self._changing():
-            self._queue.give_back(claim)
+            self._do("give_back", claim)
 
     async def fence_worker(self, worker_id: str) -> list[str]:
         """Refuse the late reports of a lost worker from now on; returns the uids of its prompts, oldest claim first."""
-        return self._queue.fence_worker(worker_id)
+        return self._do("fence_worker", worker_id)
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
         async with self._changing(wake_claims=True):
             # Ends a long poll of the worker that is parked in `claim`.
             self._num_releases[worker_id] += 1
+            for poll in self._waiting.pop(worker_id, ()):  # Ray may make it again in a later process
+                self._journal.do(poll, "claim_nothing")
             self._workers.pop(worker_id, None)
             self._silence.forget(worker_id)
-            return self._queue.release_worker(worker_id)
+            return self._do("release_worker", worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics."""
@@ -321,6 +323,8 @@ class RolloutPromptManager:
 
     async def beat(self, worker_id: str, count: int) -> None:
         """A sign of life of an actor, which puts off its deadline if `count` is not that of before."""
+        if worker_id not in self._books.beating:
+            self._journal.do(NOBODY, "beats", worker_id)
         self._silence.beat(worker_id, count)
 
     # ---- deaths ----
@@ -333,6 +337,7 @@ class RolloutPromptManager:
         """The end of the actor of this name is no death: somebody has asked for it."""
         self._deaths.forget(name)
         self._silence.forget(name)
+        self._do("forget", name)
 
     async def end_silent(self, why: str) -> list[str]:
         """A wait has run out, `why` says which: kill the actors that are silent meanwhile; returns them in words.
@@ -350,8 +355,14 @@ class RolloutPromptManager:
                 ended.append(f"{who}: {cause}")
         return ended
 
-    async def next_death(self, timeout_s: float) -> Death | None:
-        """Long poll: a death that was not told yet; None at the timeout, or when the manager is closed."""
+    async def next_death(self, timeout_s: float, known: Process | None = None) -> Death | None:
+        """Long poll: a death that was not told yet; None at the timeout, or when the manager is closed.
+
+        The first is that of the manager's own process before, if the caller knows of no other one.
+        """
+        if known is not None and known.pid not in (0, os.getpid()):
+            lines = await asyncio.to_thread(last_lines, known.log) if known.log else ""
+            return Death(known, "its process has ended, and Ray has started another one", "", lines)
         return None if self._closed else await self._deaths.next_death(timeout_s)
 
     async def until_killed(self) -> None:
@@ -374,12 +385,11 @@ class RolloutPromptManager:
         False: training has not begun, so there is nothing to save and nobody to wait for.
         """
         async with self._changing():
-            self._stop_reason = reason
-            return self._step > 0
+            return self._do("request_stop", reason)
 
     async def stop_reason(self) -> str:
         """Why the run should end; empty while it should not."""
-        return self._stop_reason
+        return self._books.desk.stop_reason
 
     async def close(self, reason: str) -> None:
         """End all waits: `claim` returns nothing, `take_batch` and `admit` raise ActorLost. Reports stay accepted.
@@ -387,7 +397,7 @@ class RolloutPromptManager:
         The first reason is kept.
         """
         async with self._changing(wake_claims=True):
-            self._closed = self._closed or reason or "closed"
+            self._do("close", reason)
         self._silence.stop()
         await self._deaths.end()
 
@@ -397,7 +407,7 @@ class RolloutPromptManager:
         """The deadline of an actor has passed: what a worker reports late is refused, before and after it dies."""
         if not self._deaths.kill(name, why):
             return False
-        self._queue.fence_worker(name)
+        self._journal.do(NOBODY, "fence_worker", name)
         return True
 
     def _call(self, name: str) -> str:
@@ -406,6 +416,8 @@ class RolloutPromptManager:
     async def _ask(self, actor: Watched) -> Process:
         """Where an actor runs; from now on it sends signs of life. Agent-loop workers send others, by themselves."""
         if actor.role == AGENT_LOOP_WORKER.role:
+            if actor.name in self._books.beating:
+                self._silence.beat(actor.name, -1)  # it owes the next sign of life, also to a later process
             return await ask_where(actor)
         own: Any = ray.get_runtime_context().current_actor
         self._silence.beat(actor.name, 0)  # it may freeze before its first sign of life
@@ -428,8 +440,20 @@ class RolloutPromptManager:
         if num_slots := self._queue.next_group_size:
             self._polls.wake_one(num_slots)
 
+    @property
+    def _queue(self) -> PromptQueue:
+        return self._books.queue
+
+    @property
+    def _closed(self) -> str:
+        return self._books.desk.closed
+
+    def _do(self, change: str, *arguments: Any) -> Any:
+        """Make the one change of the call that runs; returns or raises what the method of `Books` does."""
+        return self._journal.do(self._call_id(), change, *arguments)
+
     def _ends_wait(self, num_groups: int, wanted: Sequence[str]) -> bool:
-        return bool(self._closed or self._stop_reason) or self._queue.can_take(num_groups, wanted)
+        return bool(self._closed or self._books.desk.stop_reason) or self._queue.can_take(num_groups, wanted)
 
     async def _park(self, handle: Any) -> None:
         """Return never, or raise RayActorError when the actor dies."""
@@ -446,20 +470,17 @@ class RolloutPromptManager:
         uids = self._queue.uids_of_worker(name)
         return f"generated {len(uids)} prompts, {', '.join(uids[:3])} among them" if uids else ""
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ActorLost(f"the prompt manager was closed: {self._closed}")
-
     def _status(self) -> ManagerStatus:
+        desk = self._books.desk
         return ManagerStatus(
             queue=self._queue.statistics(),
             capacity=self._queue.policy.capacity,
             workers=dict(self._workers),
-            step=self._step,
-            weight_version=self._weight_version,
-            gate=self._gate,
-            last_failure=self._last_failure,
-            closed=self._closed,
+            step=desk.step,
+            weight_version=desk.weight_version,
+            gate=desk.gate,
+            last_failure=desk.last_failure,
+            closed=desk.closed,
             events=self._events,
         )
 
@@ -496,13 +517,14 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int, place: A
         ClusterError: another manager with this name is running in the namespace.
     """
     name = config.manager.name
-    options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": place, **ACTOR_OPTIONS}
+    options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": place, **ACTOR_OPTIONS, **RESTARTED}
     actor_class: Any = ray.remote(RolloutPromptManager).options(**options)
     policy = make_policy(config, train_batch_size)
     bound = make_bound(config.tail, policy, train_batch_size)
     logger.info("tail policy %s: %s", policy, describe_bound(policy))
     events = events_folder(config)
     more: dict[str, Any] = {"batch_s": config.timeouts.batch_s, "claim_s": config.timeouts.claim_s, "events": events}
+    more |= {"journal": partial(journal_place, uuid.uuid4().hex), "call_id": ray_call_id}
     metrics = partial(ManagerMetrics, run_name(events))
     try:
         return actor_class.remote(policy, config.max_attempts, metrics=metrics, bound=bound, **more)
@@ -512,6 +534,18 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int, place: A
             f"a prompt manager named {name!r} is already running in namespace {NAMESPACE!r}: end that run, or start "
             "this one on a Ray cluster of its own (ray_kwargs.ray_init.address, RAY_ADDRESS)"
         ) from error
+
+
+def journal_place(name: str) -> Place:
+    """Run in the manager's process: where the journal of this name is, beside the logs of this Ray on this node."""
+    session: Any = ray_worker._global_node
+    is_later = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    return Place(Path(session.get_session_dir_path()) / f"prompt_manager_{name}", is_later)
+
+
+def ray_call_id() -> str:
+    """The same for a call and for the call that Ray makes again in its place."""
+    return ray.get_runtime_context().get_task_id() or NOBODY
 
 
 def find_manager(name: str) -> ActorHandle:
@@ -525,9 +559,9 @@ def find_manager(name: str) -> ActorHandle:
         ) from error
 
 
-def warn_of_long_running(queue: PromptQueue, limit_s: float) -> None:
-    """Log each claim that has been ongoing for more than `limit_s`, once."""
-    for claim, age_s in queue.take_long_running(limit_s):
+def warn_of_long_running(claims: Sequence[tuple[Claim, float]], limit_s: float) -> None:
+    """Log each claim that has been ongoing for more than `limit_s`, with its age in seconds."""
+    for claim, age_s in claims:
         logger.warning(
             "prompt %r is ongoing at worker %r for %.1f s (attempt %d; time held back is not counted), more than "
             "partial_rollout.timeouts.batch_s=%g: its unfinished trajectories keep their slots",

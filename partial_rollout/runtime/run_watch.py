@@ -3,7 +3,8 @@
     actor dies ──> prompt manager ──next_death──> thread of the RunWatch ──signal──> main thread: the error is raised
 
 A frozen actor becomes a dead one: the prompt manager kills it when it has given no sign of life for too long, or when
-a wait of the trainer has run out meanwhile. A prompt manager that does not answer the trainer counts as dead.
+a wait of the trainer has run out meanwhile. A prompt manager that does not answer is killed by the RunWatch. Ray starts
+a dead one again, and the RunWatch tells the new process whom to watch; who died in between is told then.
 
 verl's trainer waits without a bound in many places (for TransferQueue's controller, for training ranks), and none of
 them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python and ZeroMQ. Ray's `get`
@@ -22,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -30,7 +32,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.errors import ActorLost, AgentLoopBroken, ClusterError, EngineError, PartialRolloutError
 from partial_rollout.observability.events import Fault, ProcessFound
-from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, how_it_died, last_lines
+from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
 from partial_rollout.types import Death, Process
 
@@ -49,12 +51,22 @@ MAY_COME_OF_SILENCE = (ClusterError, EngineError, AgentLoopBroken)
 """What a trainer meets that waits for a frozen process, or whose agent loops do."""
 POLL_S = 30.0
 """Length of one long poll; the manager answers as soon as an actor has died."""
+MANAGER_START_S = 60.0
+"""Within which Ray starts the manager again: seconds, but for a machine that is short of memory or processors."""
 AGAIN_S = 5.0
 EXPLAIN_S = 3.0
 """Ray may tell a waiting trainer of a death before it tells the prompt manager."""
 SIGNAL = signal.SIGUSR1
 ENDED_BY_FORCE = 70
 """Exit code of a process that did not end in time."""
+
+
+def manager_limit_s(call_s: float) -> float:
+    """How long an answer of the prompt manager may take, which may freeze, be killed and be started again meanwhile.
+
+    Whoever gave a call up earlier would not hear of what Ray makes again for it, such as a claim.
+    """
+    return call_s + POLL_S + call_s + MANAGER_START_S
 
 
 class Interruption:
@@ -131,6 +143,10 @@ class RunWatch:
         self._manager, self._interruption = manager, interruption
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
         self._doing, self._step, self._start_s, self._answer_s = doing, step, start_s, answer_s
+        self._watched: dict[str, tuple[tuple[str, str, ActorHandle], Process]] = {}
+        """The living actors that the manager watches, by name; where each was found."""
+        self._verdict = ""
+        """Why the manager was killed here."""
         self._reactions: dict[str, Callable[[Death], str]] = {}
         self._releases: dict[str, Callable[[], None]] = {}
         self._stopped, self._is_fatal = threading.Event(), threading.Event()
@@ -144,9 +160,21 @@ class RunWatch:
 
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Watch further actors; returns when they are watched."""
-        found = ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._start_s)
-        for process in found:
+        self._watched |= {actor[1]: (actor, Process(*actor[:2])) for actor in actors}
+        for process in ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._start_s):
+            if process.name in self._watched:
+                self._watched[process.name] = self._watched[process.name][0], process
             note_found(process)
+
+    def watch_again(self) -> None:
+        """Tell a new process of the manager whom to watch; whoever has died meanwhile is told as dead."""
+        before = dict(self._watched)
+        actors = [actor for actor, _ in before.values()]
+        for process in ray.get(self._manager.watch.remote(actors), timeout=DESCRIBE_S + self._start_s):
+            known = before[process.name][1]
+            if known.pid and process.pid and known.pid != process.pid:
+                lines = last_lines(known.log) if known.log else ""
+                self._handle(Death(known, "Ray has started it again meanwhile, without the prompt manager", "", lines))
 
     def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
         """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.
@@ -161,6 +189,11 @@ class RunWatch:
         A trainer that waits in `ray.get` for one of them gets no signal's error out of it.
         """
         self._releases |= releases
+
+    @property
+    def manager_pid(self) -> int:
+        """Of the process that answers now."""
+        return self._manager_process.pid
 
     def stop(self) -> None:
         """The end of the run has begun: actors that end now are no deaths."""
@@ -211,48 +244,58 @@ class RunWatch:
         return self._fatal
 
     def _run(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
-        death = self._begin(first)
-        if death is not None:
-            self._handle(death)
+        def begin() -> None:
+            self._meet_manager(self._start_s)
+            self.watch(first)
+
+        self._unless_lost(begin)
         while not self._stopped.is_set():
-            death = self._next_death()
+            death = self._unless_lost(self._next_death)
             if death is not None and not self._stopped.is_set():
                 self._handle(death)
 
-    def _begin(self, first: Sequence[tuple[str, str, ActorHandle]]) -> Death | None:
-        def begin() -> None:
-            found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=self._start_s)
-            role = PROMPT_MANAGER.role
-            self._manager_process = Process(role, role, found.node, found.pid, found.log)
-            note_found(self._manager_process)
-            self.watch(first)
-
-        return self._unless_dead(begin)
+    def _meet_manager(self, limit_s: float = MANAGER_START_S) -> None:
+        """Find the manager's process."""
+        found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=limit_s)
+        role = PROMPT_MANAGER.role
+        self._manager_process = Process(role, role, found.node, found.pid, found.log)
+        note_found(self._manager_process)
 
     def _next_death(self) -> Death | None:
-        poll = self._manager.next_death.remote(POLL_S)
+        """The next one, if there is one in time; that of the manager when Ray has started it again."""
+        poll = self._manager.next_death.remote(POLL_S, self._manager_process)
         warn_s = WARN_SHARE * self._answer_s
         if not ray.wait([poll], timeout=POLL_S + warn_s)[0] and not self._stopped.is_set():
             logger.warning(
-                "%s has not answered for %.0f s; after %g s (partial_rollout.timeouts.call_s) training ends",
+                "%s has not answered for %.0f s; after %g s (partial_rollout.timeouts.call_s) it is killed",
                 self._manager_process,
                 warn_s,
                 self._answer_s,
             )
-        return self._unless_dead(lambda: ray.get(poll, timeout=self._answer_s - warn_s))
+        if not ray.wait([poll], timeout=self._answer_s - warn_s)[0] and not self._stopped.is_set():
+            self._verdict = "it was killed, because it has not answered in time"
+            end_actor(self._manager, self._manager_process)
+        death: Death | None = ray.get(poll, timeout=MANAGER_START_S)
+        if death is not None and death.process.role == PROMPT_MANAGER.role:
+            death, self._verdict = replace(death, cause=self._verdict or death.cause), ""
+            self._meet_manager()
+        return death
 
-    def _unless_dead(self, call: Callable[[], Death | None]) -> Death | None:
-        """`call` of the manager, or the manager's own death."""
+    def _unless_lost(self, call: Callable[[], Death | None]) -> Death | None:
+        """`call` of the manager; a manager that Ray does not start again ends the run."""
         try:
             return call()
         except RayActorError as error:
-            process = self._manager_process
-            return Death(process, how_it_died(error), "", last_lines(process.log) if process.log else "")
+            cause = how_it_died(error)
         except GetTimeoutError:
-            process, cause = self._manager_process, "it was given up, because it has not answered in time"
-            return Death(process, cause, "", last_lines(process.log) if process.log else "")
+            cause = "it was given up, because it has not answered in time"
+        process = self._manager_process
+        if not self._stopped.is_set():
+            self._end(Death(process, self._verdict or cause, "", last_lines(process.log) if process.log else ""))
+        return None
 
     def _handle(self, death: Death) -> None:
+        self._watched.pop(death.process.name, None)
         reaction = self._reactions.get(death.process.role)
         if reaction is None:
             self._end(death)

@@ -18,6 +18,7 @@ from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.run_watch import manager_limit_s
 from partial_rollout.train.metrics import group_metrics
 from partial_rollout.train.stale_mask import StaleTokens, mask_stale_tokens
 
@@ -264,7 +265,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         logger.log(level, "trainer has waited %.0f s for a batch (%s): %s", waited_s, longest, statistics)
 
     def _ask(self, ref: ray.ObjectRef) -> Any:
-        timeout_s = self._settings.timeouts.call_s
+        timeout_s = manager_limit_s(self._settings.timeouts.call_s)
         return wait_for(ref, timeout_s=timeout_s, who_waits="trainer's replay buffer waits for the prompt manager")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from partial_rollout.errors import ActorLost
+from partial_rollout.rollout.balancer import has_restarted
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.train.roles import engine_servers
@@ -28,6 +29,8 @@ class Restarts:
 
     reward worker:     died -> started again -> watched -> known to all agent-loop workers
     engine server:     died -> started again by Ray, without an engine -> watched -> given an engine by the trainer
+    load balancer:     died -> started again by Ray, with its servers -> watched
+    prompt manager:    died -> started again by Ray, with its queue -> told whom to watch
     agent-loop worker: died -> its rows cleared, its prompts pending again -> started again, under a new id -> watched
     """
 
@@ -39,10 +42,15 @@ class Restarts:
 
     def reactions(self) -> dict[str, Callable[[Death], str]]:
         """By role, for the RunWatch."""
-        reactions = {processes.AGENT_LOOP_WORKER.role: self.agent_loop_worker}
+        reactions = {
+            processes.AGENT_LOOP_WORKER.role: self.agent_loop_worker,
+            processes.PROMPT_MANAGER.role: self.prompt_manager,
+        }
         # Where agent-loop workers do not score, verl's trainer asks for a whole batch, and cannot ask other workers.
         if self._trainer.reward_loop_manager.reward_loop_worker_handles is not None:
             reactions[processes.REWARD_WORKER.role] = self.reward_worker
+        if has_restarted(self._trainer.llm_server_manager):
+            reactions[processes.LOAD_BALANCER.role] = self.load_balancer
         if all(replica.is_replaceable for replica in self._trainer.llm_server_manager.get_replicas()):
             reactions[processes.ENGINE_SERVER.role] = self.engine_server
         return reactions
@@ -56,6 +64,22 @@ class Restarts:
             wait_for(server.__ray_ready__.remote(), timeout_s=START_S, who_waits=f"the run waits for {name} to start")
             self._trainer.watch.watch([(death.process.role, name, server)])
         return f"{name} was started again; its requests wait until it has an engine with all weights"
+
+    def prompt_manager(self, death: Death) -> str:
+        """Tell the manager, which Ray has started again, whom to watch."""
+        # Not under the lock: whoever holds it may wait for the manager.
+        self._count(death)
+        self._trainer.watch.watch_again()
+        return f"it was started again with its queue, as pid {self._trainer.watch.manager_pid}"
+
+    def load_balancer(self, death: Death) -> str:
+        """Wait until Ray has started the load balancer again; requests that ask it for a server wait meanwhile."""
+        with self._lock:
+            self._count(death)
+            name, balancer = death.process.name, self._trainer.llm_server_manager.global_load_balancer
+            wait_for(balancer.__ray_ready__.remote(), timeout_s=START_S, who_waits=f"the run waits for {name} to start")
+            self._trainer.watch.watch([(death.process.role, name, balancer)])
+        return f"{name} was started again; a trajectory's next request may go to another engine than before"
 
     def agent_loop_worker(self, death: Death) -> str:
         """Let others generate what the worker had, and start it again."""

@@ -81,6 +81,7 @@ from partial_rollout.observability.events import (
 )
 from partial_rollout.observability.metrics import TrainerMetrics, run_name
 from partial_rollout.packing.batch import make_batch_packer
+from partial_rollout.rollout.balancer import make_restarted
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.placement import on_this_node
@@ -92,7 +93,7 @@ from partial_rollout.runtime.processes import (
 )
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
-from partial_rollout.runtime.run_watch import Interruption, RunWatch
+from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
 from partial_rollout.settings.auto import DEPTH_KEY
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.derived import depth_bounds, depth_may_move, filter_metric, read_settings
@@ -187,6 +188,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def get_llm_client(self) -> ResumingLLMServerClient:
         """Return the client that resumes interrupted generations by itself; agent loops use it as any verl client."""
+        make_restarted(self.llm_server_manager)
         client = self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
         return cast("ResumingLLMServerClient", client)
 
@@ -591,5 +593,5 @@ class PartialRolloutTrainer(PPOTrainer):
         self._ask(self.manager.report_step.remote(self.global_steps, version, gate))
 
     def _ask(self, ref: ray.ObjectRef[Any]) -> Any:
-        timeout_s = self.settings.block.timeouts.call_s
+        timeout_s = manager_limit_s(self.settings.block.timeouts.call_s)
         return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")

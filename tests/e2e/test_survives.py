@@ -1,4 +1,4 @@
-"""The short form of the fault suite (tests/faults): workers, an engine and a training rank die in one job."""
+"""The short form of the fault suite (tests/faults): workers, prompt manager, an engine and a rank die in one job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partial_rollout.observability.events import CheckpointSaved, StepEnded
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import CORE, Blow, options, strike
+from tests.faults.conftest import CORE, TRAINING, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 BLOWS = [
     Blow(processes.AGENT_LOOP_WORKER.role, 2),
     Blow(processes.REWARD_WORKER.role, 3),
+    Blow(processes.PROMPT_MANAGER.role, 3, TRAINING),
     Blow(ENGINE, 4, name=CORE),
     Blow(processes.TRAINING_RANK.role, 5),
 ]
-"""Each after a completed step, while the next one generates."""
+"""Each after a completed step, while the next one generates, but for the prompt manager's."""
 NUM_STEPS = 5
 
 
-def test_a_job_survives_an_agent_loop_worker_a_reward_worker_an_engine_and_a_rank(task: Path, tmp_path: Path) -> None:
+def test_a_job_survives_the_deaths_of_its_processes(task: Path, tmp_path: Path) -> None:
     # One batch in flight: it is never complete when an engine dies at its beginning.
     # Checkpoints by time, as often as their share of the time allows, of which one is kept.
     steps = [
@@ -34,7 +35,8 @@ def test_a_job_survives_an_agent_loop_worker_a_reward_worker_an_engine_and_a_ran
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=BLOWS)
     job = struck.job
     assert job.code == 0, job.output[-4000:]
-    assert [fault.role for fault in struck.faults] == [blow.role for blow in BLOWS]
+    # Told when they are there again: the reward worker takes longer than the prompt manager.
+    assert Counter(fault.role for fault in struck.faults) == Counter(blow.role for blow in BLOWS)
     steps = [event for event in job.stream if isinstance(event, StepEnded)]
     saved = [event for event in job.stream if isinstance(event, CheckpointSaved)]
     # A slow save puts off the next one, so the rank's death may cost a step that had ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,38 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     assert len(told) == len(blows)
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [(processes.PROMPT_MANAGER, "call_s"), (processes.LOAD_BALANCER, "claim_s")],
+    ids=["prompt manager", "load balancer"],
+)
+def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
+    task: Path, tmp_path: Path, report: dict[str, Any], kind: processes.Kind, limit: str
+) -> None:
+    """Killed while it is asked and while the model trains, then frozen."""
+    role = kind.role
+    blows = [Blow(role, 2), Blow(role, 3, TRAINING), Blow(role, 5, GENERATING, signal.SIGSTOP)]
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", f"partial_rollout.timeouts.{limit}={CLAIM_S}"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    job = struck.job
+    report |= {"role": role, "code": job.code, "steps": len(job.steps)}
+    report |= {"faults": [(fault.role, fault.text[:200], fault.action) for fault in struck.faults]}
+    report |= {"known_s": [round(f.t - at_s, 1) for f, at_s in zip(struck.faults, struck.at_s, strict=False)]}
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in struck.faults] == [role] * len(blows)
+    assert all("was started again" in fault.action for fault in struck.faults)
+    assert re.search("no sign of life|not answered in time", struck.faults[-1].text)
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
     assert "failed (" not in job.output  # no attempt was charged to a prompt

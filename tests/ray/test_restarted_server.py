@@ -12,7 +12,8 @@ import ray
 
 pytest.importorskip("vllm")
 
-from partial_rollout.rollout.replica import RESTARTED, KeptArguments
+from partial_rollout.rollout.replica import KeptArguments
+from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
 

@@ -6,11 +6,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.core.queue.staleness import Ages
+from partial_rollout.core.queue.whole import WholeClaims
 from partial_rollout.errors import StaleClaim
 from partial_rollout.types import Claim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from partial_rollout.core.queue.lifecycle import Entry
 
@@ -148,6 +149,36 @@ class ClaimBook:
                 entry.was_called_long = True
                 found.append((entry.claim, age_s))
         return found
+
+    def entries(self) -> list[Entry]:
+        """Prompts with a current claim."""
+        return [*self.ongoing.values(), *self._deferred.values()]
+
+    def whole(self) -> WholeClaims:
+        """All of it but the entries."""
+        return WholeClaims(
+            next_id=self.next_id,
+            version=self.ages.version,
+            ongoing=[entry.meta.uid for entry in self.ongoing.values()],
+            deferred=[entry.meta.uid for entry in self._deferred.values()],
+            fenced=sorted(self._fenced),
+            unfetched={worker: [claim.uid for claim in claims.values()] for worker, claims in self._unfetched.items()},
+        )
+
+    def load_whole(self, whole: WholeClaims, entries: Mapping[str, Entry]) -> None:
+        """Become the claim book that `whole` was made of; `entries` by uid, in the order of their admission."""
+        claims = {uid: entry.claim for uid, entry in entries.items() if entry.claim is not None}
+        self.next_id, self.ages.version, self._fenced = whole.next_id, whole.version, set(whole.fenced)
+        self.ongoing = {claims[uid].claim_id: entries[uid] for uid in whole.ongoing}
+        self._deferred = {claims[uid].claim_id: entries[uid] for uid in whole.deferred}
+        for claim in sorted(claims.values(), key=lambda claim: claim.claim_id):
+            self._by_worker[claim.worker_id][claim.claim_id] = claim
+        for worker, uids in whole.unfetched.items():
+            self._unfetched[worker] = {claims[uid].claim_id: claims[uid] for uid in uids}
+        self.num_trajectories = sum(entry.meta.num_trajectories for entry in self.ongoing.values())
+        for entry in entries.values():
+            if entry.begun is not None:
+                self.ages.begin(entry.begun)
 
     def _age_s(self, entry: Entry) -> float:
         """Seconds of an ongoing prompt under its claim, with interruptions and without the time it was deferred."""

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.queue.lifecycle import Entry
+from partial_rollout.core.queue.whole import WholeLedger
 from partial_rollout.errors import ConfigError, DuplicateUid, InternalError
 from partial_rollout.types import QueueSnapshot, QueueStatistics
 
@@ -129,6 +130,35 @@ class Ledger:
         self.admitted, self.taken = snapshot.admitted, snapshot.taken
         self.dropped.update(snapshot.dropped)
         self.retried.update({AGENT_LOOP_FAILED: snapshot.failed_attempts, TOO_STALE: snapshot.restarted})
+
+    def finished(self) -> list[Entry]:
+        """Prompts in flight whose trajectories are complete."""
+        return [*self.done.values(), *self.expired.values(), *self.clearing.values()]
+
+    def whole(self) -> WholeLedger:
+        """All of it but the entries."""
+        return WholeLedger(
+            admitted=self.admitted,
+            taken=self.taken,
+            dropped=dict(self.dropped),
+            retried=dict(self.retried),
+            done=list(self.done),
+            expired=list(self.expired),
+            clearing=list(self.clearing),
+            next_order=self._next_order,
+            left=list(self._left),
+            num_remembered=self._num_remembered,
+        )
+
+    def load_whole(self, whole: WholeLedger, entries: Mapping[str, Entry]) -> None:
+        """Become the ledger that `whole` was made of; `entries` by uid."""
+        self.admitted, self.taken, self._next_order = whole.admitted, whole.taken, whole.next_order
+        self.dropped, self.retried = Counter(whole.dropped), Counter(whole.retried)
+        self.done = {uid: entries[uid] for uid in whole.done}
+        self.expired = {uid: entries[uid] for uid in whole.expired}
+        self.clearing = {uid: entries[uid] for uid in whole.clearing}
+        self._in_flight, self._left = set(entries), OrderedDict.fromkeys(whole.left)
+        self._num_remembered = whole.num_remembered
 
     def require_conserved(self, now: QueueStatistics) -> None:
         """Raise InternalError if a prompt is lost or held twice."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from partial_rollout.errors import IllegalTransition
-
-if TYPE_CHECKING:
-    from partial_rollout.types import Claim, FinishedGroup, PromptMeta
+from partial_rollout.types import Claim, FinishedGroup, PromptMeta  # noqa: TC001 - as in whole.py
 
 
 class State(Enum):

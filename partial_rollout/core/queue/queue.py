@@ -12,6 +12,8 @@ from partial_rollout.core.queue.lifecycle import Event, State
 from partial_rollout.core.queue.rounds import Rounds
 from partial_rollout.core.queue.spread import shared_metric
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
+from partial_rollout.core.queue.tail import Partial
+from partial_rollout.core.queue.whole import WholeQueue
 from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
 from partial_rollout.types import FinishedGroup, PromptMeta, TakeResult
 
@@ -331,6 +333,35 @@ class PromptQueue:
         # A checkpoint that lost a prompt is refused here; later, a batch would be waited for in vain.
         queue._ledger.require_conserved(queue.statistics())
         return queue
+
+    def whole(self) -> WholeQueue:
+        """All that `load_whole` needs for a queue that answers each event as this one does; O(prompts in flight)."""
+        ledger, claims, rounds = self._ledger.whole(), self._claims.whole(), self._rounds.whole()
+        held = {id(entry): entry for entry in self._claims.entries()}
+        held |= {id(entry): entry for entry in (*self._rounds.pending(), *self._rounds.deferred.values())}
+        held |= {id(entry): entry for entry in self._ledger.finished()}
+        return WholeQueue(
+            entries=sorted(held.values(), key=lambda entry: entry.order),
+            ledger=ledger,
+            claims=claims,
+            rounds=rounds,
+            num_owed=self._num_owed,
+            num_unreplaced=self._num_unreplaced,
+            filtered={float(metric): num for metric, num in self._filtered.items()},
+            oldest_allowed=self._oldest_allowed,
+            capacity=self.policy.capacity,
+        )
+
+    def load_whole(self, whole: WholeQueue) -> None:
+        """Become the queue that `whole` was made of; this one was made in the same way, and is new."""
+        entries = {entry.meta.uid: entry for entry in whole.entries}
+        self._ledger.load_whole(whole.ledger, entries)
+        self._claims.load_whole(whole.claims, entries)
+        self._rounds.load_whole(whole.rounds, entries)
+        self._num_owed, self._num_unreplaced = whole.num_owed, whole.num_unreplaced
+        self._filtered, self._oldest_allowed = Counter(whole.filtered), whole.oldest_allowed
+        if isinstance(self.policy, Partial):
+            self.resize(Partial(whole.capacity))
 
     def _load(self, snapshot: QueueSnapshot) -> None:
         unfinished = [self._load_unfinished(meta, snapshot) for meta in snapshot.unfinished]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.queue.tail import RoundView
+from partial_rollout.core.queue.whole import WholeRounds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from partial_rollout.core.queue.lifecycle import Entry
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
@@ -117,3 +118,21 @@ class Rounds:
     def pending(self) -> list[Entry]:
         """Pending prompts in the order in which they would start."""
         return [entry for _, _, entry in sorted(self._pending)]
+
+    def whole(self) -> WholeRounds:
+        """All of it but the entries."""
+        return WholeRounds(
+            deferred=list(self.deferred),
+            pending=[(is_other, entry.meta.uid) for is_other, _, entry in sorted(self._pending)],
+            num_startable=float(self._num_startable),
+            required=list(self._required),
+            missing=sorted(self._missing),
+        )
+
+    def load_whole(self, whole: WholeRounds, entries: Mapping[str, Entry]) -> None:
+        """Become the rounds that `whole` was made of; `entries` by uid."""
+        self.deferred = {uid: entries[uid] for uid in whole.deferred}
+        self._pending = [(is_other, entries[uid].order, entries[uid]) for is_other, uid in whole.pending]
+        heapify(self._pending)
+        self._num_startable, self._missing = whole.num_startable, set(whole.missing)
+        self._required = dict.fromkeys(whole.required)

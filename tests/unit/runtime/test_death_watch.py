@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 from virtual_time import run_virtual, settle, woken
 
-from partial_rollout.runtime.death_watch import DeathWatch, Watched, how_it_died, last_lines
+from partial_rollout.runtime.death_watch import DeathWatch, Parking, Watched, how_it_died, last_lines
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
@@ -163,3 +163,16 @@ def test_last_lines_of_a_log_on_another_node_are_empty() -> None:
 )
 def test_rays_reason_is_told_without_its_advice(text: str, reason: str) -> None:
     assert how_it_died(RayActorError(error_msg=text)) == reason
+
+
+def test_a_later_call_of_a_watcher_lets_the_earlier_one_go() -> None:
+    """Else each manager that was started again would leave one at the actor for ever."""
+
+    async def main() -> None:
+        parking = Parking()
+        first, second = (asyncio.create_task(parking.until_killed()) for _ in range(2))
+        await settle()
+        assert (first.done(), second.done()) == (True, False)
+        second.cancel()
+
+    run_virtual(main())

@@ -11,10 +11,13 @@ from virtual_time import run_virtual, settle, woken
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, RunStopped, StaleClaim, WaitTimeout
+from partial_rollout.runtime.journal import Place
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
 from partial_rollout.types import FinishResult, PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from partial_rollout.types import Claim, ManagerStatus
 
 GROUP = 2
@@ -495,5 +498,112 @@ def test_a_trainer_that_waits_for_a_batch_is_told_that_the_run_should_end_and_no
 def test_before_the_first_step_there_is_nobody_to_wait_for() -> None:
     async def main() -> None:
         assert not await (await make_manager("a")).request_stop("Ctrl-C")
+
+    run_virtual(main())
+
+
+# ---- a later process ----
+
+
+class Process:
+    """Processes of a manager that follow one another; `call` is what Ray says of the call that runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.call, self._folder, self._num_started = "", folder, 0
+        self._manager: RolloutPromptManager | None = None
+
+    def start(self) -> RolloutPromptManager:
+        if self._manager is not None:
+            self._manager._journal.close()
+        self._num_started += 1
+        place = Place(self._folder, goes_on=self._num_started > 1)
+        clock = asyncio.get_running_loop().time
+        self._manager = RolloutPromptManager(Partial(16), 2, clock, journal=lambda: place, call_id=lambda: self.call)
+        return self._manager
+
+
+def test_a_later_process_answers_a_poll_whose_claims_were_made(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        await first.admit(prompts("a", "b"))
+        process.call = "poll"
+        claims = await first.claim("w0", 2 * GROUP, HOUR_S)
+        assert [claim.uid for claim in claims] == ["a", "b"]
+        later, loop = process.start(), asyncio.get_running_loop()
+        asked_s = loop.time()
+        assert await later.claim("w0", 2 * GROUP, HOUR_S) == claims
+        assert loop.time() == asked_s  # nothing is pending, and it does not wait
+        assert (await later.statistics()).ongoing == 2
+
+    run_virtual(main())
+
+
+def test_a_later_process_gives_nothing_to_a_poll_of_a_worker_that_was_released(tmp_path: Path) -> None:
+    """Nobody waits for its answer: what it claimed would be lost."""
+
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        process.call = "poll"
+        waiting = asyncio.create_task(first.claim("w0", GROUP, HOUR_S))
+        await settle()
+        process.call = "release"
+        await first.release_worker("w0")
+        assert await woken(waiting) == []
+        later = process.start()
+        process.call = "admit"
+        await later.admit(prompts("a"))
+        process.call = "poll"
+        assert await later.claim("w0", GROUP, HOUR_S) == []
+        assert (await later.statistics()).pending == 1
+
+    run_virtual(main())
+
+
+def test_a_later_process_answers_a_batch_that_was_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        await first.admit(prompts("a", "b", "c", "d"))
+        claims = await first.claim("w0", 4 * GROUP, 0)
+        await finish(first, claims[:2])
+        process.call = "take"
+        batch = await first.take_batch(2, HOUR_S)
+        later = process.start()
+        assert await later.take_batch(2, HOUR_S) == batch  # at once, although the others are not done
+        process.call = ""
+        await finish(later, claims[2:])
+        assert [group.uid for group in (await later.take_batch(2, HOUR_S)).groups] == ["c", "d"]
+
+    run_virtual(main())
+
+
+def test_a_later_process_knows_that_the_run_should_end_and_has_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        await first.report_step(3, 2, "open")
+        assert await first.request_stop("Ctrl-C")
+        later = process.start()
+        assert (await later.stop_reason(), (await later.status()).step) == ("Ctrl-C", 3)
+        with pytest.raises(RunStopped, match="Ctrl-C"):
+            await later.take_batch(1, HOUR_S)
+        await later.close("run ended")
+        with pytest.raises(ActorLost, match="run ended"):
+            await process.start().admit(prompts("a"))
+
+    run_virtual(main())
+
+
+def test_a_worker_that_gave_signs_of_life_owes_the_next_one_to_a_later_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        for name in ("w0", "w1"):
+            await first.beat(name, 1)
+        await first.release_worker("w1")
+        later = process.start()
+        assert list(later._books.beating) == ["w0"]
 
     run_virtual(main())
