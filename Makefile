@@ -10,7 +10,7 @@ ARGS ?=
 WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 TEST_PARTS := omni unit ray engine e2e
-BENCHMARKS := bench_queue bench_weights bench_packing_wall
+BENCHMARKS := bench_queue bench_rollout_log bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-omni setup-browser check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
