@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from partial_rollout.core.replay import History, Place, Plan
 from partial_rollout.core.rollout_log import Abandoned, Admitted, AnyRecord, Group, Opened, Taken, checksum, encode
 from tests.unit.core.test_rollout_log import finished
@@ -133,3 +136,43 @@ def test_prompts_get_their_names_from_the_latest_start() -> None:
     history = told(History(), 1, admitted("a", "b"))
     told(history, 2, opened(2), admitted("x"))
     assert [uid for uid, _ in plan(history).names.values()] == ["x", "b"]
+
+
+UIDS = ("a", "b", "c", "d")
+STEPS = st.lists(st.lists(st.sampled_from(UIDS), min_size=1, max_size=3), max_size=4)
+ENDED = st.dictionaries(st.sampled_from(UIDS), st.integers(0, 7))
+
+
+@st.composite
+def starts(draw: st.DrawFn) -> History:
+    """Starts that tell of any batches, whether or not their trajectories are there, and of any that hold no more."""
+    history = History()
+    for number in range(1, draw(st.integers(1, 3)) + 1):
+        history.tell(opened(number, through=draw(st.integers(BASE, BASE + 4))))
+        history.tell(admitted(*draw(st.lists(st.sampled_from(UIDS), unique=True, max_size=2))))
+        for step, uids in enumerate(draw(STEPS), BASE + 1):
+            history.tell(taken(step, *uids, version=draw(st.integers(0, 7))))
+            if draw(st.integers(0, 9)) == 0:
+                history.tell(Abandoned(holds_through=draw(st.integers(BASE, step))))
+        told(history, number + 1, ended=draw(ENDED))
+    return history
+
+
+@given(starts(), st.sets(st.sampled_from(UIDS)), st.sets(st.sampled_from(UIDS)))
+def test_whatever_the_files_tell_each_step_is_whole_and_no_prompt_is_trained_twice(
+    history: History, unfinished: set[str], done: set[str]
+) -> None:
+    unfinished -= done
+    found = plan(history, tuple(unfinished), tuple(done))
+    assert [batch.step for batch in found.batches] == list(range(BASE + 1, found.through + 1))
+    uids = [uid for batch in found.batches for uid in batch.uids]
+    assert len(uids) == len(set(uids))
+    assert set(uids) <= unfinished | done | {uid for uid, _ in found.names.values()}
+    for batch in found.batches:
+        for group in (group for groups in history.batches[batch.step] for group in groups):
+            named = {key.rpartition("_")[0]: check for key, check in group.trajectories}
+            assert group.uid in done or {key: found.places[key].checksum for key in named} == named
+    members = {f"{uid}_{session}" for uid in uids for session in range(2)}
+    for key, place in found.places.items():
+        (logged,) = (each for each in history.trajectories[key].values() if each.place == place)
+        assert key in members or logged.newest_version <= found.through
