@@ -1,0 +1,55 @@
+"""One run in which a process of every kind dies, and then once more: it ends with all its steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.observability.events import BatchTaken, StepEnded
+from partial_rollout.rollout.progress_watch import ROLE as ENGINE
+from partial_rollout.runtime import processes
+from tests.e2e.conftest import is_conserved
+from tests.faults.conftest import CORE, Blow, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMIT_S = 3000.0
+"""Of a job that starts training eight times again."""
+FIRST = 2
+"""The step in which the first process dies; a further one dies in each step that follows."""
+KINDS = [kind for _ in range(2) for kind in processes.KINDS]
+NUM_STEPS = FIRST + len(KINDS)
+
+
+@pytest.mark.timeout(LIMIT_S + 300)
+def test_a_run_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    blows = [
+        Blow(kind.role, step, name=CORE if kind.role == ENGINE else "") for step, kind in enumerate(KINDS, start=FIRST)
+    ]
+    # One batch in flight: it is never complete when a process dies at its beginning.
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows, limit_s=LIMIT_S)
+    job = struck.job
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    done_s = [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]
+    report |= {"roles": [kind.role for kind in KINDS], "code": job.code, "step_done_s": done_s}
+    report |= {
+        "seconds": round(struck.ended_s - job.stream[0].t),
+        "faults": [(f.role, f.action) for f in struck.faults],
+    }
+    assert job.code == 0, job.output[-4000:]
+    assert [event.step for event in ended] == list(range(1, NUM_STEPS + 1))
+    assert all(is_conserved(event.metrics) for event in ended)
+    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
+    assert Counter(fault.role for fault in struck.faults) >= Counter(
+        kind.role for kind in KINDS if kind is not processes.WITNESS
+    )
+    # A batch whose training was cut off is trained again, with the weights of before.
+    batches = {event.step: event for event in job.stream if isinstance(event, BatchTaken)}
+    assert set(Counter(uid for batch in batches.values() for uid in batch.uids).values()) == {1}
+    assert job.survivors == []
