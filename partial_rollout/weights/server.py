@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.errors import WeightUpdateError
 from partial_rollout.rollout.admission import Broadcast
@@ -59,6 +60,7 @@ class ChannelServer(vLLMHttpServer):
     _channels: ChannelDirectory
     """The folder in which the engine's workers meet the training ranks."""
     _name: str
+    _why_dead: str
 
     def _init_weights(self) -> None:
         self._weights = EngineWeights()
@@ -90,7 +92,9 @@ class ChannelServer(vLLMHttpServer):
         try:
             await while_healthy(self.engine, take, unless=self._given_up.wait(update_number))
         except Exception as error:
-            reason = f"{update} failed: {error}"
+            # vLLM's own text of a dead engine names nobody, and points to a stack trace that is in another log.
+            why = self._why_dead if isinstance(error, EngineDeadError) else error
+            reason = f"{update} failed: {why}"
             self._weights.failed(reason, update_number)
             raise WeightUpdateError(f"{self._name}: {reason}") from error
         if not self._weights.succeeded(update_number):
@@ -118,7 +122,8 @@ class ChannelServer(vLLMHttpServer):
         try:
             await asyncio.wait_for(call, ANSWER_SHARE * self.settings.weights.timeout_s)
         except Exception as error:
-            reason = f"the engine did not wake up ({tags}): {error!r}"
+            why = self._why_dead if isinstance(error, EngineDeadError) else repr(error)
+            reason = f"the engine did not wake up ({tags}): {why}"
             self._weights.failed(reason)
             raise WeightUpdateError(f"{self._name}: {reason}") from error
 

@@ -5,6 +5,7 @@ After the steps that show it, one job meets an agent loop that always fails, the
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -85,4 +86,8 @@ def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_r
     assert job.steps[STEPS - 1]["partial_rollout/queue/restarted"] >= BATCH // 2
 
     assert job.code == 1
-    assert "error: training failed: EngineDead" in job.output
+    # The kill may meet the engine while it generates, or while it takes new weights.
+    named = re.search(
+        r"error: training failed: (EngineDead|WeightUpdateError): replica 0 .*engine \(pid \d+", job.output
+    )
+    assert named, job.output[-4000:]

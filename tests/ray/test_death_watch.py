@@ -65,6 +65,7 @@ def rank() -> Iterator[tuple[ActorHandle, int]]:
 def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., RunWatch]]:
     interruption = Interruption(LIMIT_S)
     report_to(EventWriter(tmp_path, "trainer"))
+    watches: list[RunWatch] = []
 
     def listen(reactions: dict[str, Callable[[Death], str]] | None = None) -> RunWatch:
         watch = RunWatch(
@@ -77,9 +78,12 @@ def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., Ru
         )
         watch.react(reactions or {})
         watch.start([])
+        watches.append(watch)
         return watch
 
     yield listen
+    for watch in watches:  # the manager ends next, and the next test's events are not to tell of it
+        watch.stop()
     interruption.ended()
     report_to(EventWriter(None, "trainer"))
 

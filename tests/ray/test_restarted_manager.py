@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import RayActorError
@@ -105,8 +106,11 @@ def test_a_new_process_tells_of_the_death_of_the_one_before_and_is_not_started_a
     death = call(poll)
     assert death.process == before
     assert "Ray has started another one" in death.cause
-    assert call(manager.next_death.remote(0.0, where(manager))) is None
+    after = where(manager)
+    assert call(manager.next_death.remote(0.0, after)) is None
+    process = psutil.Process(after.pid)
     ray.kill(manager)
+    process.wait(LIMIT_S)  # `ray.kill` does not wait, and a call that came before would be answered
     with pytest.raises(RayActorError):
         call(manager.status.remote())
 
