@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from partial_rollout.errors import DataError
+from partial_rollout.observability.advice import change
 from partial_rollout.observability.comparison import SKIP, as_text, compare, table, verdict
 from partial_rollout.observability.record import load
 from partial_rollout.observability.report import write_report
@@ -37,6 +38,9 @@ def main(words: list[str] | None = None) -> int:
     print()
     for run in runs[1:]:
         print(verdict(run, runs[0]))
+    for record in records:
+        if to_try := change(record):
+            print(f"next to try with {record.name}: {to_try}")
     if options.report:
         print(f"charts: {options.report}")
     return 0

@@ -162,7 +162,8 @@ class RunState:
         else:
             silent_s = self._now_s - self.lanes.now_s
             stands = silent_s > max([SILENT_S, *(SILENT_STEPS * each for each in times)])
-            health = f"last event {duration(silent_s)} ago" + (": it stands still, or was killed" if stands else "")
+            last = f"last event {duration(silent_s)} ago"
+            health = f"{last}: it stands still, or was killed" if stands else f"running, {last}"
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
         head = [["step", f"{step}/{record.total or '?'}"]]
         if record.gate is not None:  # verl's own modes have none
@@ -175,8 +176,10 @@ def _row(wait: Wait, now_s: float) -> list[str]:
     row = f"row {wait.row}" if wait.row else ""
     since = duration(now_s - wait.since_s)
     what = f"for {WHAT.get(wait.what, wait.what)}"
-    has = "" if wait.tokens is None else f"{wait.tokens} tokens, {wait.interruptions} interruptions"
-    return [wait.uid, row, wait.uid, wait.who, f"response {wait.response}", what, since, has]
+    has = "" if wait.tokens is None else f"{wait.tokens:,} tokens, {wait.interruptions} interruptions"
+    of_all = " in all" if has and len(wait.sessions) > 1 else ""
+    turn = f"response {wait.response}" if wait.response else "before the first"
+    return [wait.uid, row, wait.uid, wait.who, turn, what, since, has + of_all]
 
 
 def _number(request: web.Request, name: str, default: float) -> float:

@@ -95,7 +95,7 @@ class Watch:
         lines = summary_lines(self.record)
         if lines:
             lines = ["", *lines, f"{'warnings':<12} {self.view.repeated}", f"{'files':<12} {self._files()}"]
-            lines.append(f"{'next':<12} {next_step(self.record)}")
+            lines += [f"{'page':<12} {self.page}", f"{'next':<12} {next_step(self.record)}"]
         if code:
             lines.append(f"error: the command ended with code {code}; the end of {self.log}:")
             lines += [f"  {line}" for line in list(LogTail(self.log).read())[-NUM_LAST_LINES:]]
@@ -106,6 +106,11 @@ class Watch:
         found = {"report": events.parent / REPORT, "log": self.log, "metrics": self.metrics, "events": events}
         shown = [f"{name} {path}" for name, path in found.items() if path is not None and path.exists()]
         return ", ".join(shown)
+
+    @property
+    def page(self) -> str:
+        """The command that shows this run in a browser."""
+        return f"{sys.executable} -m partial_rollout.view {self.run}"
 
 
 def _metrics_file(run: Path) -> Path | None:
@@ -122,6 +127,7 @@ def follow(command: Sequence[str], run: Path, screen: Screen, first_s: StageSeco
     run.mkdir(parents=True, exist_ok=True)
     watch = Watch(run, screen, since_s=time.time() - CLOCK_S, first_s=first_s)
     screen.line(f"starting; the raw output is in {watch.log}")
+    screen.line(f"to see this run in a browser, from another shell: {watch.page}")
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 

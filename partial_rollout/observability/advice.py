@@ -51,11 +51,18 @@ def next_step(record: RunRecord) -> str:
     """The one thing to try next; it never contradicts `would_help`."""
     if record.unit == DENOISE_STEPS:
         return _next_of_images(record)
-    last, dropped = _last_steps(record), dropped_by_reason(record)
-    if not last:
+    if not _last_steps(record):
         return (
             "run it with +async_training.partial_rollout=True too, and compare: python -m partial_rollout.compare A B"
         )
+    return change(record) or "compare with the same command without the flag: python -m partial_rollout.compare A B"
+
+
+def change(record: RunRecord) -> str:
+    """The one thing to change in a run of ours, with what was seen; empty where nothing seen says so."""
+    last, dropped = _last_steps(record), dropped_by_reason(record)
+    if not last:
+        return ""
     if dropped:
         return f"prompts were dropped ({', '.join(dropped)}): docs/troubleshooting.md says what each reason means"
     causes = gpu_seconds(last)
@@ -63,7 +70,7 @@ def next_step(record: RunRecord) -> str:
     for cause in sorted(answers, key=lambda cause: -causes.get(cause, 0.0)):  # what may give most comes first
         if answers[cause].change:
             return f"{answers[cause].seen}: {answers[cause].change}"
-    return "compare with the same command without the flag: python -m partial_rollout.compare A B"
+    return ""
 
 
 def would_help(record: RunRecord) -> list[tuple[str, str]]:
@@ -88,8 +95,10 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     seen = f"{used:.0%} of the slots at the start were in use ({_share(last, LONGEST)} lost), and {of_steps}"
     if used >= IDLE_BELOW:
         return Answer("no", seen)
-    if 2 * lacking <= len(last):
+    if not lacking:
         return Answer("no", f"{seen}, so slots were not empty for want of prompts")
+    if 2 * lacking <= len(last):
+        return Answer("hardly", f"{seen}; in the other steps slots were empty though prompts were pending")
     mode = _chosen(record, MODE_KEY)
     if mode is not None and mode.after == "abort":
         return Answer(
@@ -149,9 +158,14 @@ def _more_prompts(record: RunRecord) -> str:
     if choice is None:
         return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
     return (
-        f"auto keeps {choice.after} batches in flight ({choice.reason}); a partial_rollout.prefetch_factor set by hand "
-        "may fill them, for older tokens (docs/modes.md)"
+        f"auto keeps {choice.after} batches in flight ({choice.reason}); more may fill them, for older tokens: "
+        f"{DEPTH_KEY}={_one_more(choice.after)} (docs/modes.md)"
     )
+
+
+def _one_more(depth: object) -> str:
+    """One batch more in flight."""
+    return f"{depth + 1:g}" if isinstance(depth, int | float) else "a higher number"
 
 
 def _chosen(record: RunRecord, key: str) -> Choice | None:

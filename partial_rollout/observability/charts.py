@@ -33,7 +33,7 @@ class Line:
 
 
 def line_chart(title: str, lines: Sequence[Line]) -> str:
-    """Lines over steps, from 0 upwards where no value is negative."""
+    """Lines over steps, from 0 upwards where no value is negative; of a single one the last value as a number too."""
     drawn = [(line, *_smoothed(line)) for line in lines if line.values]
     lows = [low for _, _, _, band in drawn for low, _ in band]
     highs = [high for _, _, _, band in drawn for _, high in band]
@@ -159,8 +159,9 @@ def text(parent: ElementTree.Element, content: str, x: float, y: float, anchor: 
 
 
 def _legend(svg: ElementTree.Element, lines: Sequence[Line]) -> None:
-    """Between title and lines; a chart of one run needs none."""
+    """Between title and lines; a chart of one run needs no names."""
     if len(lines) < 2:
+        text(svg, f"last step: {_short(lines[0].values[-1])}", WIDTH - RIGHT, 35, "end")
         return
     width = (WIDTH - 10) / len(lines)
     for index, line in enumerate(lines):

@@ -140,7 +140,10 @@ class LiveView:
     def _stage_text(self, stage: StageBegan, elapsed_s: float | None) -> str:
         usual = self._usual_s.get(stage.name)
         took = f", {elapsed_s:.0f} s" if elapsed_s is not None else " ..."
-        known = f" (usually {usual[0]:.0f} to {usual[1]:.0f})" if usual else ""
+        known = ""
+        if usual:
+            least, most = (f"{seconds:.0f}" for seconds in usual)
+            known = f" (usually {least} to {most})" if least != most else f" (usually {least})"
         return f"[{stage.number}/{stage.total}] {stage.name}{took}{known}"
 
     def _step(self, event: StepEnded) -> None:

@@ -3,15 +3,19 @@
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <style nonce="NONCE">STYLE
-#head { font-size: 1.1em } #head b { margin-right: 1.2em } #lost { color: #b00 }
-.flow span + span::before { content: "→"; margin: 0 .7em } .flow b { font-size: 1.4em }
-#advice { font-size: 1.1em; font-weight: 600 } #pictures img { max-width: 100% }
+.top { display: flex; align-items: center; gap: 1em } h1 { margin: .3em 0 } #lost { color: #b00 }
+.cards { display: flex; flex-wrap: wrap; gap: .6em; margin: .7em 0 }
+.cards span { border: 1px solid var(--line); border-radius: .5em; padding: .2em .8em }
+.cards b { font-size: 1.15em } .flow { gap: .6em 2.2em } .flow span { position: relative }
+.flow span + span::before { content: "→"; position: absolute; left: -1.65em } .flow b { font-size: 1.4em }
+#advice { font-weight: 600; border-left: 4px solid #009e73; background: rgba(0, 158, 115, .1); padding: .6em 1em }
+#pictures img { max-width: 100% } #helps td:first-child { white-space: nowrap; font-weight: 600 }
 [data-uid], #steps td { cursor: pointer }
 #prompt { border-left: 3px solid #0072b2; padding-left: 1em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
-</style></head><body><h1 id="name"></h1>
-<p><button id="pause">pause this page</button> <span id="lost"></span></p>
-<p id="head"></p><p class="flow" id="flow"></p>
+</style></head><body>
+<div class="top"><h1 id="name"></h1><button id="pause">pause this page</button><span id="lost"></span></div>
+<div class="cards" id="head"></div><div class="cards flow" id="flow"></div>
 <h2>What to change</h2><p id="advice"></p><table id="helps"></table>
 <h2>Engines</h2>
 <p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
@@ -21,19 +25,20 @@ A click on a bar, or on a prompt below, shows the prompt.</p>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
 <h2>Who has waited longest</h2>
-<p>Unfinished trajectories that workers have begun. Prompts that are <i>pending</i> wait for a free slot.</p>
+<p>Unfinished trajectories that workers have begun; those of one prompt that wait for the same are one row. Prompts that
+are <i>pending</i> wait for a free slot, and are not in the table.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
 <input id="which" type="number" min="1" placeholder="last" size="6"></h3><ul id="why"></ul>
-<table id="steps"></table><div class="charts" id="charts"></div>
+<table id="steps"></table><h2>Curves</h2><div class="charts" id="charts"></div>
 <h2>GPU seconds by cause</h2><table id="causes"></table>
 <h2>What it showed so far</h2><table id="summary"></table>
 <h2>Warnings, errors and faults</h2><table id="messages"></table>
 <script nonce="NONCE">
 const at = name => document.getElementById(name);
 const WAITS = ["row", "prompt", "who", "turn", "waits for", "since", "has"];
-const STEPS = ["step", "seconds", "to the usual", "most above the usual", "interrupted", "cost of it", "slots in use",
+const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it", "slots in use",
   "pending"];
 const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];
 let paused = false, seconds = 120, back = 0, timer = 0, drawn = "";

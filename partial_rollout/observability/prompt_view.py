@@ -68,11 +68,15 @@ def _told(event: AnyEvent) -> list[str]:
                 else f"waits for {WHAT.get(event.phase, event.phase)}"
             )
             attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
-            return [f"trajectory {event.session}", f"{what}, response {event.response}{attempt}"]
+            response = f", response {event.response}" if event.response else ""
+            return [f"trajectory {event.session}", f"{what}{response}{attempt}"]
         case SegmentEnded():
             end = "was interrupted" if event.reason == INTERRUPTED else "ended"
-            tokens = f"{event.tokens} {event.unit} after {event.prompt_tokens}, {event.reused_tokens} of them reused"
-            return [f"trajectory {event.session}", f"{end} at {event.server}: {tokens}, weights {event.version}"]
+            took = f"{event.tokens} new {event.unit} by weights {event.version}"
+            before = f"context {event.prompt_tokens} tokens, {event.reused_tokens} of them found in the KV cache"
+            if event.unit == DENOISE_STEPS:
+                before = f"{event.prompt_tokens} done before"
+            return [f"trajectory {event.session}", f"{end} at {event.server}: {took}; {before}"]
         case TrajectoryEnded():
             waits = f"engine {event.engine_seconds:.1f} s, reward {event.reward_seconds:.1f} s"
             return [f"trajectory {event.session}", f"complete after {event.seconds:.1f} s ({waits})"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from partial_rollout.errors import DataError
-from partial_rollout.observability.advice import next_step, would_help
+from partial_rollout.observability.advice import change, next_step, would_help
 from partial_rollout.observability.charts import COLOURS, Line, bar_chart, line_chart
 from partial_rollout.observability.comparison import (
     SKIP,
@@ -60,13 +60,14 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181b; --line: #3a3d42; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2em auto;
        max-width: 1180px; padding: 0 1em; }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
+h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin-top: 2em } h3 { font-size: 1em }
 table { border-collapse: collapse } td, th { text-align: left; padding: .2em 1em .2em 0; vertical-align: top;
        border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums }
 .scroll { overflow-x: auto } .charts { display: flex; flex-wrap: wrap; gap: 1em }
 figure { margin: 0; flex: 1 1 460px; max-width: 580px } svg { width: 100%; height: auto }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink) } svg .title { font-weight: 600; font-size: 12.5px }
 svg .grid { stroke: var(--line) } .verdict { font-size: 1.1em }
+@media (max-width: 760px) { table { display: block; overflow-x: auto } }
 """
 
 
@@ -86,7 +87,7 @@ PAGE = """<!doctype html>
 {% macro tables() %}{% for run in runs %}<h2>{{ run.name }}</h2>
 <table>{% for label, text in run.summary %}<tr><th>{{ label }}</th><td>{{ text }}</td></tr>{% endfor %}
 {% for label, text in run.helps %}<tr><th>{{ label }}?</th><td>{{ text }}</td></tr>{% endfor %}
-<tr><th>next</th><td>{{ run.next }}</td></tr></table>
+{% if run.next %}<tr><th>next</th><td>{{ run.next }}</td></tr>{% endif %}</table>
 {% if run.lost %}<h3>GPU seconds by cause</h3>
 <table><tr><th>cause</th><th>GPU seconds</th><th>share</th><th></th><th>what it is</th></tr>
 {% for row in run.lost %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
@@ -128,7 +129,7 @@ def report_page(records: Sequence[RunRecord], skip: int = SKIP, first: int | Non
             {
                 "name": record.name,
                 "summary": [(line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()) for line in summary_lines(record)],
-                "next": next_step(record),
+                "next": next_step(record) if len(records) == 1 else change(record),
                 "helps": would_help(record),
                 "lost": lost_rows(record.series),
                 "messages": message_rows(record),

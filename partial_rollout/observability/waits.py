@@ -27,11 +27,13 @@ ENDED = "ended"
 WHAT = {
     "agent": "its agent loop",
     "engine": "tokens of an engine",
-    "gate": "the gate",
+    "gate": "tokens of an engine (gate closed)",
     "tool": "a tool or its agent loop",
     "reward": "its reward",
     "held": "a later round",
 }
+CANCELLED_S = 1.0
+"""A request that is cancelled gives its agent loop back the word for a moment, before the trajectory ends."""
 NUM_SHOWN = 8
 
 
@@ -66,6 +68,8 @@ class Waits:
 
     def __init__(self) -> None:
         self._phases: dict[tuple[str, int], PhaseBegan] = {}
+        self._before: dict[tuple[str, int], PhaseBegan] = {}
+        """The phases before these."""
         self._cut: dict[tuple[str, int], PhaseBegan] = {}
         """The last phases of trajectories that have failed or were cancelled, and have not begun again."""
         self._segments: dict[tuple[str, int], tuple[int, int]] = {}
@@ -84,11 +88,12 @@ class Waits:
                 key = (event.uid, event.session)
                 if phase == "agent":
                     self._segments[key] = (0, 0)
+                if key in self._phases:
+                    self._before[key] = self._phases[key]
                 self._phases[key] = event
                 self._cut.pop(key, None)
-            case PhaseBegan(uid=uid, session=session):
-                if (uid, session) in self._phases:
-                    self._cut[uid, session] = self._phases.pop((uid, session))
+            case PhaseBegan():
+                self._end(event)
             case TrajectoryEnded():
                 self._forget((event.uid, event.session))
             case SegmentEnded() if (event.uid, event.session) in self._segments:
@@ -106,13 +111,23 @@ class Waits:
                 self._phases.clear()
             case StageBegan(number=1):  # what earlier starts left unfinished
                 self._phases.clear()
+                self._before.clear()
                 self._cut.clear()
                 self._segments.clear()
             case _:
                 pass
 
+    def _end(self, event: PhaseBegan) -> None:
+        """A trajectory has failed or was cancelled."""
+        key = (event.uid, event.session)
+        last, before = self._phases.pop(key, None), self._before.pop(key, None)
+        if last is None:
+            return
+        is_cancelled = before is not None and last.phase == "tool" and event.t - last.t < CANCELLED_S
+        self._cut[key] = before if before is not None and is_cancelled else last
+
     def _forget(self, key: tuple[str, int]) -> None:
-        for known in (self._phases, self._cut, self._segments):
+        for known in (self._phases, self._before, self._cut, self._segments):
             known.pop(key, None)
 
     def now(self) -> list[Wait]:

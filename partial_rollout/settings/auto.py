@@ -495,7 +495,7 @@ def _saving(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> I
         return
     page, steps = "docs/operations.md#checkpoints", f"trainer.save_freq={config.trainer.save_freq}"
     if where := given.where(config, "trainer.save_freq"):
-        yield Choice(SAVE_KEY, AUTO, None, f"{steps} (set {where})", "it says when the run saves", page)
+        yield Choice(SAVE_KEY, AUTO, None, f"{steps} (set {where})", "trainer.save_freq says when the run saves", page)
     elif not removes_checkpoints(config):
         seen = f"trainer.nnodes={config.trainer.nnodes}, {ASYNC_SAVE}={OmegaConf.select(config, ASYNC_SAVE)}"
         why = "old checkpoints would fill the disk: they are removed on one node only, and not with async_save"

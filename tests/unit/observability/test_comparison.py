@@ -164,6 +164,28 @@ def test_the_commands_write_pages_and_say_what_is_wrong(tmp_path: Path, capsys: 
     assert "neither events nor metrics" in capsys.readouterr().err
 
 
+def test_what_to_try_next_is_told_of_each_run_that_has_something_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of verl's own modes; and never to make the comparison that is being made."""
+    idle = {f"partial_rollout/{name}": value for name, value in (("slot_utilisation", 0.5), ("queue/pending", 0.0))}
+    busy = {**idle, "partial_rollout/slot_utilisation": 0.9}
+    runs = {"sync": run("sync", 14), "idle": run("idle", 14, changed=idle), "busy": run("busy", 14, changed=busy)}
+    for name, record in runs.items():
+        writer = EventWriter(tmp_path / name / "events", "trainer")
+        for step in record.steps.values():
+            writer.write(step)
+        writer.close()
+    assert compare_command.main([str(tmp_path / name) for name in runs]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next to try")]
+    assert len(told) == 1
+    assert told[0].startswith("next to try with idle: 50% of the slots at the start were in use")
+    page = report_page(list(runs.values()))
+    assert page.count("<th>next</th>") == 1
+    assert "partial_rollout.compare A B" not in page
+    assert "partial_rollout.compare A B" in report_page([runs["sync"]])
+
+
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report_at_end(tmp_path / "nowhere/events")
     assert "could not be written" in caplog.text

@@ -9,10 +9,12 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from partial_rollout import main_diffusion, view
+from partial_rollout.observability.advice import would_help
 from partial_rollout.observability.events import EventReader, GateMoved, StepEnded, WeightsUpdated
 from partial_rollout.observability.gpu_seconds import gpu_seconds
 from partial_rollout.observability.prompt_view import NO_TEXT, SO_FAR
 from partial_rollout.observability.record import load
+from partial_rollout.observability.summary import summary_lines
 from partial_rollout.observability.waits import Waits, format_waits
 from partial_rollout.view import RunState, make_app
 from tests.unit.observability.browser import NEEDS_CHROMIUM, open_page
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 NUM_PROMPTS, NUM_LOOKS = 5_000, 15
 CLICK = "new Event('click', {bubbles: true})"
+CURVES = "[...document.querySelectorAll('#charts svg')].map(svg => [...svg.querySelectorAll('text')]\
+.map(text => text.textContent).filter((text, number) => !number || text.startsWith('last step')))"
+"""Title and last value of each."""
 MAX_GROWTH_BYTES = 5_000_000
 """A look draws 0.7 million characters."""
 
@@ -92,7 +97,8 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
             await tab.until("document.body.dataset.step == '7'")
             head, flow = await tab.parts("head"), await tab.parts("flow")
             steps, causes, waits = await tab.cells("steps"), await tab.cells("causes"), await tab.cells("waits")
-            charts = await tab.value("document.querySelectorAll('#charts svg').length")
+            curves = await tab.value(CURVES)
+            helps, summary = await tab.cells("helps"), await tab.cells("summary")
             why = await tab.value("document.getElementById('why').innerText")
             await tab.value("document.getElementById('which').value = 4; document.getElementById('which').onchange()")
             await tab.until("document.getElementById('why').innerText.startsWith('step 4 ')")
@@ -109,7 +115,17 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     assert steps[1][4:6] == ["3", "0.25 s"]
     seconds = gpu_seconds(load(run).series)
     assert {row[0]: row[1] for row in causes[1:-1]} == {cause: f"{each:,.1f}" for cause, each in seconds.items()}
-    assert charts == 4
+    assert [row[6] for row in steps[1:]] == [*(f"{20 + number} of 64" for number in range(7, 2, -1)), "", ""]
+    ends = {title.partition(",")[0]: end for title, end in curves}
+    assert ends == {
+        "reward": f"last step: {last['critic/score/mean']:g}",
+        "seconds a step": f"last step: {last['timing_s/step']:g}",
+        "seconds of generation a step": f"last step: {last['timing_s/gen']:g}",
+        "slots in use while engines generate": f"last step: {last['partial_rollout/slot_utilisation']:.3g}",
+        "prompts pending at the end of a step": f"last step: {last['partial_rollout/queue/pending']:g}",
+    }
+    assert helps == [[f"{what}?", said] for what, said in would_help(load(run))]
+    assert summary == [line.split(maxsplit=1) for line in summary_lines(load(run))]
     assert why.startswith(f"step 7 took {last['timing_s/step']:.1f} s")
     found = Waits()
     found.add(EventReader(run / "events").read())
@@ -118,12 +134,18 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     for row in waits[1:]:
         assert f"{row[0]}, prompt {row[1]}: {row[2]}" in told
         assert row[4] in told
-    assert (waits[2][4], "for the gate since" in told) == ("for the gate", True)
+    at_gate = "for tokens of an engine (gate closed)"
+    assert (waits[2][4], f"{at_gate} since" in told) == (at_gate, True)
 
 
 def numbers(number: int) -> dict[str, float]:
     """Of a step's metrics, different in every step."""
-    return {"timing_s/step": 8.0 + number, "partial_rollout/queue/pending": 10.0 + number}
+    return {
+        "timing_s/step": 8.0 + number,
+        "partial_rollout/queue/pending": 10.0 + number,
+        "partial_rollout/mean_running": 20.0 + number,
+        "partial_rollout/slot_utilisation": (20.0 + number) / 64,
+    }
 
 
 @NEEDS_CHROMIUM

@@ -110,7 +110,7 @@ def an_image_run(folder: Path) -> Path:
 def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None:
     state = RunState(an_image_run(tmp_path), clock=lambda: 100.0)
     assert state.shown["head"] == [["step", "1/9"], ["gate", "open"], ["weights", "1"], ["left", "about 56 s"], [
-        "health", "last event 1 s ago"]]  # fmt: skip
+        "health", "running, last event 1 s ago"]]  # fmt: skip
     assert "PARTIAL_ROLLOUT=0" in str(state.shown["advice"])
     assert "async_training" not in str(state.shown["advice"])
     assert state.why(1) == [
@@ -119,8 +119,8 @@ def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None
     ]
     assert [(wait.uid, wait.tokens) for wait in state.waits.now()] == [("g", None)]
     seen = str(prompt_view(tmp_path, "group-0")["events"])
-    assert "was interrupted at images 0: 6 denoise steps after 0, 0 of them reused, weights 0" in seen
-    assert "ended at images 0: 4 denoise steps after 6, 6 of them reused, weights 1" in seen
+    assert "was interrupted at images 0: 6 new denoise steps by weights 0; 0 done before" in seen
+    assert "ended at images 0: 4 new denoise steps by weights 1; 6 done before" in seen
     assert "PARTIAL_ROLLOUT=1" in next_step(RunRecord(steps={1: step(1)}, unit="denoise steps"))
 
 
@@ -184,10 +184,13 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
 def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ended_nobody_waits(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     health = [dict(RunState(run, clock=lambda at_s=at_s: at_s).shown["head"])["health"] for at_s in (700.0, 710.0)]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    assert health == ["last event 9 min 57 s ago", "last event 10 min 07 s ago: it stands still, or was killed"]
+    assert health == [
+        "running, last event 9 min 57 s ago",
+        "last event 10 min 07 s ago: it stands still, or was killed",
+    ]
     assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "1 in all"
     write(tmp_path, CommandEnded(t=110.0, code=0), role="driver")
-    assert RunState(run, clock=lambda: 700.0).shown["waiting"].startswith("The run has ended: ")
+    assert str(RunState(run, clock=lambda: 700.0).shown["waiting"]).startswith("The run has ended: ")
 
 
 def test_the_files_are_read_at_most_once_a_second(tmp_path: Path) -> None:
@@ -213,6 +216,10 @@ def test_no_two_requests_of_a_slot_overlap_and_the_gate_is_a_band() -> None:
     assert len(tops) == 4
     assert len(set(tops)) == 3  # c runs in the slot that a has left; b beside it; d at the other server
     assert "gate closed for 1.0 s" in svg
+    assert "trajectory 0: 7 tokens in 5.0 s, weights 2, ended" in svg
+    assert "interrupted" not in svg
+    lanes.add(msgspec.structs.replace(segment("e", 10.9), reason="aborted"))
+    assert "prompt e, trajectory 0: 7 tokens in 1.0 s, weights 2, interrupted" in lanes.svg()
     assert Lanes().svg() == ""
 
 
@@ -362,7 +369,10 @@ async def test_a_prompt_has_its_events_and_its_text_where_a_dump_has_it(tmp_path
         nobody = await (await client.get(f"/prompt?token={TOKEN}&uid=nobody")).json()
     assert seen["texts"] == [["score 1.0", "4 tokens of weights 2, 3 tokens of weights 3", "what?", EVIL]]
     assert [row[0] for row in seen["events"]] == ["0.0 s", "1.0 s", "4.0 s", "4.0 s", "6.0 s"]
-    assert seen["events"][2][2] == "ended at s: 7 tokens after 5, 0 of them reused, weights 2"
+    assert seen["events"][0][2] == "waits for its agent loop, response 1"
+    assert seen["events"][2][2] == (
+        "ended at s: 7 new tokens by weights 2; context 5 tokens, 0 of them found in the KV cache"
+    )
     assert seen["events"][-1] == ["6.0 s", "", "taken for step 1"]
     assert (nobody["events"], nobody["texts"]) == ([], [])
 

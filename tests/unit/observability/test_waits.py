@@ -60,8 +60,11 @@ def test_what_the_end_of_a_run_has_cut_off_is_known_afterwards() -> None:
     waits = Waits()
     waits.add(
         [
-            *(phase(uid, 0, "engine", float(t)) for t, uid in enumerate("abcde")),
-            phase("a", 0, "ended", 9.0),  # cancelled by the end
+            *(phase(uid, 0, "engine", float(t)) for t, uid in enumerate("abcdef")),
+            phase("a", 0, "tool", 8.9),  # its request was cancelled, and a moment later its agent loop
+            phase("a", 0, "ended", 9.0),
+            phase("f", 0, "tool", 7.0),
+            phase("f", 0, "ended", 9.0),
             phase("c", 0, "ended", 9.0),
             phase("c", 0, "agent", 9.5),  # it had failed, and began again
             phase("d", 0, "ended", 9.0),
@@ -75,6 +78,7 @@ def test_what_the_end_of_a_run_has_cut_off_is_known_afterwards() -> None:
     assert [(wait.uid, wait.what, wait.since_s) for wait in waits.left()] == [
         ("a", "engine", 0.0),
         ("b", "engine", 1.0),
+        ("f", "tool", 7.0),
         ("c", "agent", 9.5),
     ]
     waits.add([StageBegan(t=11.0, number=1, total=5, name="configuration")])

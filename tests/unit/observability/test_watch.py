@@ -135,6 +135,13 @@ def test_in_a_file_each_stage_says_that_it_begins_and_what_it_took() -> None:
     assert "\x1b" not in text
 
 
+def test_what_a_stage_took_once_is_one_number() -> None:
+    out = io.StringIO()
+    view = LiveView(Screen(out), RunRecord(), {"engines": (53.1, 53.1)}, clock=lambda: 50.0)
+    view.add(stage(4, 9.0))
+    assert out.getvalue() == "[4/5] engines ... (usually 53)\n"
+
+
 def test_a_terminal_has_a_last_line_that_is_drawn_again_and_lines_that_stay_above_it() -> None:
     out = Terminal()
     text = shown([stage(4, 9.0), Warned(t=10.0, text="no room")], out)
@@ -228,7 +235,8 @@ AGAIN = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefil
             EMPTY,
             "partial_rollout.prefetch_factor",
             2.5,
-            "auto keeps 2.5 batches in flight (because)",
+            "auto keeps 2.5 batches in flight (because); more may fill them, for older tokens: "
+            "partial_rollout.prefetch_factor=3.5 (docs/modes.md)",
         ),
     ],
 )
@@ -306,6 +314,9 @@ def test_a_command_is_shown_and_its_exit_code_is_the_watchs(tmp_path: Path) -> N
     assert out.count("warning (X): no room") == 1
     assert out.count("nobody sees") == 1  # at the end, since the command failed
     assert "step 9" not in out
+    page = f"{sys.executable} -m partial_rollout.view {tmp_path}"
+    assert f"to see this run in a browser, from another shell: {page}" in out.splitlines()
+    assert f"page         {page}" in out.splitlines()
     assert f"error: the command ended with code 3; the end of {tmp_path / 'run.log'}:" in out.splitlines()
     assert out.splitlines()[-1] == "  session of its own: True"
     assert "a line that nobody sees" in (tmp_path / "run.log").read_text()

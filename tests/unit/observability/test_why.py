@@ -144,6 +144,15 @@ def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed:
     assert dict(would_help(record_of({}, {}, changed)))["a deeper queue"].startswith(answer)
 
 
+def test_a_deeper_queue_hardly_helps_where_prompts_were_pending_in_half_of_the_steps():
+    pending = {"partial_rollout/queue/pending": 4.0}
+    answer = dict(would_help(record_of({}, {}, {}, pending, {}, pending)))["a deeper queue"]
+    assert answer.startswith("hardly: 50% of the slots at the start were in use")
+    assert answer.endswith(
+        "pending at the end of 2 of 4 steps; in the other steps slots were empty though prompts were pending"
+    )
+
+
 def chosen(record: RunRecord, key: str, value: object) -> RunRecord:
     record.add(Choice(step=0, key=key, before="auto", after=value, reason="because"))
     return record

@@ -114,4 +114,4 @@ def test_a_first_start_says_what_stages_took_elsewhere_and_the_second_run_what_t
     first, second = (FIRST_START_S[name] for name in ("configuration", "Ray"))
     usual = [f"usually {least:.0f} to {most:.0f})" for least, most in (first, first, second, second)]
     assert [line.rpartition(" (")[2] for line in said[:4]] == usual
-    assert said[4] == "[1/5] configuration ... (usually 0 to 0)"
+    assert said[4] == "[1/5] configuration ... (usually 0)"
