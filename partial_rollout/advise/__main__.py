@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.advise.jobs import jobs_table, predict_jobs, rates
-from partial_rollout.advise.predict import BASE, COLOCATED, POLLING, fit, predict_all, predict_load, table
+from partial_rollout.advise.measure import CELLS
+from partial_rollout.advise.predict import (
+    BASE,
+    BOUND,
+    COLOCATED,
+    POLLING,
+    fit,
+    predict_all,
+    predict_load,
+    settings_of,
+    table,
+)
 from partial_rollout.advise.result import read_result, store
 from partial_rollout.advise.sources import FEW, Lengths, read_lengths
 from partial_rollout.advise.workload import TRACES
@@ -32,10 +43,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from partial_rollout.advise.scheduler import Speed
+    from partial_rollout.advise.workload import Workload
 
 STORED_CURVE = Path(__file__).resolve().parents[2] / "benchmarks/results/gpu/engine_8b_h200.json"
 DEFAULT_BATCH = 32
-VERLS = (BASE, COLOCATED, POLLING)
+NOT_OURS = (BASE, COLOCATED, POLLING, BOUND)
+FEW_CELLS = 3
+"""Cells of a curve below which its fit says little: it has three parts."""
 YOUNG, WORTH = 2, 0.95
 """Updates up to which tokens count as young; share of sync's time above which the flag is hardly worth it."""
 
@@ -81,19 +95,30 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     print(f"{found.num_responses} responses: mean {statistics.fmean(drawn):,.0f}, longest {max(drawn):,} tokens")
     engines = f"{options.replicas} engine{'s' if options.replicas > 1 else ''} of {curve['engine']['shape']}"
     print(f"batches of {load.batch} prompts x {load.group} responses, {engines}\n\n{table(rows)}\n")
-    for sentence in advice(rows, found, curve["engine"]):
+    for sentence in advice(rows, found, curve["engine"], load):
         print(sentence)
+    if (cells := len(curve["curve"]["cell"])) < FEW_CELLS:
+        print(f"the curve has {cells} of the {len(CELLS)} cells that an engine with more slots would have: a hint only")
+    if options.curve is None:
+        print(
+            "the engine is not yours: python -m partial_rollout.advise.measure takes its curve, --curve gives it here"
+        )
     store({"from": str(options.source), "speed": asdict(speed), "modes": rows}, options.json)
 
 
-def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any]) -> list[str]:
-    """The fastest mode, the fastest one with young tokens, and how far to believe both."""
-    ours = {name: row for name, row in rows.items() if name not in VERLS}
+def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any], load: Workload) -> list[str]:
+    """The fastest mode that can be set, the fastest one with young tokens, and how far to believe both."""
+    ours = {name: row for name, row in rows.items() if name not in NOT_OURS}
     fastest = min(ours, key=lambda name: ours[name]["time_ratio"])
     young = {name: row for name, row in ours.items() if row["staleness_max"] <= YOUNG}
     said = [f"fastest: {fastest}, {ours[fastest]['time_ratio']:.2f} of the generation time of verl's sync"]
+    said.append(f"    {settings_of(fastest, load)}")
     if young and (best := min(young, key=lambda name: young[name]["time_ratio"])) != fastest:
         said.append(f"fastest with tokens at most {YOUNG} updates old: {best}, {young[best]['time_ratio']:.2f}")
+        said.append(f"    {settings_of(best, load)}")
+    if BOUND in rows:
+        slots = load.batch * load.group
+        said.append(f"with {slots} slots no mode can be faster than {rows[BOUND]['time_ratio']:.2f} ({BOUND})")
     if ours[fastest]["time_ratio"] > WORTH:
         said.append("hardly anything to gain: leave the flag out")
     if full := [name for name, row in ours.items() if row["kv_share"] > 1]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from partial_rollout.advise.predict import markdown
 from partial_rollout.advise.result import about_run, store
 from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model
+from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,8 @@ NUM_TOKEN_IDS = 90
 SLOTS, CONTEXT = 512, 4352
 CELLS = ((256, 256), (64, 256), (16, 256), (512, 256), (128, 256), (256, 1536), (64, 1536), (16, 3584), (128, 3584))
 """(concurrency, context) for models of `CONTEXT` tokens, the most telling first."""
+LEAST_SLOTS, LEAST_CONTEXT = min(requests for requests, _ in CELLS), CELLS[0][1] + DECODED
+"""Of an engine that can run one of these cells."""
 INTERRUPTED = (256, 512)
 """The cell that is interrupted, twice; the first time also takes what only a first time does."""
 TINY_SLOTS, TINY_PROMPT, TINY_CONTEXT = 16, 32, 352
@@ -183,6 +186,30 @@ def cells_for(context: int) -> list[tuple[int, int]]:
     return [(requests, length if length == short else length * context // CONTEXT) for requests, length in CELLS]
 
 
+def fitting(cells: Sequence[tuple[int, int]], slots: int, context: int, kv: float) -> list[tuple[int, int]]:
+    """The cells that an engine can run: so many requests at once, so long with what they decode, so many tokens of KV.
+
+    >>> fitting([(4, 100), (64, 100), (4, 900)], slots=16, context=512, kv=1e6)
+    [(4, 100)]
+    """
+    return [
+        (requests, length)
+        for requests, length in cells
+        if requests <= slots and length + DECODED <= context and requests * (length + DECODED) <= kv
+    ]
+
+
+def interrupted_cell(slots: int, context: int, kv: float) -> tuple[int, int]:
+    """`INTERRUPTED`, with fewer requests and shorter prompts where an engine has no room for it.
+
+    >>> interrupted_cell(slots=512, context=4352, kv=1e6), interrupted_cell(slots=16, context=384, kv=1e6)
+    ((256, 512), (16, 128))
+    """
+    requests, length = INTERRUPTED
+    length = min(length, context - 2 * DECODED)
+    return min(requests, slots, int(kv // (length + 2 * DECODED))), length
+
+
 def kv_tokens(engine: AsyncLLM) -> int:
     """Tokens that the KV cache has room for."""
     cache = engine.vllm_config.cache_config
@@ -198,13 +225,15 @@ async def measure(options: argparse.Namespace, model: Path, result: dict[str, An
     try:
         result["engine"] |= {"startup_s": time.monotonic() - started_s, "kv_tokens": kv_tokens(engine)}
         room = KV_SHARE * result["engine"]["kv_tokens"]
-        fitting = [cell for cell in cells if cell[0] * (cell[1] + DECODED) <= room and cell[0] <= options.slots]
-        for seed, cell in enumerate(fitting):
+        if not (possible := fitting(cells, options.slots, options.context, room)):
+            raise DataError(f"a KV cache of {result['engine']['kv_tokens']} tokens is too small: more --memory")
+        for seed, cell in enumerate(possible):
             if time.monotonic() - started_s < options.budget_s:
                 result["curve"]["cell"].append(await measure_cell(engine, *cell, seed))
                 store(result, options.json)
         for number in range(2):
-            row = await measure_interruption(engine, *(TINY_INTERRUPTED if tiny else INTERRUPTED), 100 + 2 * number)
+            cell = TINY_INTERRUPTED if tiny else interrupted_cell(options.slots, options.context, room)
+            row = await measure_interruption(engine, *cell, 100 + 2 * number)
         result["curve"]["interruption"].append(row)
         store(result, options.json)
     finally:
@@ -245,7 +274,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: list[str] | None = None) -> None:
     """Measure, and print the tables."""
-    options = parser().parse_args(words)
+    line = parser()
+    options = line.parse_args(words)
     tiny = options.shape == "tiny"
     if tiny:
         from partial_rollout.run.cpu_environment import apply_cpu_environment
@@ -253,6 +283,9 @@ def main(words: list[str] | None = None) -> None:
         apply_cpu_environment()
     options.slots = options.slots or (TINY_SLOTS if tiny else SLOTS)
     options.context = options.context or (TINY_CONTEXT if tiny else CONTEXT)
+    for name, least in (("slots", LEAST_SLOTS), ("context", LEAST_CONTEXT)):
+        if not tiny and getattr(options, name) < least:
+            line.error(f"--{name} {getattr(options, name)} is not allowed: at least {least}")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager")
     engine = {name: getattr(options, name) for name in names}

@@ -27,6 +27,8 @@ BASE = "sync"
 COLOCATED = "colocate_async"
 POLLING = "sync, 2 s poll"
 """verl's trainer as it is."""
+BOUND = "nothing interrupted, always prompts"
+"""No mode can be faster with these slots; nobody can set it."""
 POLL_S = 2.0
 """Seconds between two looks of verl's trainers whether a batch is complete."""
 
@@ -85,7 +87,20 @@ def modes(slots: int, group: int) -> list[Mode]:
         found.append(Mode(f"abort, prefetch {prefetch}", slots, prefetch, retains_kv=False))
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
     found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
-    return [*found, Mode("nothing interrupted, always prompts", slots, 12, interrupts=False)]
+    return [*found, Mode(BOUND, slots, 12, interrupts=False)]
+
+
+def settings_of(name: str, load: Workload) -> str:
+    """What sets a mode on the command line, beside the flag; empty for verl's own modes and for the bound."""
+    slots = load.batch * load.group
+    mode = next(mode for mode in modes(slots, load.group) if mode.name == name)
+    if name in (BASE, POLLING, COLOCATED, BOUND):
+        return ""
+    kept = "actor_rollout_ref.rollout.free_cache_engine=False partial_rollout.tail.interrupt_mode=reuse_kv"
+    words = [kept if mode.retains_kv else "partial_rollout.tail.interrupt_mode=abort"]
+    words += [f"partial_rollout.prefetch_factor={mode.prefetch:g}"]
+    words += ["partial_rollout.slots.adaptive=true"] if mode.slots > slots else []
+    return " ".join(words)
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:

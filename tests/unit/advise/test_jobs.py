@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 
 from benchmarks.jobs import MODES
 from partial_rollout.advise.__main__ import main
-from partial_rollout.advise.jobs import job_modes, predict_jobs, rates
+from partial_rollout.advise.jobs import job_modes, predict_jobs, rates, response_tokens
 from partial_rollout.advise.predict import COLOCATED, fit
 from partial_rollout.advise.result import read_result, store
 from partial_rollout.advise.scheduler import Group, Rollout
 from partial_rollout.advise.shapes import PROMPT_TOKENS
-from partial_rollout.advise.workload import LARGE, primed_lengths
+from partial_rollout.advise.workload import LARGE, Workload, primed_lengths
 
-RESULTS = "benchmarks/results/gpu"
+RESULTS, OURS = "benchmarks/results/gpu", "partial_rollout"
 FAST_POLL = f"{COLOCATED}_fast_poll"
 ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 
@@ -97,6 +98,38 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
     predicted = [rollout.step()["seconds"] for _ in range(len(measured) + 1)][1:]
     assert sum(predicted) == pytest.approx(sum(measured), rel=0.07)
     assert predicted == pytest.approx(measured, abs=7.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "step_s"),
+    [("jobs_8b_flag", 1.04, 2.8), ("jobs_8b_flag_released", 1.10, 6.6)],  # copying KV to the host is not predicted
+)
+def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(repository, name, most, step_s):
+    """Batches in flight and slots of each step are those that the run chose."""
+    curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
+    load, (job,) = Workload(**result["workload"]), result["jobs"]
+    prompts = (Group(row.tolist()) for row in cycle(primed_lengths(load, load.num_prompts)))
+    usual = job_modes(load.batch * load.group, load.group)["partial_reuse_kv"]
+    rollout, found = Rollout(usual, fit(curve["curve"]), load, PROMPT_TOKENS, prompts), []
+    for step in job["first_steps"] + job["steps"]:
+        chosen = {"prefetch": step[f"{OURS}/depth"], "slots": int(step[f"{OURS}/slots/num"])}
+        rollout.mode = replace(usual, **chosen)
+        tokens = response_tokens(step, load, PROMPT_TOKENS)
+        predicted = rollout.step()
+        found.append((predicted["seconds"], step["timing_s/gen"], predicted["tokens"], tokens))
+    predicted, measured, predicted_tokens, tokens = np.array(found)[1:].T
+    assert 1 < sum(measured) / sum(predicted) < most
+    assert measured == pytest.approx(predicted, abs=step_s)
+    assert predicted_tokens == pytest.approx(tokens, rel=0.03)
+
+
+def test_it_agrees_with_verl_s_mode_on_a_later_machine(repository):
+    curve, result = (read_result(repository / RESULTS / f"{n}_h200.json") for n in ("engine_8b", "jobs_8b_flag_second"))
+    (job,) = predict_jobs(result, fit(curve["curve"]))
+    predicted, measured = np.array(job["seconds"]).T
+    assert job["mode"] == COLOCATED
+    assert sum(measured) / sum(predicted) == pytest.approx(1.0, abs=0.01)
+    assert measured == pytest.approx(predicted, abs=10)  # it looks every 2 s
 
 
 def test_the_names_are_those_of_jobs():

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from partial_rollout.advise import predict
-from partial_rollout.advise.__main__ import main
+from partial_rollout.advise.__main__ import STORED_CURVE, main
 from partial_rollout.advise.scheduler import Mode
 from partial_rollout.advise.sources import read_lengths
 from partial_rollout.advise.workload import Workload, lengths
@@ -92,7 +92,8 @@ def test_prompts_are_drawn_from_what_was_seen_and_keep_their_responses_together(
 def test_the_command_predicts_for_the_lengths_and_says_what_it_does_not_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1), Mode("ours", slots, 3)])
+    bound = Mode(predict.BOUND, 8, 12, interrupts=False)
+    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1), Mode("ours", slots, 3), bound])
     path = tmp_path / "data.parquet"
     pd.DataFrame({"n": [[40, 40], [40, 900]]}).to_parquet(path)
     main([str(path), "--column", "n", "--batch", "4", "--json", str(tmp_path / "out.json")])
@@ -103,6 +104,18 @@ def test_the_command_predicts_for_the_lengths_and_says_what_it_does_not_know(
     assert "of 4 responses only: the tail is a guess" in out
     rows = json.loads((tmp_path / "out.json").read_text())["modes"]
     assert f"fastest: ours, {rows['ours']['time_ratio']:.2f} of" in out
+    assert rows[predict.BOUND]["time_ratio"] < rows["ours"]["time_ratio"]  # and yet it is no advice
+    assert "    actor_rollout_ref.rollout.free_cache_engine=False partial_rollout.tail.interrupt_mode=reuse_kv " in out
+    assert "with 8 slots no mode can be faster than 0." in out
+    assert "a hint only" not in out
+    assert "the engine is not yours" in out
+    main([str(path), "--column", "n", "--batch", "4", "--curve", str(STORED_CURVE)])
+    assert "the engine is not yours" not in capsys.readouterr().out
+    small = json.loads(STORED_CURVE.read_text())
+    small["curve"]["cell"] = small["curve"]["cell"][:1]
+    (tmp_path / "small.json").write_text(json.dumps(small))
+    main([str(path), "--column", "n", "--batch", "4", "--curve", str(tmp_path / "small.json")])
+    assert "the curve has 1 of the 9 cells" in capsys.readouterr().out
     for words in (
         [str(tmp_path / "nowhere")],
         [str(path), "--curve", str(tmp_path / "none.json")],
@@ -114,3 +127,17 @@ def test_the_command_predicts_for_the_lengths_and_says_what_it_does_not_know(
     assert "says no response lengths" in err
     assert "measure makes one" in err
     assert "--group 1 is not allowed" in err
+
+
+def test_every_mode_that_is_compared_has_its_settings_and_verls_and_the_bound_have_none() -> None:
+    load = Workload(batch=4, group=2, longest=90)
+    settings = {mode.name: predict.settings_of(mode.name, load) for mode in predict.modes(8, 2)}
+    without = {name for name, words in settings.items() if not words}
+    assert without == {predict.BASE, predict.POLLING, predict.COLOCATED, predict.BOUND}
+    assert settings["abort, prefetch 2"] == (
+        "partial_rollout.tail.interrupt_mode=abort partial_rollout.prefetch_factor=2"
+    )
+    assert settings["KV retained, prefetch 6, 1.5 x the slots"] == (
+        "actor_rollout_ref.rollout.free_cache_engine=False partial_rollout.tail.interrupt_mode=reuse_kv "
+        "partial_rollout.prefetch_factor=6 partial_rollout.slots.adaptive=true"
+    )

@@ -1,0 +1,51 @@
+"""Which cells of a latency curve an engine can run, and that the curve of a user's own model can be stored."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.advise.measure import (
+    CELLS,
+    CONTEXT,
+    DECODED,
+    LEAST_CONTEXT,
+    LEAST_SLOTS,
+    SLOTS,
+    cells_for,
+    fitting,
+    interrupted_cell,
+    main,
+    parser,
+)
+from partial_rollout.advise.result import circumstances, store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_model_that_is_given_as_a_folder_is_stored_by_its_name(tmp_path: Path) -> None:
+    options = parser().parse_args(["--model", str(tmp_path / "checkpoint"), "--json", str(tmp_path / "curve.json")])
+    store(circumstances(options), options.json)
+    assert json.loads(options.json.read_text())["options"]["model"] == "checkpoint"
+
+
+def test_a_small_engine_runs_the_cells_that_it_has_room_for() -> None:
+    assert fitting(CELLS, SLOTS, CONTEXT, 1e9) == list(CELLS)
+    small = fitting(cells_for(LEAST_CONTEXT), LEAST_SLOTS, LEAST_CONTEXT, 1e9)
+    assert (LEAST_SLOTS, LEAST_CONTEXT - DECODED) in small
+    assert all(requests <= LEAST_SLOTS and length + DECODED <= LEAST_CONTEXT for requests, length in small)
+    assert fitting(CELLS, SLOTS, CONTEXT, LEAST_SLOTS * LEAST_CONTEXT - 1) == []
+    requests, length = interrupted_cell(SLOTS, CONTEXT, kv=10_000)
+    assert 0 < requests * (length + 2 * DECODED) <= 10_000
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--context", "300"], "at least 384"), (["--slots", "4"], "at least 16")])
+def test_an_engine_that_is_too_small_is_refused_before_it_starts(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path), "--json", str(tmp_path / "curve.json"), *words])
+    assert said in capsys.readouterr().err
