@@ -13,7 +13,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_rollout_log bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni setup-browser check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
+.PHONY: help setup setup-omni setup-browser setup-prometheus check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +31,11 @@ endif
 setup-browser: ## Debian's Chromium for the tests of the page, if it is missing and you are root; make test installs none
 	@command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || \
 	  { echo "the tests of the page need chromium: as root, apt-get install chromium"; exit 1; }
+
+setup-prometheus: ## Debian's Prometheus for the tests of monitoring/, if it is missing and you are root; its service is not started
+	@command -v promtool || { [ "$$(id -u)" = 0 ] && apt-get update -q && RUNLEVEL=1 apt-get install -qy --no-install-recommends prometheus \
+	  && { systemctl disable --quiet prometheus 2>/dev/null || :; }; } || \
+	  { echo "the tests of monitoring/ need prometheus and promtool: as root, apt-get install prometheus"; exit 1; }
 
 check: setup-omni ## ruff, format and types
 	$(VENV_PYTHON) -m ruff check .

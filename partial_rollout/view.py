@@ -173,13 +173,10 @@ class RunState:
 
 def _row(wait: Wait, now_s: float) -> list[str]:
     """The uid that a click asks for, then the cells of the table."""
-    row = f"row {wait.row}" if wait.row else ""
     since = duration(now_s - wait.since_s)
-    what = f"for {WHAT.get(wait.what, wait.what)}"
-    has = "" if wait.tokens is None else f"{wait.tokens:,} tokens, {wait.interruptions} interruptions"
-    of_all = " in all" if has and len(wait.sessions) > 1 else ""
+    has = ["", ""] if wait.tokens is None else [f"{wait.tokens:,}", str(wait.interruptions)]
     turn = f"response {wait.response}" if wait.response else "before the first"
-    return [wait.uid, row, wait.uid, wait.who, turn, what, since, has + of_all]
+    return [wait.uid, wait.row, wait.uid, wait.who, turn, WHAT.get(wait.what, wait.what), since, *has]
 
 
 def _number(request: web.Request, name: str, default: float) -> float:

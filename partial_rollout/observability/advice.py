@@ -157,8 +157,9 @@ def _more_prompts(record: RunRecord) -> str:
     choice = _chosen(record, DEPTH_KEY)
     if choice is None:
         return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
+    since = f"since step {choice.step}: " if choice.step else ""  # else it reads as if it were seen now
     return (
-        f"auto keeps {choice.after} batches in flight ({choice.reason}); more may fill them, for older tokens: "
+        f"auto keeps {choice.after} batches in flight ({since}{choice.reason}); more may fill them, for older tokens: "
         f"{DEPTH_KEY}={_one_more(choice.after)} (docs/modes.md)"
     )
 

@@ -10,7 +10,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME
 .flow span + span::before { content: "→"; position: absolute; left: -1.65em } .flow b { font-size: 1.4em }
 #advice { font-weight: 600; border-left: 4px solid #009e73; background: rgba(0, 158, 115, .1); padding: .6em 1em }
 #pictures img { max-width: 100% } #helps td:first-child { white-space: nowrap; font-weight: 600 }
-[data-uid], #steps td { cursor: pointer }
+#waits td { white-space: nowrap } [data-uid], #steps td { cursor: pointer }
 #prompt { border-left: 3px solid #0072b2; padding-left: 1em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
 </style></head><body>
@@ -25,8 +25,8 @@ A click on a bar, or on a prompt below, shows the prompt.</p>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
 <h2>Who has waited longest</h2>
-<p>Unfinished trajectories that workers have begun; those of one prompt that wait for the same are one row. Prompts that
-are <i>pending</i> wait for a free slot, and are not in the table.</p>
+<p>Unfinished trajectories that workers have begun, with what they have so far; those of one prompt that wait for the
+same stand together. Prompts that are <i>pending</i> wait for a free slot, and are not in the table.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
@@ -37,7 +37,7 @@ are <i>pending</i> wait for a free slot, and are not in the table.</p>
 <h2>Warnings, errors and faults</h2><table id="messages"></table>
 <script nonce="NONCE">
 const at = name => document.getElementById(name);
-const WAITS = ["row", "prompt", "who", "turn", "waits for", "since", "has"];
+const WAITS = ["data row", "prompt", "who", "turn", "waits for", "since", "tokens", "interruptions"];
 const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it", "slots in use",
   "pending"];
 const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];

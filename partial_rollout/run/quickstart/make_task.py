@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load, save
 from tqdm import trange
+from transformers.utils.logging import disable_progress_bar
 
 from partial_rollout.errors import DataError
 from partial_rollout.run.quickstart import warm_start
@@ -118,6 +119,7 @@ def _write_model(directory: Path, parameters: TaskParameters) -> None:
     else:
         model = warm_start.build_model(tokenizer)
         model.load_state_dict(load(weights))
+    disable_progress_bar()  # of transformers, which draws it into files too
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -29,7 +29,8 @@ MONITORING = ROOT / "monitoring"
 SCRAPE = Path(__file__).with_name("scrape_quickstart.prom")
 NAME = re.compile(r"ray_partial_rollout_\w+")
 NEEDS_PROMETHEUS = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="needs Debian's package prometheus"
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="needs Debian's package prometheus: make setup-prometheus",
 )
 WAIT_S = 60.0
 RARE = ("dropped_prompts", "failed_attempts", "restarted_attempts", "engine_relaunches", "interrupted", "reprefilled")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from partial_rollout import watch
@@ -245,7 +246,10 @@ def test_the_next_step_is_not_what_the_run_chose_already(
 ) -> None:
     chosen = Choice(step=0, key=key, before="auto", after=after, reason="because", seen="seen")
     advice = next_step(recorded(*steps(1, **changed), chosen))
+    later = next_step(recorded(*steps(1, **changed), msgspec.structs.replace(chosen, step=4)))
     assert told in advice
+    assert told in later.replace("since step 4: ", "")
+    assert ("since step 4: because" in later) == ("batches" in told)
     assert "a higher partial_rollout.prefetch_factor" not in advice
     assert "interrupt_mode=" not in advice
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import enable_progress_bar
 
 from partial_rollout.errors import DataError
 from partial_rollout.run.quickstart.make_task import (
@@ -60,11 +61,15 @@ def test_the_checkpoint_loads_and_samples(made: TaskFiles):
     assert all(1 <= item.num_tokens <= 4 for item in samples)
 
 
-def test_the_shipped_checkpoint_is_that_of_the_default_task_and_knows_it(tmp_path: Path):
+def test_the_shipped_checkpoint_is_that_of_the_default_task_and_knows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """If this fails after a change of the task: python -m partial_rollout.run.quickstart.make_task --ship."""
     assert shipped_weights(TaskParameters()) is not None
     files = TaskFiles(tmp_path)
+    enable_progress_bar()  # as it is in a new process
     assert make_task(files.root, TaskParameters(num_train=4, num_val=2))
+    assert "Writing model shards" not in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32).eval()
     rng = random.Random(0)
     problems = [draw_problem(rng) for _ in range(128)]
