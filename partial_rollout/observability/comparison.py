@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from partial_rollout.observability.record import RunRecord
 
 GENERATION_SECONDS = "timing_s/gen"
+STALENESS = ("training/off_policy/trajectory_staleness_worst/mean", f"{PREFIX}/staleness_steps/mean")
+"""Of a trajectory's oldest token: verl tells it in all of its modes; ours, where verl's is not in the file."""
 SKIP = 2
 """First steps of a run that are left out: engines and workers load what they need, and the queue fills."""
 BLOCK = 2
@@ -122,10 +124,15 @@ def compare(records: Sequence[RunRecord], skip: int = SKIP) -> list[Compared]:
             reward=_reward(_late(record, common)),
             reward_difference=_reward_difference(_late(records[0], common), _late(record, common)),
             lost_s=lost_seconds(steps),
-            staleness=record.mean(f"{PREFIX}/staleness_steps/mean"),
+            staleness=_staleness(steps),
         )
         for record, steps in zip(records, runs, strict=True)
     ]
+
+
+def _staleness(steps: Sequence[Step]) -> float | None:
+    of_names = ([step[name] for step in steps if name in step] for name in STALENESS)
+    return next((fmean(values) for values in of_names if values), None)
 
 
 def rate(steps: Sequence[Mapping[str, float]], seconds: str) -> float:
@@ -225,7 +232,7 @@ def table(runs: Sequence[Compared]) -> list[list[str]]:
     if any(run.reward is not None for run in runs):
         rows.append(row("reward, late steps", lambda run: "" if run.reward is None else f"{run.reward:.3f}"))
     if any(run.staleness is not None for run in runs):
-        rows.append(row("staleness, steps", lambda run: "0" if run.staleness is None else f"{run.staleness:.1f}"))
+        rows.append(row("staleness, steps", lambda run: "" if run.staleness is None else f"{run.staleness:.1f}"))
     rows.append(["GPU seconds for 10,000 tokens:", *("" for _ in runs)])
     causes = part_names(run.lost_s for run in runs)
     rows += [

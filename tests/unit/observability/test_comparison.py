@@ -92,6 +92,14 @@ def test_what_modes_of_verl_lose_is_a_lower_bound() -> None:
     assert lost_rows(run("sync", 24).series)[-1][1] == "at least 96.0"
 
 
+def test_staleness_is_told_of_verls_modes_too_and_of_none_that_does_not_say_it():
+    _, records = stored_jobs("jobs_8b_h200")
+    named = {record.name: record for record in [*records, run("silent", 24)]}
+    names = ("sync", "colocate_async", "partial_reuse_kv_prefetch_3", "silent")
+    rows = {row[0]: row[1:] for row in table(compare([named[name] for name in names]))}
+    assert rows["staleness, steps"] == ["0.0", "0.9", "1.9", ""]  # the README leaves out more of the first steps
+
+
 def test_a_higher_reward_is_told() -> None:
     runs = compare([run("sync", 24), run("better", 24, changed={REWARD: 0.7})])
     assert verdict(runs[1], runs[0]).endswith("its reward is higher by 0.20 (0.20 to 0.20) than that of sync")

@@ -221,3 +221,25 @@ def test_the_smollm2_recipe_fits_its_task_and_has_a_form_for_a_cpu():
     assert on_cpu.actor_rollout_ref.model.path == config.actor_rollout_ref.model.path
     refused = shell("run_smollm2_reasoning_gym.sh", DEVICE="tpu")
     assert (refused.returncode, refused.stderr) == (2, "error: DEVICE=tpu is not allowed: must be cuda or cpu\n")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RUN.glob("run_*.sh")))
+def test_every_recipe_is_shown_while_it_runs(name: str, tmp_path: Path):
+    """What it starts last is `watch`, or the quickstart's verdict, which shows the run as `watch` does."""
+    interpreters = [tmp_path / "env" / path / "python" for path in ("bin", "omni/bin")]
+    for interpreter in interpreters:
+        interpreter.parent.mkdir(parents=True)
+        interpreter.write_text('#!/bin/sh\nshift; printf "started %s\\n" "$1"\n')
+        interpreter.chmod(0o755)
+    task = tmp_path / "smollm2_task"
+    task.mkdir()
+    given = [task / name for name in ("train.parquet", "val.parquet", "model")]
+    for path in given:
+        path.touch()
+    files = dict(zip(("TRAIN_FILE", "VAL_FILE", "MODEL_PATH"), map(str, given), strict=True))
+    folders = dict.fromkeys(("OUTPUT_DIR", "RUN", "PARTIAL_ROLLOUT_HOME"), str(tmp_path))
+    environment = {"PYTHON": str(interpreters[0]), "VENV": str(tmp_path / "env"), "SKIP_SETUP": "1"}
+    done = shell(name, **files, **folders, **environment)
+    assert done.returncode == 0, done.stderr
+    last = "partial_rollout.watch" if name != "run_quickstart_cpu.sh" else "partial_rollout.run.quickstart.verdict"
+    assert done.stdout.splitlines()[-1] == f"started {last}"
