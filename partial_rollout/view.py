@@ -26,7 +26,7 @@ from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.lanes import WINDOW_S, Lanes
 from partial_rollout.observability.page import PAGE
 from partial_rollout.observability.prompt_view import prompt_view
-from partial_rollout.observability.record import RunRecord, events_folder_of, load
+from partial_rollout.observability.record import LOG, RunRecord, events_folder_of, load
 from partial_rollout.observability.report import STYLE, is_shown, lost_rows, message_rows, step_charts
 from partial_rollout.observability.step_line import PREFIX, step_line
 from partial_rollout.observability.summary import duration, summary_lines
@@ -72,8 +72,13 @@ class RunState:
         """What follows from the steps: with thousands of them it takes a while."""
         self._num_events = 0
         self.look()
-        if not self._num_events and not self.record.steps:
+        if self._is_silent and not (run / LOG).is_file():
             load(run)  # says what is missing
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether nothing has been told yet, as in the first seconds of a command."""
+        return not self._num_events and not self.record.steps
 
     def look(self) -> None:
         """Take in what is new, at most once in `LOOK_S`."""
@@ -157,6 +162,8 @@ class RunState:
         ended, times = record.ended, record.values("timing_s/step")[-5:]
         if ended is not None:
             health = "ended" if ended.code == 0 else f"ended with code {ended.code}: {ended.text}"
+        elif self._is_silent:
+            health = "starting, nothing is told yet"
         elif record.stages and not record.steps:
             health = f"starting, {record.stages[-1].name} for {duration(self._now_s - record.stages[-1].t)}"
         else:

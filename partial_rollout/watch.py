@@ -23,7 +23,7 @@ from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.foreign import LogMessages, LogTail
 from partial_rollout.observability.live import LiveView, Screen
-from partial_rollout.observability.record import RunRecord, events_folder_of, metrics_steps
+from partial_rollout.observability.record import LOG, RunRecord, events_folder_of, metrics_steps
 from partial_rollout.observability.report import REPORT
 from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.observability.summary import summary_lines
@@ -54,7 +54,7 @@ class Watch:
         self.run, self.record, self._since_s = run, RunRecord(run.resolve().name), since_s
         self._screen = screen
         self._events = EventReader(events_folder_of(run))
-        self.log = run / "run.log"
+        self.log = run / LOG
         self._tail, self._messages = LogTail(self.log, from_end=since_s > 0), LogMessages()
         self.metrics = _metrics_file(run)
         self._num_rows = 0

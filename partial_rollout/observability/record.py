@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES = 1000
 """Warnings, and faults, that are remembered: the latest ones."""
+LOG = "run.log"
+"""In a run's folder: what the command prints. It is there before the first event."""
 INTERRUPTED = "aborted"
 """An engine's stop reason of a segment that was interrupted."""
 

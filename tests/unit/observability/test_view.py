@@ -134,6 +134,17 @@ def test_a_run_of_verls_own_modes_has_a_page_without_gate_and_queue(tmp_path: Pa
     assert "+async_training.partial_rollout=True" in str(state.shown["advice"])
 
 
+def test_a_run_has_a_page_as_soon_as_it_has_a_log(tmp_path: Path) -> None:
+    """The command that shows the page is told before the first event."""
+    (tmp_path / "run.log").touch()
+    now = iter(range(200, 300, 10))
+    state = RunState(tmp_path, clock=lambda: float(next(now)))
+    assert state.shown["head"] == [["step", "0/?"], ["health", "starting, nothing is told yet"]]
+    write(tmp_path, step(1))
+    state.look()
+    assert state.shown["step"] == 1
+
+
 def test_an_image_job_that_starts_has_a_page_though_its_metrics_are_none_of_verls(tmp_path: Path) -> None:
     now = iter(range(200, 300, 10))
     begin("engines", writer := EventWriter(tmp_path / "events", "trainer", clock=lambda: 150.0))
