@@ -1,12 +1,12 @@
 """What do step-wise execution and interruptions between denoise steps cost and save?
 
-Three servers on the tiny Qwen-Image, in processes of their own, take turns in every round: whole requests one by one,
+Three servers on the tiny Qwen-Image, in processes of their own, take turns in every repeat: whole requests one by one,
 whole requests batched, and step-wise. First all images are asked for at once, then at random times (the same for all).
 Then the step-wise server's images are interrupted once, half-way: held in place, by snapshot, or started anew. Wasted
 steps are measured: those that the engine computed in all, less those of the finished images.
 
     make setup-omni
-    .venv-cpu/omni/bin/python -m benchmarks.bench_diffusion --rounds 7 --json benchmarks/results/bench_diffusion.json
+    .venv-cpu/omni/bin/python -m benchmarks.bench_diffusion --repeats 7 --json benchmarks/results/bench_diffusion.json
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
 
 
 async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; every number of every round."""
+    """All repeats; every number of every repeat."""
     requests = make_requests(options.images, options.steps)
     clock, arrivals_s = random.Random(0), [0.0]
     while len(arrivals_s) < len(requests):
@@ -132,7 +132,7 @@ async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[
     together = make_requests(MODES["step-wise"]["max_num_seqs"], options.steps)
     found: dict[str, Any] = {"at_once": {}, "spread": {}, "interrupted": {}}
     server, after_s = servers["step-wise"], 0.0
-    for number in range(options.rounds + 1):
+    for number in range(options.repeats + 1):
         for scenario, times_s in (("at_once", [0.0] * len(requests)), ("spread", arrivals_s)):
             for mode in MODES:
                 row = await generate(servers[mode], requests, times_s)
@@ -142,28 +142,28 @@ async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[
             found["interrupted"].setdefault(way, []).append(row)
             if way == "not interrupted":
                 after_s = row["seconds"] / 2
-        print(f"round {number} of {options.rounds}" + (" (warm-up, not counted)" if number == 0 else ""), flush=True)
+        print(f"repeat {number} of {options.repeats}" + (" (warm-up, not counted)" if number == 0 else ""), flush=True)
     return {name: {key: rows[1:] for key, rows in block.items()} for name, block in found.items()}
 
 
-def summary(rounds: dict[str, Any]) -> dict[str, Any]:
-    """Median, least and most over rounds of every number."""
+def summary(repeats: dict[str, Any]) -> dict[str, Any]:
+    """Median, least and most over repeats of every number."""
 
-    def over_rounds(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    def over_repeats(rows: list[dict[str, float]]) -> dict[str, list[float]]:
         columns = {field: [row[field] for row in rows] for field in rows[0]}
         return {field: [statistics.median(values), min(values), max(values)] for field, values in columns.items()}
 
-    return {name: {key: over_rounds(rows) for key, rows in block.items()} for name, block in rounds.items()}
+    return {name: {key: over_repeats(rows) for key, rows in block.items()} for name, block in repeats.items()}
 
 
-def ratios(rounds: dict[str, Any]) -> dict[str, Any]:
-    """The same of every timed number divided by that of the block's first way in the same round."""
+def ratios(repeats: dict[str, Any]) -> dict[str, Any]:
+    """The same of every timed number divided by that of the block's first way in the same repeat."""
 
     def divided(rows: list[dict[str, float]], by: list[dict[str, float]]) -> list[dict[str, float]]:
         pairs = zip(rows, by, strict=True)
         return [{field: row[field] / first[field] for field in TIMED if field in row} for row, first in pairs]
 
-    blocks = {name: (block, next(iter(block.values()))) for name, block in rounds.items()}
+    blocks = {name: (block, next(iter(block.values()))) for name, block in repeats.items()}
     return summary(
         {name: {key: divided(rows, first) for key, rows in block.items()} for name, (block, first) in blocks.items()}
     )
@@ -171,7 +171,7 @@ def ratios(rounds: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gap-s", type=float, default=0.1, help="mean time between arrivals, when they are spread")
@@ -189,10 +189,10 @@ def main() -> None:
         make_checkpoint(Path(folder))
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
         servers = start_servers(Path(folder))
-        rounds = asyncio.run(measure(servers, options))
+        repeats = asyncio.run(measure(servers, options))
         ray.get([server.shutdown.remote() for server in servers.values()], timeout=START_S)
         ray.shutdown()
-    result |= {"summary": summary(rounds), "ratios": ratios(rounds), "rounds": rounds}
+    result |= {"summary": summary(repeats), "ratios": ratios(repeats), "repeats": repeats}
     for name, block in result["summary"].items():
         for key, fields in block.items():
             print(name, key, {field: round(values[0], 4) for field, values in fields.items()}, sep=" | ")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_packing_wall --json benchmarks/results/bench_packing_wall.json
     python -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 --limit-s 60 \\
-        --token-budget 16384 --per-rank 32 --batches 3 --rounds 2 --warm-up-batches 1 --parts packed --json OUT
+        --token-budget 16384 --per-rank 32 --batches 3 --repeats 2 --warm-up-batches 1 --parts packed --json OUT
 
 Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as
 FSDP's collectives make them. Two parts:
@@ -17,9 +17,9 @@ that attention's share of the time is about that of a 7B model at full length wi
 trained on two GPUs of one host (NCCL, bf16) where there are GPUs, with gradient checkpointing as in the recipes and
 without cuDNN's attention, which builds a plan for each new length. The clock waits for the GPUs.
 
-Every round runs every method on every batch once, in an order that turns from round to round. Reported: seconds a step
-(median, quartiles over batches and rounds), and the ratio to strided on the same batch of the same round. Each run is
-also written beside the result at once (`.rows.jsonl`, round 0 is the warm-up), so that a run that fails leaves what it
+Every repeat runs every method on every batch once, in an order that turns with each repeat. Reported: seconds a step
+(median, quartiles over batches and repeats), and the ratio to strided on the same batch of the same repeat. Each run is
+also written beside the result at once (`.rows.jsonl`, repeat 0 is the warm-up), so that a run that fails leaves what it
 measured; `--limit-s` counts from the end of the imports and includes the start of the ranks.
 """
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     Method = Callable[[list[int], int], Plan]
 
-WARM_UP_ROUNDS = 1
+WARM_UP_REPEATS = 1
 COMPLETION_MEDIAN, COMPLETION_SIGMA, COMPLETION_CAP = 700, 0.9, 4096
 CUT_SHARE, CUT_SHARE_OF_LOG_NORMAL = 0.10, 0.0248
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
@@ -180,7 +180,7 @@ def methods_of(part: str, options: argparse.Namespace) -> dict[str, Method]:
 
 
 def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float, rows: str) -> None:
-    """One rank: every method on every batch, round after round; rank 0 appends each record to `rows` at once."""
+    """One rank: every method on every batch, repeat after repeat; rank 0 appends each record to `rows` at once."""
     torch.set_num_threads(1)
     trainee = Trainee(options.shape, rank, port)
     with Path(rows if rank == 0 else os.devnull).open("a", encoding="utf-8") as out:
@@ -192,21 +192,21 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float,
 
 
 def measure(trainee: Trainee, options: argparse.Namespace, part: str, deadline: float) -> Iterator[dict[str, Any]]:
-    """A record for each method, batch and round, of which the first ones warm up; no round begins after `deadline`."""
+    """A record for each method, batch and repeat; the first repeats warm up; no repeat begins after `deadline`."""
     methods, step = methods_of(part, options), packed_step if part == "packed" else padded_step
     trainee.model.set_attn_implementation(varlen_attention.NAME if part == "packed" else "sdpa")
     names = list(methods)
-    for number in range(options.rounds + WARM_UP_ROUNDS):
+    for number in range(options.repeats + WARM_UP_REPEATS):
         if not trainee.agree(time.monotonic() < deadline):
             return
-        num_batches = options.warm_up_batches if number < WARM_UP_ROUNDS else None
+        num_batches = options.warm_up_batches if number < WARM_UP_REPEATS else None
         for batch, lengths in enumerate(batches(options)[:num_batches]):
             samples = [trainee.make_sample(length) for length in lengths]
             turn = (number + batch) % len(names)
             for name in names[turn:] + names[:turn]:
                 plan = methods[name](lengths, NUM_RANKS)
                 seconds = timed(trainee, step, [[samples[i] for i in row] for row in plan.for_rank(trainee.rank)])
-                yield {"method": name, "batch": batch, "round": number, "seconds": seconds} | shape(plan, lengths)
+                yield {"method": name, "batch": batch, "repeat": number, "seconds": seconds} | shape(plan, lengths)
 
 
 def shape(plan: Plan, lengths: list[int]) -> dict[str, float]:
@@ -226,28 +226,28 @@ def timed(trainee: Trainee, step: Step, rows: list[list[Sample]]) -> float:
 
 
 def whole(records: list[dict[str, Any]], num_methods: int) -> list[dict[str, Any]]:
-    """Those after the warm-up, of batches and rounds in which every method was measured."""
+    """Records after the warm-up, of batches and repeats in which every method was measured."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for record in records:
-        if record["round"] >= WARM_UP_ROUNDS:
-            groups.setdefault((record["round"], record["batch"]), []).append(record)
+        if record["repeat"] >= WARM_UP_REPEATS:
+            groups.setdefault((record["repeat"], record["batch"]), []).append(record)
     return [record for group in groups.values() if len(group) == num_methods for record in group]
 
 
-def rounds_whole(records: list[dict[str, Any]], num_batches: int) -> int:
-    """Rounds of which all batches are in `records`."""
-    found = {(record["round"], record["batch"]) for record in records}
-    rounds = [number for number, _ in found]
-    return sum(rounds.count(number) == num_batches for number in set(rounds))
+def repeats_whole(records: list[dict[str, Any]], num_batches: int) -> int:
+    """Repeats of which all batches are in `records`."""
+    found = {(record["repeat"], record["batch"]) for record in records}
+    repeats = [number for number, _ in found]
+    return sum(repeats.count(number) == num_batches for number in set(repeats))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """By method."""
-    base = {(r["batch"], r["round"]): r["seconds"] for r in records if r["method"] == "strided"}
+    base = {(r["batch"], r["repeat"]): r["seconds"] for r in records if r["method"] == "strided"}
     found: dict[str, Any] = {}
     for name in dict.fromkeys(record["method"] for record in records):
         mine = [record for record in records if record["method"] == name]
-        ratios = [record["seconds"] / base[record["batch"], record["round"]] for record in mine]
+        ratios = [record["seconds"] / base[record["batch"], record["repeat"]] for record in mine]
         found[name] = {
             "seconds": spread([record["seconds"] for record in mine]),
             "ratio_to_strided": spread(ratios),
@@ -275,9 +275,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=1024, help="tokens of a packed row (default: %(default)s)")
     parser.add_argument("--shrink", type=int, default=8, help="divisor of the lengths (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=6, help="mini-batches (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="times each is run by each method (default: %(default)s)")
-    parser.add_argument("--warm-up-batches", type=int, help="mini-batches of the round before them (default: all)")
-    parser.add_argument("--limit-s", type=float, help="seconds after which no further round begins (default: none)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="times that each method runs each (default: %(default)s)"
+    )
+    parser.add_argument("--warm-up-batches", type=int, help="mini-batches of the repeat before them (default: all)")
+    parser.add_argument("--limit-s", type=float, help="seconds after which no further repeat begins (default: none)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here, and each row beside it")
     return parser.parse_args()
 
@@ -300,9 +302,9 @@ def result_of(options: argparse.Namespace, rows: Path, error: str) -> dict[str, 
     parts = {
         part: whole([r for r in records if r["part"] == part], len(methods_of(part, options))) for part in options.parts
     }
-    rounds = {part: rounds_whole(found, options.batches) for part, found in parts.items()}
-    ended = error or ("limit" if min(rounds.values()) < options.rounds else "done")
-    return {"ended": ended, "rounds_whole": rounds} | {part: summary(found) for part, found in parts.items()}
+    repeats = {part: repeats_whole(found, options.batches) for part, found in parts.items()}
+    ended = error or ("limit" if min(repeats.values()) < options.repeats else "done")
+    return {"ended": ended, "repeats_whole": repeats} | {part: summary(found) for part, found in parts.items()}
 
 
 def main() -> None:

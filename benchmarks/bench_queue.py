@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 ROWS = ("pure", "single", "batched", "events")
 SHORT_STEPS = Path(__file__).parent / "results/gpu/smollm2_h200.json"
 STEP_TRAJECTORIES = 256
-"""Of a step of that job."""
+"""Trajectories of a step of the job in `SHORT_STEPS`."""
 CALL_TIMEOUT_S = 120.0
 MEBIBYTE = 2**20
 PERCENTILES = (50, 95, 99)

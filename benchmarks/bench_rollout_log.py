@@ -32,7 +32,7 @@ from partial_rollout.types import Claim, TrajectorySummary
 
 SHORT_STEPS = Path(__file__).parent / "results/gpu/smollm2_h200.json"
 STEP_TRAJECTORIES, GROUP = 256, 8
-"""Of a step of that job."""
+"""Trajectories of a step of the job in `SHORT_STEPS`, and of one prompt."""
 PROMPT_TOKENS = 200
 VOCABULARY = 150_000
 MEBIBYTE = 2**20
@@ -58,7 +58,7 @@ class Step:
     """The trajectories of a step, which end one after the other."""
 
     def __init__(self, outputs: list[AgentLoopOutput]) -> None:
-        """Each of them is the result of one trajectory."""
+        """Each of the outputs is the result of one trajectory."""
         self._outputs = outputs
 
     def run(self, number: int, log: WorkerLog) -> list[list[TrajectorySummary]]:
@@ -124,7 +124,7 @@ def taken(number: int, found: list[list[TrajectorySummary]]) -> Taken:
 
 
 def median(values: list[float]) -> float:
-    """Of one at least."""
+    """The median of at least one value."""
     return statistics.median(values)
 
 

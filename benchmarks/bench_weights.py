@@ -5,7 +5,7 @@
     python -m benchmarks.bench_weights --dry-run                                               # the same in seconds
 
 Steps (`--steps`): `equal`: every tensor of both orders is what was sent, all of them kept, one larger than a bucket,
-the receiver numbering the GPU by its UUID; `speed`: interleaved rounds of
+the receiver numbering the GPU by its UUID; `speed`: interleaved repeats of
 
 - `copy_flat`: all bytes in one copy on the device: the reference;
 - `channel`: ours, to a receiver that drops every tensor; `channel_load`: to one that copies it into a parameter;
@@ -47,7 +47,7 @@ DRY = Shape(hidden=64, intermediate=192, layers=2, heads=4, kv_heads=2, vocabula
 DRY_GIGABYTES = 0.01
 MEBIBYTE = 1 << 20
 TIMEOUT_S, ANSWER_S = 60.0, 300.0
-"""Of an end of the channel; of the second process, which imports vLLM first, on a machine that may be busy."""
+"""Limits: of an end of the channel; of the second process, which imports vLLM first, maybe on a busy machine."""
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 Weights = list[tuple[str, torch.Tensor]]
@@ -212,7 +212,7 @@ class Speed:
         self.stream_s: list[float] = []
 
     def run(self, mode: str) -> float:
-        """One round; seconds until the last byte has arrived."""
+        """One repeat; seconds until the last byte has arrived."""
         self.bench.update_number += 1
         wait_for_device()
         started = time.perf_counter()
@@ -230,7 +230,7 @@ class Speed:
         return time.perf_counter() - started
 
 
-def measure_speed(bench: Bench, gigabytes: float, rounds: int) -> dict[str, Any]:
+def measure_speed(bench: Bench, gigabytes: float, repeats: int) -> dict[str, Any]:
     """Seconds of each mode, interleaved."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with second_process() as child:
@@ -239,7 +239,7 @@ def measure_speed(bench: Bench, gigabytes: float, rounds: int) -> dict[str, Any]
             for mode in MODES:
                 speed.run(mode)  # page tables, code, the allocator
         speed.stream_s.clear()
-        for _ in range(rounds):
+        for _ in range(repeats):
             for mode in MODES:
                 seconds[mode].append(speed.run(mode))
         stream_s = statistics.median(speed.stream_s)
@@ -266,7 +266,7 @@ def run_steps(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     benches = [Bench(bucket_mb, channels) for bucket_mb in buckets]
     steps: dict[str, Callable[[], Any]] = {
         "equal": lambda: check_equality(benches[0], sizes[0]),
-        "speed": lambda: [measure_speed(bench, size, options.rounds) for size in sizes for bench in benches],
+        "speed": lambda: [measure_speed(bench, size, options.repeats) for size in sizes for bench in benches],
     }
     for name in options.steps:
         yield name, steps[name]()
@@ -277,7 +277,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 8.0] if HAS_GPU else [0.5, 1.0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bucket-mb", type=int, nargs="+", help="buffers of these sizes; default: the transport's own")
     steps = ("equal", "speed")
     parser.add_argument("--steps", nargs="+", choices=steps, default=steps)

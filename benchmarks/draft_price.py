@@ -64,7 +64,7 @@ LEAST_KV_BYTES = 1 << 28
 GATES = (16, 64, 256)
 """Drafts are made while at most so many requests run."""
 TOKENS_A_STEP = (1.0, 1.4, 1.7, 2.3, 3.3)
-"""Of a verified step: one token of the model itself, and the drafts that it accepts."""
+"""Tokens that a verified step brings: one of the model itself, and the drafts that it accepts."""
 WORTH = 0.9
 """Time with drafts, without them = 1, from which on they are worth their code."""
 DRAFTER = "draft_5"
@@ -110,7 +110,7 @@ class Note:
     """
 
     def __init__(self, path: Path) -> None:
-        """Of a file that is there."""
+        """Use the file, which is there."""
         self._numbers = np.memmap(path, dtype=np.int64, mode="r+", shape=(4,))
 
     @staticmethod
@@ -165,7 +165,7 @@ class FixedDrafts:
 
 
 def cells(tiny: bool) -> tuple[tuple[int, int], ...]:
-    """Of the command's shape."""
+    """Cells of the command's shape."""
     return TINY_CELLS if tiny else CELLS
 
 
@@ -237,7 +237,7 @@ class Running:
     pipe: Connection
 
     def receive(self, timeout_s: float, what: str) -> Any:
-        """What it sends next.
+        """The next message of the process.
 
         Raises:
             RuntimeError: it sent nothing in time, or has ended.

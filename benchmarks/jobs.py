@@ -51,7 +51,7 @@ ON_A_CPU = ("tiny", "small")
 """Shapes that are trained on a CPU, with the quickstart's configuration."""
 CPU_PROMPT_TOKENS = 32
 ROW_TOKENS = 12_288
-"""Of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
+"""Tokens of a training row: more logits over 151,936 tokens do not fit beside a 4B model and its engine."""
 ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.bypass_mode=True")
 """Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 FLAG = "+async_training.partial_rollout=True"

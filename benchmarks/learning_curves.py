@@ -36,11 +36,11 @@ WINDOW = 10
 """Steps of the from/to numbers at each end."""
 WARMUP_STEPS = 5
 SLOTS = 64
-"""Of the quickstart: 16 prompts x 4."""
+"""Slots of the quickstart: 16 prompts x 4."""
 JOB_TIMEOUT_S = 1800.0
 LONG_ROUNDS = ("partial_rollout/round/long/", "partial_rollout/round/mixed/")
 OF_THE_BATCH = ("resumed_share", "staleness_steps/mean", "old_kv_token_share", "depth")
-"""Of each step's batch, without `partial_rollout/`; 0 in verl's own modes."""
+"""Metrics of each step's batch, without `partial_rollout/`; 0 in verl's own modes."""
 COMPARED = ("sync", "wait", "partial_rollout", "reorder")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.e2e.cases import Case
 
 STEPS = 3
-"""Of each job."""
+"""Steps of each job."""
 NUM_ROWS, EVERY = 64, 3
 SHOWN = ("case", "runs", "steps", "interrupted", "resumed", "restarts", "error", "verl")
 

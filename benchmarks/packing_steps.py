@@ -26,7 +26,7 @@ NUM_RANKS = 2
 SMALL = "small"
 MAX_POSITIONS = 8192
 GPU_TIMEOUT = timedelta(seconds=60)
-"""Of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
+"""Limit of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
 LOSS_CHUNK = 8192
 """Tokens whose log-probs are computed at once; with 151,936 logits each, fewer than 2**31 numbers."""
 

@@ -39,10 +39,10 @@ RECIPES = {
     "qwen3-0.6b_two_small_gpus": "qwen3-0.6b",
     "qwen3-8b_reorder": "8b",
 }
-"""And the shape of the model of each."""
+"""Recipes, and the shape of the model of each."""
 MAX_POSITIONS = 4096
 SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
-"""Of a run, in the summary; its steps are beside it."""
+"""Fields of a run that are in the summary; the run's steps are beside it."""
 
 
 def write_problems(folder: Path, recipe: str, num: int) -> None:

@@ -74,12 +74,12 @@ def command(options: argparse.Namespace, mode: str, seed: int) -> list[str]:
 
 
 def seconds(job: Job, number: int) -> float:
-    """Of a job's first steps; verl does not count validation in them."""
+    """Seconds of a job's first steps; verl does not count validation in them."""
     return sum(step[STEP_S] for step in job["steps"][:number])
 
 
 def rewards(job: Job, window: int = WINDOW) -> list[float]:
-    """Of each step, the mean of its reward and those before it."""
+    """For each step, the mean of its reward and of those before it."""
     found = [step[REWARD] for step in job["steps"]]
     return [statistics.fmean(found[max(0, end - window) : end]) for end in range(1, len(found) + 1)]
 
@@ -99,7 +99,7 @@ def held_out(job: Job) -> dict[str, float]:
 
 
 def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Of each job how far it came, and the time for equal steps, and to the last reward of `sync` in each seed."""
+    """For each job, how far it came, and the time for equal steps, and to the last reward of `sync` in each seed."""
     common = min(len(job["steps"]) for job in jobs)
     rows = []
     for job in jobs:

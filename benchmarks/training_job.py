@@ -30,7 +30,7 @@ TRAINING_ONLY = (
     "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
     "+ray_kwargs.ray_init.include_dashboard=False",
 )  # fmt: skip
-"""Of jobs that neither validate nor leave anything; a dashboard's twelve processes would be measured too."""
+"""Options of jobs that neither validate nor leave anything; a dashboard's twelve processes would be measured too."""
 MARK = "BENCHMARK_JOB"
 """Variable by which all processes of a job are found, also those whose parent has gone."""
 POLL_S = 0.5

@@ -26,8 +26,8 @@ PartialRolloutError
 │   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
 │   │   ├── WeightProtocolError version, update, secret or order of messages
 │   │   ├── WeightMismatch      a name, shape, dtype or value the engine's model cannot take; names the tensor
-│   │   ├── SharedMemoryFull    no room for the transfer's slots in /dev/shm
-│   │   └── DeviceMemoryFull    no room for them on the GPU
+│   │   ├── SharedMemoryFull    no room for the update's buffers in /dev/shm
+│   │   └── DeviceMemoryFull    no room for the update's buffers on the GPU
 │   └── ResumeStalled       a trajectory was interrupted twice without a token or an opening of the gate in between
 └── InternalError           a bug of ours; names object, state and event
     ├── IllegalTransition
@@ -101,7 +101,7 @@ class ScoringFailed(UserError):
 
 
 class AgentLoopBroken(UserError):
-    """So many prompts were dropped while one batch was waited for that fresh prompts would not help."""
+    """More prompts were dropped during the wait for one batch than fresh prompts could make up for."""
 
 
 class VersionError(UserError):

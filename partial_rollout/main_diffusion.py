@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).resolve().parent / "configs"
 METRICS, EVENTS = "metrics.jsonl", "events"
 STAGES = ("engines", "first pictures", "first step")
-"""Of the start, in their order."""
+"""Stages of the start, in their order."""
 GAP = 2
 """Pixels between the images of a grid."""
 

@@ -87,7 +87,7 @@ class TrajectorySummary:
     metric: float | None = None
     """What `algorithm.filter_groups` compares within a group; None where groups are not filtered."""
     log_checksum: int = 0
-    """Of the trajectory's record in the log of rollouts; 0: it has none."""
+    """Checksum of the trajectory's record in the log of rollouts; 0: the trajectory has no record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +313,9 @@ class Death:
     cause: str
     """What Ray says of its end."""
     doing: str = ""
-    """What it was occupied with."""
+    """What the process was occupied with."""
     last_lines: str = ""
-    """Of its log."""
+    """The last lines of the process's log."""
 
     def __str__(self) -> str:
         """What an error says of it."""

@@ -154,7 +154,7 @@ class RunState:
 
     @property
     def _now_s(self) -> float:
-        """When it was looked at; of a run that has ended its last moment."""
+        """The moment at which the page was looked at; the last moment of a run that has ended."""
         return self.lanes.now_s if self.record.ended is not None else self._looked_s
 
     def _head(self, step: int) -> list[list[str]]:

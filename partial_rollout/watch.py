@@ -38,7 +38,7 @@ CLOCK_S = 2.0
 LOOK_S = 0.5
 """Between two looks at the files; nobody sees a difference below."""
 NUM_LAST_LINES = 5
-"""Of the log, shown when the command failed."""
+"""Lines at the end of the log, shown when the command failed."""
 METRICS_VARIABLE = "VERL_FILE_LOGGER_PATH"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

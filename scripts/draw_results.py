@@ -30,7 +30,7 @@ RESULTS, OUT = ROOT / "benchmarks/results", ROOT / "docs/img"
 COLOURS = ("#e45756", "#f58518", "#4c78a8", "#54a24b", "#b279a2")
 FULL_RATE = "uninterrupted"
 NUMBER_WIDTH = 0.025
-"""Of a picture's width: closer step numbers would be drawn over each other."""
+"""Share of a picture's width: closer step numbers would be drawn over each other."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Load:
 
 
 def job_loads(name: str, labels: dict[str, str]) -> list[Load]:
-    """Of whole jobs; time begins with the first step's end, as that step loads everything."""
+    """Loads of whole jobs; time begins with the first step's end, as that step loads everything."""
     result = read_result(RESULTS / "gpu" / name)
     slots = result["workload"]["batch"] * result["workload"]["group"]
     loads = []
@@ -57,7 +57,7 @@ def job_loads(name: str, labels: dict[str, str]) -> list[Load]:
 
 
 def engine_loads(name: str, labels: dict[str, str]) -> list[Load]:
-    """Of one engine, on the long-tailed trace; samples are (seconds, requests, ...)."""
+    """Loads of one engine, on the long-tailed trace; samples are (seconds, requests, ...)."""
     result = read_result(RESULTS / "gpu" / name)
     loads = []
     for mode, label in labels.items():
@@ -239,7 +239,7 @@ REAL_PANELS = {
     "entropy, nats": "entropy of the model, nats",
     "TIS weight, standard deviation": "spread of the correction's weights",
 }
-"""Of the real model's jobs: names in `PANELS`, and the titles."""
+"""Pictures of the real model's jobs: names in `PANELS`, and the titles."""
 
 
 def pictures() -> dict[str, Figure]:

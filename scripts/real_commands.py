@@ -62,7 +62,7 @@ def verdict(report: Report) -> str:
 
 
 def row(source: str, said: str) -> str:
-    """Of the table, as Markdown."""
+    """A row of the table, as Markdown."""
     place, _, script = source.partition(" ")
     name = place.partition("@")[0].partition("/")[2]
     return f"| {name}: {script} | {said.replace('|', '/')} |"

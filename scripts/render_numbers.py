@@ -43,7 +43,7 @@ STALENESS = (
 
 
 PROMPT_TOKENS = 256
-"""Of each prompt of a job, where its file does not say."""
+"""Tokens of each prompt of a job, where the job's file does not say."""
 
 
 class NumbersError(Exception):
@@ -57,7 +57,7 @@ def stored(name: str) -> Any:
 
 
 def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, Any]]:
-    """Of each mode's first job: means over an even number of steps, from step `first` on (step 1 loads everything).
+    """By mode, means of its first job over an even number of steps, from step `first` on (step 1 loads everything).
 
     An even number, because every other step of `colocate_async` is a long one. Rates are response tokens for each
     second of generation.

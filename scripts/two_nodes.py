@@ -53,7 +53,7 @@ END_S = 60.0
 """A command that Ctrl-C has reached may save a checkpoint; a node itself ends at once."""
 SHM_BYTES = 4 << 30
 OBJECT_STORE_BYTES = 400 << 20
-"""Of each node, in its /dev/shm, where weight buffers are too."""
+"""Object store of each node, in the node's /dev/shm, where weight buffers are too."""
 LOGICAL_CPUS = 32
 TMP = Path("/tmp")
 READY = "ready"
@@ -90,9 +90,9 @@ class Node:
     name: str
     address: str
     pid: int
-    """Of the node's first process, as this machine counts."""
+    """Pid of the node's first process, as this machine counts."""
     variables: Mapping[str, str]
-    """Of its commands, added to those of this process."""
+    """Variables of the node's commands, added to those of this process."""
 
     def command(self, *words: str, cwd: Path = ROOT) -> list[str]:
         """`words` as a command on this node, in the folder `cwd` as this node sees it.

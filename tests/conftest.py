@@ -31,14 +31,14 @@ settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
-"""Also the order in which they run, after everything without a marker: the cheapest failure comes first."""
+"""Folders that mark their tests, in the order of their turns, after all others: the cheapest failure comes first."""
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
 """Files whose tests start all their processes themselves, and share none."""
 LONGEST_FIRST = ("test_fifteen_steps", "test_reorder", "test_staleness", "test_killed_engine", "test_adaptive")
-"""Of the training jobs, so that no process waits at the end for one that the other began late."""
+"""Training jobs that begin first, so that no process waits at the end for one that the other began late."""
 RAY_LOGICAL_CPUS = 16
 
 

@@ -134,7 +134,7 @@ class FakeEngine:
         return self.forgets
 
     async def wait_for_requests_to_drain(self) -> None:
-        """It has no data-parallel engines."""
+        """The fake has no data-parallel engines to wait for."""
 
     async def reset_mm_cache(self) -> None:
         self._note("reset mm cache")

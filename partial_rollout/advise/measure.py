@@ -45,7 +45,7 @@ SLOTS, CONTEXT = 512, 4352
 CELLS = ((256, 256), (64, 256), (16, 256), (512, 256), (128, 256), (256, 1536), (64, 1536), (16, 3584), (128, 3584))
 """(concurrency, context) for models of `CONTEXT` tokens, the most telling first."""
 LEAST_SLOTS, LEAST_CONTEXT = min(requests for requests, _ in CELLS), CELLS[0][1] + DECODED
-"""Of an engine that can run one of these cells."""
+"""Slots and tokens of context that an engine must have to run at least one cell."""
 INTERRUPTED = (256, 512)
 """The cell that is interrupted, twice; the first time also takes what only a first time does."""
 TINY_SLOTS, TINY_PROMPT, TINY_CONTEXT = 16, 32, 352
@@ -69,7 +69,7 @@ class Requests:
         self.first_token_s = 0.0
         """When the last of the requests had its first token."""
         self._steps: list[tuple[float, float]] = []
-        """Of each hand-over after a request's first: time of the hand-over before, seconds of a decode step since."""
+        """For each hand-over but a request's first: time of the one before, and seconds of a decode step since."""
         self.half_done = asyncio.Event()
         """Set when every request has half of its tokens."""
 
@@ -135,7 +135,7 @@ async def measure_cell(engine: AsyncLLM, concurrency: int, context: int, seed: i
 
 
 async def measure_interruption(engine: AsyncLLM, concurrency: int, context: int, seed: int) -> dict[str, Any]:
-    """What it costs to abort all requests of a cell half-way, to forget their KV and to send them again."""
+    """The cost of aborting all requests of a cell half-way, forgetting their KV and sending them again."""
     requests = Requests(engine, concurrency, context, seed)
     _, asked_s = await asyncio.gather(requests.run(2 * DECODED), requests.abort())
     emptied_s = time.monotonic()
@@ -226,7 +226,9 @@ async def measure(options: argparse.Namespace, model: Path, result: dict[str, An
         result["engine"] |= {"startup_s": time.monotonic() - started_s, "kv_tokens": kv_tokens(engine)}
         room = KV_SHARE * result["engine"]["kv_tokens"]
         if not (possible := fitting(cells, options.slots, options.context, room)):
-            raise DataError(f"a KV cache of {result['engine']['kv_tokens']} tokens is too small: more --memory")
+            raise DataError(
+                f"a KV cache of {result['engine']['kv_tokens']} tokens is too small: give more with --memory"
+            )
         for seed, cell in enumerate(possible):
             if time.monotonic() - started_s < options.budget_s:
                 result["curve"]["cell"].append(await measure_cell(engine, *cell, seed))

@@ -37,7 +37,7 @@ STALENESS = "training/off_policy/trajectory_staleness_worst"
 """verl's own count of the steps since a response was begun, which all modes have."""
 DEPTH, RUNNING = "partial_rollout/depth", "partial_rollout/mean_running"
 COUNTED = ("response_tokens", "reprefilled_tokens")
-"""Of a batch; what is computed again is the engine's own count."""
+"""Token counts of a batch; how many were computed again is the engine's own count."""
 
 
 def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def parts(jobs: list[dict[str, Any]], load: Workload) -> dict[str, dict[str, dic
 
 
 def _part(steps: list[dict[str, Any]], load: Workload) -> dict[str, float]:
-    """Of these steps: seconds of generation and, where our metrics say it, slots in use and tokens computed again.
+    """Means over `steps`: seconds of generation and, where metrics say them, slots in use and tokens computed again.
 
     A slot counts as one that the job starts with, also where their number moves; each step weighs as long as it takes.
     """

@@ -43,7 +43,7 @@ class Speed:
     """New requests that agent-loop workers bring, one worker for each engine."""
 
     def of_replicas(self, number: int) -> Speed:
-        """So many engines together, each with an equal share of the requests, as the load balancer gives them.
+        """The speed of `number` engines together, each with an equal share of the requests, as from the load balancer.
 
         >>> Speed(0.004, 0.002, 0.0, prefill_tokens_per_s=1000.0, interruption_s=0.0).of_replicas(2).request
         0.001

@@ -31,11 +31,11 @@ class Lengths:
     groups: tuple[tuple[int, ...], ...]
     """Tokens of each response, by prompt; a prompt whose group is not known has one response."""
     what: str
-    """Where they come from, and what they do not say."""
+    """Where the lengths come from, and what they do not say."""
 
     @property
     def num_responses(self) -> int:
-        """Of all prompts."""
+        """Responses of all prompts."""
         return sum(map(len, self.groups))
 
     def workload(self, batch: int, group: int | None) -> Workload:

@@ -293,7 +293,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             try:
                 ray.get(ref)
             except RayActorError:
-                # It is started again, or its death ends the run: whoever watches the actors decides.
+                # Whoever watches the actors decides: the dead worker is started again, or its death ends the run.
                 with self._swapped:
                     self.loops = {loop: name for loop, name in self.loops.items() if loop != ref}
             else:

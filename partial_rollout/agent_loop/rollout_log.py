@@ -57,7 +57,7 @@ class LogFolder(NamedTuple):
     path: str
     """The folder of the records since a checkpoint."""
     number: int
-    """Of the start of training."""
+    """Number of the start of training."""
     base_step: int
     """The step of the checkpoint."""
 
@@ -79,7 +79,7 @@ class Replayed(NamedTuple):
     """The fields of verl's outputs."""
     summaries: list[TrajectorySummary]
     payload: bytes
-    """Its record."""
+    """The trajectory's record."""
 
 
 class WorkerLog:
@@ -128,7 +128,7 @@ class WorkerLog:
         """The trajectory as an earlier start has logged it; None if it is to be generated."""
         place = self._places.pop(trajectory.key, None)
         claim = trajectory.claim
-        # Of a further attempt, nothing: what the first one returned was refused, or lost with its worker.
+        # A further attempt replays nothing: what the first one returned was refused, or lost with its worker.
         if place is None or not (claim.goes_on or claim.attempt == 1):
             return None
         try:

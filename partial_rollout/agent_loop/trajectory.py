@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.journal import fold, unfold
 from partial_rollout.core.resume import extend
+from partial_rollout.core.saved_calls import fold, unfold
 from partial_rollout.errors import TooStale
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ENDED = "ended"
 """The phase of a trajectory that has ended, in whichever way."""
 Saved = dict[str, list["GenerationState"]]
-"""Generate calls by trajectory, `{uid}_{session}`, in the order in which they were made, folded (core/journal.py)."""
+"""Generate calls by trajectory, `{uid}_{session}`, in the order of their making, folded (core/saved_calls.py)."""
 
 CURRENT: ContextVar[Trajectory | None] = ContextVar("partial_rollout_trajectory", default=None)
 """The trajectory that the running task belongs to; None in validation.
@@ -57,7 +57,7 @@ class Trajectory:
         self.phase_s: defaultdict[str, float] = defaultdict(float)
         """Seconds by what the trajectory waited for, without the phase that lasts."""
         self.record_bytes = b""
-        """Its record in the log of rollouts, when it has ended."""
+        """The trajectory's record in the log of rollouts, once the trajectory has ended."""
         self._phase, self._since_s = "", 0.0
         self._saved = deque(unfold(saved))
 
@@ -109,7 +109,7 @@ class Trajectory:
 
     @property
     def context_spans(self) -> tuple[ContextSpan, ...]:
-        """In which contexts the tokens of all complete responses were sampled."""
+        """The contexts in which the tokens of all complete responses were sampled."""
         spans: list[ContextSpan] = []
         for generation in self.finished:
             for span in generation.context_spans:

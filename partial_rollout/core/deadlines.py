@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound="Hashable")
 
 WARN_SHARE = 0.1
-"""Of the limit, after which a warning names the wait."""
+"""Share of a limit after which a warning names the wait."""
 
 
 @dataclass(frozen=True, slots=True)

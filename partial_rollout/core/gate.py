@@ -156,7 +156,7 @@ class Gate:
         """Free the request's place, wherever it had come to."""
         if self._in_flight.pop(ticket.number, None) is None:
             raise IllegalTransition(f"request {ticket.request_id!r} is not in flight: it cannot leave")
-        # Its caller may have given up while it was on its way.
+        # The request's caller may have given up before the request arrived.
         self._arriving.pop(ticket.number, None)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Place:
 
     path: str
     offset: int
-    """Of its frame."""
+    """Byte at which the record's frame begins."""
     num_bytes: int
     checksum: int
 
@@ -54,7 +54,7 @@ class Batch:
 
     step: int
     uids: tuple[str, ...]
-    """Its prompts in their order."""
+    """The batch's prompts in their order."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Plan:
     """The last step whose batch is replayed."""
     num_responses: int = 0
     num_tokens: int = 0
-    """Of all responses to replay, those that no batch has yet included."""
+    """Tokens of the responses that are replayed and that no batch has included yet."""
 
 
 class History:

@@ -61,7 +61,7 @@ class Segment:
     """Number of the gate's openings when the request passed; where it differs, the gate was closed in between."""
     context: Context
     stop_string: str | None = None
-    """At which the engine ended the request, of the text that the engine saw."""
+    """Stop string at which the engine ended the request: it found the string in the text that the engine saw."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,32 +46,32 @@ class Opened(Record, frozen=True, tag="opened"):
 
     format: int
     number: int
-    """Of the start of training that wrote the file; starts count from 1 since the checkpoint."""
+    """Number of the start of training that wrote the file; starts count from 1 since the checkpoint."""
     role: str
     """`trainer`, or the id of an agent-loop worker."""
     base_step: int
     """The step of the checkpoint after which the records came; 0: the beginning of the run."""
     world: dict[str, str] = {}
-    """Of the trainer's file: the settings that the responses depend on."""
+    """In the trainer's file, the settings that the responses depend on."""
     holds_through: int = 0
-    """Of the trainer's file: what files of earlier starts say of later steps holds no more."""
+    """In the trainer's file, the last step up to which records of earlier starts hold; their later ones are void."""
 
 
 class Abandoned(Record, frozen=True, tag="abandoned"):
-    """Of the trainer's file: training has left the history that earlier files tell."""
+    """Training has left the history that earlier files tell; a record of the trainer's file."""
 
     holds_through: int
-    """What earlier files say of later steps holds no more."""
+    """The last step up to which records of earlier files hold; their later ones are void."""
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """Of the trainer's file: prompts were admitted, in this order."""
+    """Prompts were admitted, in this order; a record of the trainer's file."""
 
     first: int
     """How many prompts the run had admitted before."""
     uids: list[str]
     prompts: list[str]
-    """What they ask, in a form that is the same after a restart."""
+    """What the prompts ask, in a form that is the same after a restart."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Taken(Record, frozen=True, tag="taken"):
-    """Of the trainer's file: a batch left the queue, with these groups in this order."""
+    """A batch left the queue, with these groups in this order; a record of the trainer's file."""
 
     step: int
     groups: list[Group]
@@ -97,11 +97,11 @@ class Output(msgspec.Struct, frozen=True):
     response_mask: bytes
     log_probs: bytes | None
     rest: bytes
-    """Its other fields, as the worker encodes them."""
+    """The output's other fields, as the worker encodes them."""
 
 
 class Finished(Record, frozen=True, tag="finished"):
-    """Of a worker's file: a trajectory has ended, was scored, and is stored."""
+    """A trajectory has ended, was scored, and is stored; a record of a worker's file."""
 
     key: str
     """`{uid}_{session}`."""
@@ -112,7 +112,7 @@ class Finished(Record, frozen=True, tag="finished"):
 
     @property
     def uid(self) -> str:
-        """Of the prompt."""
+        """The prompt's uid."""
         return self.key.rpartition("_")[0]
 
     @property

@@ -63,7 +63,7 @@ class Books:
         return number
 
     def take(self, numbers: Collection[int]) -> None:
-        """These groups are trained in the step that begins.
+        """Put groups into training: the step that begins trains them.
 
         Raises:
             IllegalTransition: one of them is not in flight, or another step has not ended.

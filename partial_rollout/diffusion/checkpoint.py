@@ -151,5 +151,5 @@ def _lasting(config: DiffusionConfig, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def _short(value: object) -> str:
-    """Of a hash, only its beginning."""
+    """A value as text; a text with a hash keeps only the hash's beginning."""
     return repr(value if not isinstance(value, str) or "sha256" not in value else value[:-52])

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 TRAINED = "transformer"
 """Folder of the trained weights."""
 SAVE_SHARE, STILL_SHARE = 0.5, 0.25
-"""Of `trainer.stop_s`: for saving the last checkpoint, and before it for the end of a training that is under way."""
+"""Shares of `trainer.stop_s`: for saving the last checkpoint, and before that for the end of a training under way."""
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -114,7 +114,7 @@ class DiffusionJob:
         self.saved_step = self._books.version
         """The step of the last checkpoint; 0: there is none."""
         self._engine_version = 0
-        """Of the weights that the engines have."""
+        """Version of the weights that the engines have."""
         self._still = replicas.still
         self._is_half_trained = False
         """A training has begun and not ended: the weights belong to no step."""
@@ -231,14 +231,16 @@ class DiffusionJob:
         try:
             await asyncio.wait_for(self._still.acquire(), STILL_SHARE * stop_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
-            logger.warning("no last checkpoint, the one before stays: a training or a save has not ended")
+            why = "a training or a save has not ended"
+            logger.warning("the run ends without a last checkpoint, the one before it stays: %s", why)
             return False
         try:
             if self._is_half_trained or self.version == self.saved_step or self._checkpoints is None:
                 return False
             await self._save(SAVE_SHARE * stop_s)
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
-            logger.warning("no last checkpoint, the one before stays: %s: %s", type(error).__name__, error)
+            said = f"{type(error).__name__}: {error}"
+            logger.warning("the run ends without a last checkpoint, the one before it stays: %s", said)
             return False
         finally:
             self._still.release()

@@ -71,7 +71,7 @@ class _Server:
     index: int
     handle: Any
     process: Process
-    """Where it runs, as far as that is known."""
+    """Where the server runs, as far as that is known."""
     load: int = 0
     """Requests that it has."""
     is_up: bool = True

@@ -15,7 +15,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 48, 34
 MAX_POINTS = 500
-"""Of a line; more are thinned out by means."""
+"""Points of a line; a line with more is thinned out by means."""
 MAX_TICKS = 6
 BAR_TOP, BAR_HEIGHT, LABEL_WIDTH = 30, 26, 190
 

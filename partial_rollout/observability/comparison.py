@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GENERATION_SECONDS = "timing_s/gen"
 STALENESS = ("training/off_policy/trajectory_staleness_worst/mean", f"{PREFIX}/staleness_steps/mean")
-"""Of a trajectory's oldest token: verl tells it in all of its modes; ours, where verl's is not in the file."""
+"""Steps since a trajectory's oldest token: verl's metric, which all of its modes tell, or else ours."""
 SKIP = 2
 """First steps of a run that are left out: engines and workers load what they need, and the queue fills."""
 BLOCK = 2
@@ -65,7 +65,7 @@ class Compared:
 
     name: str
     num_steps: int
-    """That were counted."""
+    """Steps that were counted."""
     step_s: float
     """Mean."""
     tokens_per_s: float

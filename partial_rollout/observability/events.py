@@ -115,7 +115,7 @@ class CheckpointSaved(Event, frozen=True, tag="saved"):
     step: int
     seconds: float
     num_bytes: int = 0
-    """Of all its files; 0: not known, as where several nodes save."""
+    """Bytes of all files of the checkpoint; 0: not known, as where several nodes save."""
 
 
 class SegmentEnded(Event, frozen=True, tag="segment"):
@@ -135,7 +135,7 @@ class SegmentEnded(Event, frozen=True, tag="segment"):
     reason: str = ""
     """The engine's stop reason; `aborted`: interrupted."""
     text: str = ""
-    """Its last tokens as text, if `partial_rollout.events_text` asks for them."""
+    """The segment's last tokens as text, if `partial_rollout.events_text` asks for them."""
     text_tokens: int = 0
     """How many tokens `text` has."""
     unit: str = TOKENS
@@ -150,7 +150,7 @@ class TrajectoryEnded(Event, frozen=True, tag="trajectory"):
     seconds: float
     """From the start of its agent loop."""
     engine_seconds: float
-    """Of these, inside calls to the engine."""
+    """The part of `seconds` inside calls to the engine."""
     tokens: int
     interruptions: int
     tool_seconds: float = 0.0
@@ -179,7 +179,7 @@ class PhaseBegan(Event, frozen=True, tag="phase"):
     """Row of the data set, where it says one."""
     attempt: int = 1
     text: str = ""
-    """Of the phase `agent` of the prompt's first trajectory: the end of the prompt, if `events_text` asks for it."""
+    """The end of the prompt, if `events_text` asks for it; only in phase `agent` of the prompt's first trajectory."""
 
 
 class DeadlinePassed(Event, frozen=True, tag="overdue"):
@@ -188,7 +188,7 @@ class DeadlinePassed(Event, frozen=True, tag="overdue"):
     uid: str
     session: int
     phase: str
-    """What it waited for, as in `PhaseBegan`."""
+    """What the trajectory waited for, as in `PhaseBegan`."""
     response: int
     """Number of the response that it was at; 0 before the first."""
     row: str
@@ -205,7 +205,7 @@ class PromptDropped(Event, frozen=True, tag="dropped"):
     """Row of the data set; empty if the data set does not say it."""
     reason: str
     metric: float | None = None
-    """What its trajectories have in common, if the reason is that their metric does not differ."""
+    """The value that all trajectories of the prompt have, if the prompt was dropped because they do not differ."""
 
 
 class Choice(Event, frozen=True, tag="choice"):

@@ -29,9 +29,9 @@ WINDOW_S = 120.0
 """Seconds that the lanes show, unless asked for others."""
 TICKS = 6
 MAX_SEGMENTS = 4000
-"""That are kept; with 512 slots some eight a slot."""
+"""Segments that are kept; with 512 slots some eight a slot."""
 MAX_PROMPTS = 20_000
-"""Whose row of the data set is remembered; twice what a run of the largest size has in flight."""
+"""Prompts whose row of the data set is remembered; twice what a run of the largest size has in flight."""
 WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 42
 MAX_ROWS = 64
 """Slots of an engine that are drawn; requests in further ones are counted in the label."""
@@ -151,7 +151,7 @@ class Lanes:
         ]
 
     def _in_engine_since(self, asked_s: float) -> float | None:
-        """None: it waits at the gate."""
+        """Since when a request that was made at `asked_s` is in its engine; None: the request waits at the gate."""
         for closed_s, opened_s in reversed(self.closed):
             if opened_s is not None and opened_s <= asked_s:
                 break
@@ -176,7 +176,7 @@ class Lanes:
             self.closed[-1] = (self.closed[-1][0], at_s)
 
     def _bar(self, event: SegmentEnded) -> Bar | None:
-        """None: it was refused at the gate."""
+        """The bar of a segment; None: the request was refused at the gate."""
         start_s = self._entered_s(event.t - event.seconds, event.version)
         if start_s is None or start_s >= event.t:
             return None

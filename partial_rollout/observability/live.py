@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CLEAR_LINE = "\r\x1b[2K"
 DIM, RED, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 MAX_CHARACTERS = 400
-"""Of a message in a file; a terminal shows what fits into a line. The log has the whole text."""
+"""Characters of a message in a file; a terminal shows what fits into a line. The log has the whole text."""
 LAST_STEPS = 5
 """Steps whose mean time says how long the rest will take."""
 

@@ -89,7 +89,7 @@ def _told(event: AnyEvent) -> list[str]:
 
 
 def _so_far(events: Iterable[AnyEvent]) -> list[list[str]]:
-    """Of each trajectory: who it is, how many tokens it has, its prompt where it is known, and its text."""
+    """For each trajectory: who it is, how many tokens it has, its prompt where it is known, and its text."""
     texts: dict[int, _SoFar] = {}
     for event in events:
         match event:
@@ -117,7 +117,7 @@ class _SoFar:
     versions: set[int] = field(default_factory=set)
 
     def begin(self, response: int) -> None:
-        """Its agent loop asks for a response."""
+        """The trajectory's agent loop asks for a response."""
         if response > self.response:
             self.parts.append(f"\n[response {response}]\n")
         self.response = response

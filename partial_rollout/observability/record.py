@@ -52,7 +52,7 @@ class RunRecord:
     steps: dict[int, StepEnded] = field(default_factory=dict)
     """By number; a step that a restarted run took again counts once, as it was taken last."""
     stages: list[StageBegan] = field(default_factory=list)
-    """Of the last start."""
+    """Stages of the last start."""
     gate: GateMoved | None = None
     version: int = -1
     choices: list[Choice] = field(default_factory=list)
@@ -137,11 +137,11 @@ class RunRecord:
         return [value for value in found if value is not None]
 
     def sum(self, name: str) -> float:
-        """Of a metric over all steps."""
+        """Sum of a metric over all steps."""
         return sum(self.values(name))
 
     def mean(self, name: str) -> float | None:
-        """Of a metric over all steps that have it; None: no step has it."""
+        """Mean of a metric over all steps that have it; None: no step has it."""
         values = self.values(name)
         return sum(values) / len(values) if values else None
 

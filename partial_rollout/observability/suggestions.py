@@ -20,7 +20,7 @@ SUGGESTIONS: dict[str, str] = {
         "docs/troubleshooting.md#something-was-killed-or-stands-still"
     ),
     r"the event stream of .* ends here": "free space on that disk, or a local folder in partial_rollout.events",
-    r"checkpoint has no tokens|no last checkpoint": "the run goes on from an earlier state: nothing to set",
+    r"checkpoint has no tokens|without a last checkpoint": "the run goes on from an earlier state: nothing to set",
     r"this run goes on from step|this run begins afresh": "trainer.resume_mode=resume_path, for another checkpoint",
     r"could not be removed": "remove that folder by hand",
     r"is called .* since release": "write the new name",

@@ -32,7 +32,7 @@ class Change:
 
     @classmethod
     def of(cls, values: list[float]) -> Change | None:
-        """None for fewer than two values."""
+        """The change over the values of all steps; None for fewer than two values."""
         window = min(WINDOW, len(values) // 2)
         return cls(fmean(values[:window]), fmean(values[-window:]), window) if window else None
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "save_checkpoint")
 """Timers of a step that follow one another from its beginning."""
 LAST_PHASES = ("update_weights", "resume")
-"""Those that end with the step."""
+"""Timers whose parts end with the step."""
 SEQUENCE = 1
-"""Of packets; one writer has one."""
+"""Number of the sequence of packets; one writer has one sequence."""
 SHORTEST_NS = 1000
 
 Note = str | int | float

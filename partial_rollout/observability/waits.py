@@ -53,7 +53,7 @@ class Wait:
     sessions: tuple[int, ...]
     """At least one."""
     tokens: int | None = 0
-    """That they have, of the attempt under way; None: not known, images tell it when they are complete."""
+    """Tokens of the trajectories in the attempt under way; None: not known, images tell it when they are complete."""
     interruptions: int = 0
 
     @property

@@ -92,7 +92,7 @@ class Interruptions:
             self._found.setdefault(event.version, Interruption()).tokens_kept += event.tokens
 
     def of(self, step: int) -> Interruption | None:
-        """None: the gate has not closed in this step."""
+        """What the step's interruption did; None: the gate has not closed in this step."""
         return self._found.get(self._steps.get(step, -1))
 
     def generated(self, step: int) -> int:

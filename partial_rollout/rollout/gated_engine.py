@@ -192,7 +192,7 @@ class GatedEngine:
 
     async def resume_generation(self) -> None:
         """Let the engine go on with the kept requests that a caller has claimed; abort the others."""
-        # Their callers were cancelled while the engine was paused; nobody would take their tokens in.
+        # Callers of unclaimed requests were cancelled while the engine was paused; nobody would take the tokens in.
         unclaimed = self.kept.drop_unclaimed()
         if unclaimed:
             await self._engine.abort(unclaimed, internal=True)
@@ -301,7 +301,7 @@ class KeptRequests:
 
     def keep(self, request: EngineRequest) -> None:
         """Note that a request was cut and stays in the engine."""
-        # For its next segment, which may end by itself.
+        # The mark is of this segment only; the request's next one may end by itself.
         request.is_cut = False
         self._kept[request.queue.request_id] = request
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 WARN_SHARE = 0.5
-"""Of the limit, after which a warning announces its end."""
+"""Share of the limit after which a warning announces the engine's end."""
 ROLE = "engine"
 
 

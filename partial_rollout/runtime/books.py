@@ -66,32 +66,32 @@ class Books:
     # ---- the trainer's changes ----
 
     def begin_round(self) -> RoundPlan:
-        """As of the queue."""
+        """Begin a round of the queue."""
         self._require_open()
         return self.queue.begin_round()
 
     def admit(self, prompts: Sequence[PromptMeta]) -> None:
-        """As of the queue."""
+        """Make prompts pending in the queue."""
         self._require_open()
         self.queue.admit(prompts)
 
     def take(self, num_groups: int, wanted: Sequence[str]) -> TakeResult:
-        """As of the queue; after a batch, raises InternalError unless all prompts are where they should be."""
+        """Take a batch from the queue; raises InternalError unless all prompts are where they should be."""
         result = self.queue.take(num_groups, wanted)
         if result.groups:
             self.queue.require_conserved()
         return result
 
     def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
-        """As of the queue."""
+        """Name the claims of the queue that have been ongoing for longer than `limit_s`."""
         return self.queue.take_long_running(limit_s)
 
     def discard_expired(self) -> list[str]:
-        """As of the queue."""
+        """Restart or drop the queue's expired groups."""
         return self.queue.discard_expired()
 
     def set_capacity(self, capacity: int) -> None:
-        """Of the policy `partial` only."""
+        """Change the capacity; only the policy `partial` has one that changes."""
         if not isinstance(self.queue.policy, Partial):
             raise InternalError(f"{self.queue.policy} decides by itself how many prompts are in flight")
         self.queue.resize(Partial(capacity))
@@ -115,7 +115,7 @@ class Books:
     # ---- the workers' changes ----
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """As of the queue."""
+        """Claim prompts of the queue."""
         return self.queue.claim(worker_id, free_slots)
 
     def claim_nothing(self) -> list[Claim]:
@@ -136,29 +136,29 @@ class Books:
         return FinishResult(tuple(stale), tuple(no_spread))
 
     def fail(self, claim: Claim, reason: str) -> bool:
-        """As of the queue; `reason` is shown."""
+        """Fail a claim of the queue; `reason` is shown."""
         given_back = self.queue.fail(claim)
         self.desk.last_failure = f"{claim.prompt_name}: {reason}"
         return given_back
 
     def expire(self, claim: Claim) -> bool:
-        """As of the queue."""
+        """Expire a claim of the queue."""
         return self.queue.expire(claim)
 
     def drop(self, claim: Claim, reason: str) -> None:
-        """As of the queue."""
+        """Drop a claim of the queue."""
         self.queue.drop(claim, reason)
 
     def give_back(self, claim: Claim) -> None:
-        """As of the queue."""
+        """Give a claim back to the queue."""
         self.queue.give_back(claim)
 
     def fence_worker(self, worker_id: str) -> list[str]:
-        """As of the queue."""
+        """Fence a worker in the queue."""
         return self.queue.fence_worker(worker_id)
 
     def release_worker(self, worker_id: str) -> list[str]:
-        """As of the queue; the worker owes no sign of life any more."""
+        """Release a worker in the queue; the worker owes no sign of life any more."""
         self.forget(worker_id)
         return self.queue.release_worker(worker_id)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NUM_LAST_LINES = 5
 LAST_BYTES = 8192
-"""Of a log file: more than `NUM_LAST_LINES` lines of usual length."""
+"""Bytes read at the end of a log file: more than `NUM_LAST_LINES` lines of usual length."""
 RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes for itself."""
 DESCRIBE_S = 60.0

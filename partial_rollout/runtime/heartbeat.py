@@ -169,7 +169,7 @@ class Silence:
             self._deadlines.put_off(now_s - self._due_s)
         for late in self._deadlines.look(now_s):
             if late.is_over:
-                # Its count is kept: the thread of a worker that hangs goes on to send it.
+                # The beats' count stays known: the thread of a worker that hangs goes on to send beats.
                 self._heard_s.pop(late.key, None)
                 self._end(late.key, describe_silence(late))
             else:

@@ -95,7 +95,7 @@ class Place(NamedTuple):
     """Where a journal is."""
 
     folder: Path
-    """Of this node; made private to its user."""
+    """A folder of this node; the journal makes it private to its user."""
     goes_on: bool = False
     """Whether this is a later process: the journal must be there."""
 

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 SYNC_S = 5.0
 """What the machine's loss of power can cost. A process that dies costs what its thread has not written yet."""
 MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Of records that wait for the disk: more means that it stands still, or is slower than the engines."""
+"""Bytes of records that wait for the disk: more means that the disk stands still, or is slower than the engines."""
 MAX_FILE_BYTES = 32 * 1024 * 1024 * 1024
-"""Of one file: the records of one process since the last checkpoint. Hours between two checkpoints stay far below."""
+"""Bytes of a file: the records of one process since the last checkpoint. Hours between two checkpoints stay below."""
 CLOSE_S = 10.0
 """A disk that stands still must not hold up the end of a run."""
 

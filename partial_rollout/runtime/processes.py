@@ -25,7 +25,7 @@ class Kind:
     role: str
     noticed_by: str
     within_s: float
-    """From its death to the moment at which somebody knows; measured on two cores beside other jobs."""
+    """Seconds from the death to the moment at which somebody knows; measured on two cores beside other jobs."""
     then: Then
     lost: str
     """What has to be computed again."""

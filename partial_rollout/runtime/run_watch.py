@@ -192,7 +192,7 @@ class RunWatch:
 
     @property
     def manager_pid(self) -> int:
-        """Of the process that answers now."""
+        """Pid of the manager's process that answers now."""
         return self._manager_process.pid
 
     def stop(self) -> None:

@@ -70,7 +70,7 @@ WATCHED_BY_OTHERS = (
     processes.TRANSFER_QUEUE_CONTROLLER.role,
     processes.TRANSFER_QUEUE_STORAGE.role,
 )
-"""Their death would be told as the reason why the start has ended."""
+"""Roles whose death others tell as the reason why the start has ended."""
 
 
 @dataclass(frozen=True, slots=True)

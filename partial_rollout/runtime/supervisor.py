@@ -58,7 +58,7 @@ class Supervisor:
             if self._failure.done():
                 self._failure.result()
             return await waiting
-        # Also when the caller is cancelled: `asyncio.wait` leaves what it waits for running.
+        # A cancelled caller comes here too: `asyncio.wait` leaves what it waits for running.
         finally:
             waiting.cancel()
 

@@ -62,7 +62,7 @@ class Changes:
     by_hand: ByHand
     made: list[Change] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
-    """Of changes that would have replaced what the user set."""
+    """Changes that were refused because they would have replaced what the user set."""
 
     def replace(self, key: str, after: Any, why: str, *, instead: str) -> None:
         """Give a key another value, or refuse to if the user set it; `why` is a clause, `instead` what he can do."""

@@ -83,7 +83,7 @@ def fields_of(target: str) -> frozenset[str] | None:
 
 
 def _fields(name: str, files: Collection[Path]) -> frozenset[str] | None:
-    """Of the class with this name in one of the files, or imported by the one that has its subclass."""
+    """Fields of the class `name`, which one of the files defines, or the file with its subclass imports."""
     for file in files:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if f"class {name}" not in text:

@@ -28,7 +28,7 @@ class ModelFiles:
     config: Mapping[str, Any]
     """`config.json`."""
     num_bytes: int
-    """Of all `*.safetensors` beside it; 0 if there are none."""
+    """Bytes of all `*.safetensors` beside `config.json`; 0 if there are none."""
 
 
 def ask_hub(name: str, timeout_s: float = ASK_S) -> ModelFiles | str:

@@ -38,9 +38,9 @@ class Row:
     state: str
     """One of the five above."""
     where: str
-    """Where it was run, or why it is refused or not tried."""
+    """Where the part was run, or why it is refused or not tried."""
     applies: Callable[[DictConfig], bool] | None = None
-    """None: it cannot be seen in a configuration."""
+    """Whether a configuration has the part; None: a configuration does not show it."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Keys that make the quickstart's configuration one to which the row applies."""
     also: str = ""
@@ -124,7 +124,7 @@ KNOWN_ESTIMATORS = (
     *("grpo", "gae", "remax", "rloo", "rloo_vectorized"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"),
 )
-"""Those with rows of their own."""
+"""Estimators that have rows of their own."""
 MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z])")
 """In the names of models that take more than text."""
 MODEL_FILE = "config.json"

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 KV_SHARE = 0.5
-"""Of the host memory that the training state leaves: the rest is for Ray's object store, data, and other processes."""
+"""Share for KV of the host memory that training leaves: the rest is for Ray's object store, data, other processes."""
 LEAST_OF_NEED = 0.25
 """Below this share of all slots' KV, with all responses at their limit, much of what is stored would be evicted."""
 MORE_OF_NEED = 0.6
 """Three batches with slots that were added leave up to 1.6 times as much as two, for which a third of all slots' KV was
 enough (docs/results/gpu.md, the flag alone with engine memory released)."""
 STATE_BYTES = 12
-"""Of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the float32
-weight and the optimizer's two moments."""
+"""Bytes of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the
+float32 weight and the optimizer's two moments."""
 COUNTED = (
     "actor_rollout_ref.actor.fsdp_config.param_offload",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
@@ -45,15 +45,15 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
 FLOAT_BYTES = {"float32": 4, "float": 4, "fp32": 4}
 """All other types of weights count as 2 bytes."""
 TRAINED_COPIES = 4
-"""Of the weights, in their own type: the weights, their gradient and the optimizer's two moments. All of them are on
-the GPU in the optimizer's step, also where they are in host memory between steps."""
+"""How many times the weights' bytes training holds: the weights, their gradient and the optimizer's two moments, all in
+the weights' type. All four are on the GPU in the optimizer's step, also where they are in host memory between steps."""
 LOGIT_BYTES = 10
-"""Of a token and a word of the vocabulary: bf16 logits with their gradient, and their float32 copy with what
-log-probs keep of it; nothing with fused kernels."""
+"""Bytes by token and word of the vocabulary: bf16 logits with their gradient, and the float32 copy of the logits with
+what log-probs keep of it; nothing with fused kernels."""
 LAYER_BYTES = 100
-"""Of a token and a number of the hidden size: what one layer keeps while it is computed again for its gradient."""
+"""Bytes by token and number of the hidden size that one layer keeps while it is computed again for its gradient."""
 OTHER_BYTES = 4 * GIB
-"""Of a GPU: CUDA's and NCCL's own, and what fragmentation loses."""
+"""Memory of a GPU for other things: CUDA's and NCCL's own, and what fragmentation loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class Machine:
     gpu_bytes: int | None = None
     """Memory of a GPU, used or not."""
     model: ModelFiles | str | None = None
-    """Of a model whose files are on no disk yet: what the hub says of them, or why it does not. None: nobody asked."""
+    """What the hub says of a model whose files are on no disk yet, or why it says nothing. None: nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Of a model with plain attention."""
+    """Sizes of a model with plain attention."""
 
     kv_bytes_per_token: int
     num_parameters: int
@@ -101,7 +101,7 @@ class HostNeed:
     state_bytes: int
     """Training state that goes through host memory."""
     engines: int
-    """Of the node."""
+    """Engines of the node."""
 
     def gib_for_each_engine(self, machine: Machine) -> int:
         """What an engine may have: its slots' KV or its share of the room; 0 if that is too little to be of use."""
@@ -136,7 +136,7 @@ class DeviceNeed:
     """Activations and logits of the largest row."""
     row_tokens: int
     engine_share: float
-    """Of the GPU: `gpu_memory_utilization`."""
+    """Share of the GPU that the engine has: `gpu_memory_utilization`."""
 
     @property
     def training_bytes(self) -> int:
@@ -210,7 +210,7 @@ def _row_tokens(config: DictConfig) -> int | None:
 
 
 def engine_weights_bytes(config: DictConfig, sizes: ModelSizes) -> int:
-    """Of the model's weights on each GPU of an engine."""
+    """Bytes of the model's weights on each GPU of an engine."""
     each = FLOAT_BYTES.get(str(config.actor_rollout_ref.rollout.dtype), 2)
     return each * sizes.num_parameters // devices_of_engine(config)
 
@@ -258,7 +258,7 @@ def _offloads(config: DictConfig, block: str) -> Iterator[str]:
 
 
 def _state_bytes(config: DictConfig, sizes: ModelSizes) -> int:
-    """Of a node, without `uncounted_state`: the actor, and the reference, which FSDP always offloads.
+    """Training state on a node, without `uncounted_state`: the actor, and the reference, which FSDP always offloads.
 
     Without checkpoints and offloading, the actor's weights are read through host memory once.
     """
@@ -356,7 +356,7 @@ def _is_plain(model: Mapping[str, Any]) -> bool:
 
 
 def _kv_bytes(model: Mapping[str, Any], dtype: str, ranks: int) -> int:
-    """Of a token, over all tensor-parallel ranks of an engine: each rank has at least one head, a copy if need be."""
+    """KV of a token, over all tensor-parallel ranks of an engine: a rank has at least one head, a copy if need be."""
     layers, heads, hidden, _ = (model[name] for name in SIZES)
     head_dim = model.get("head_dim") or hidden // heads
     kv_heads = max(model.get("num_key_value_heads") or heads, ranks)

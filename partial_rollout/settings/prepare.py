@@ -32,7 +32,7 @@ class Prepared:
     changes: tuple[Change, ...]
     """What was changed in the configuration, which is the one that was given."""
     choices: tuple[Choice, ...] = ()
-    """Of the changes, those that the run chose, and what it leaves open until it sees the cluster."""
+    """Values that the run chose among the changes, and what it leaves open until it sees the cluster."""
     proposals: tuple[Proposal, ...] = ()
     """What would be faster where the hardware has room for it."""
 

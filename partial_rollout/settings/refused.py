@@ -77,7 +77,7 @@ Needs = dict[str, tuple[Any, ...]]
 """Keys below actor_rollout_ref, and the values that are allowed; the last is what to set."""
 
 AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
-"""With these a request's tokens come with its end."""
+"""Settings with which a request's tokens come only at the request's end."""
 HANDS_OVER: Needs = {
     **dict.fromkeys(AT_THE_END, (None, False)),
     **dict.fromkeys(ADAPTER_RANKS, (None, 0)),
@@ -240,7 +240,7 @@ def _unmet(config: DictConfig, needs: Needs) -> Iterator[tuple[str, str]]:
 
 
 def engine_needs(mode: InterruptMode) -> Needs:
-    """Of any mode but `abort`, which needs nothing."""
+    """What an interrupt mode needs of the engine; `abort` is no mode to ask for, as it needs nothing."""
     return {
         "rollout.free_cache_engine": (mode.releases_memory,),
         "rollout.disaggregation.enabled": (None, False),
@@ -409,7 +409,7 @@ def _check_micro_batches(config: DictConfig) -> None:
 
 
 def _require_one(config: DictConfig, block: str, name: str) -> None:
-    """Either the size for each device or the one for all, which is its old form."""
+    """Require exactly one of the two sizes: the one for each device, or the one for all devices, its old form."""
     names = (f"{block}.{name}_per_gpu", f"{block}.{name}")
     given = [OmegaConf.select(config, key) for key in names]
     _require(

@@ -227,7 +227,7 @@ def write_tracker(root: Path, step: int) -> None:
 
 
 def prune(root: Path, keep: int | None, *, among: Collection[int]) -> list[Path]:
-    """Of the checkpoints of the steps `among`, remove what is older than the `keep` newest whole ones; None keeps all.
+    """Remove checkpoints of the steps `among` that are older than the `keep` newest whole ones of them; None keeps all.
 
     Returns what was removed. A folder that is newer than the newest whole one was being written when a run was killed:
     it stays until a newer one is whole. The folders go with everything in them, the dumps of queue and TransferQueue

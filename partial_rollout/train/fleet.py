@@ -63,7 +63,7 @@ class ReplicaFleet:
 
     @property
     def ranks(self) -> list[int]:
-        """Of all replicas."""
+        """Ranks of all replicas."""
         return [replica.replica_rank for replica in self._replicas]
 
     def engine_death(self, rank: int) -> ray.ObjectRef[str]:

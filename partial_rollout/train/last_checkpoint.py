@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVE_SHARE = 0.5
-"""Of `timeouts.stop_s`; the rest is for the end itself."""
+"""Share of `timeouts.stop_s` for the checkpoint; the rest is for the end itself."""
 DRAIN_SHARE = 0.25
 
 
@@ -76,10 +76,12 @@ class LastCheckpoint:
         try:
             given_out = num_taken()
             if given_out != self.num_taken:
-                logger.warning("no last checkpoint: %d groups have left the queue, %d came", given_out, self.num_taken)
+                why = f"{given_out} groups have left the queue, of which {self.num_taken} have come to the trainer"
+                logger.warning("the run ends without a last checkpoint, the one before it stays: %s", why)
                 return False
             call_bounded(save, timeout_s=SAVE_SHARE * self._stop_s, who_waits="the run's end waits for a checkpoint")
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
-            logger.warning("no last checkpoint, the one before stays: %s: %s", type(error).__name__, error)
+            said = f"{type(error).__name__}: {error}"
+            logger.warning("the run ends without a last checkpoint, the one before it stays: %s", said)
             return False
         return True

@@ -30,7 +30,7 @@ CURVES = {
 }
 """The ten curves to look at first, each with the metric that it repeats; the page and the report draw the same."""
 FIRST = f"0_{PREFIX}"
-"""Their group. TensorBoard and W&B sort groups by name, and verl alone has some twenty."""
+"""Group of these curves. TensorBoard and W&B sort groups by name, and verl alone has some twenty."""
 
 
 def curves(metrics: Mapping[str, float | None]) -> dict[str, float]:

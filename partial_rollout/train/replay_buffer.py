@@ -62,9 +62,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     num_deferred: int = 0
     """Prompts that `take_batch` put off to a later round when it returned the last batch."""
     _longest_wait_s: float = 0.0
-    """Of the waits that have ended."""
+    """Longest of the waits that have ended."""
     version_spans: dict[str, list[list[int]]]
-    """Of the last batch, by key: pairs of a weight version and the number of tokens that it sampled, in their order."""
+    """By key of the last batch, in their order: pairs of a weight version and the number of tokens that it sampled."""
     refill_fn: Callable[[int], Any]
     """verl's attribute; in a trainer it is never None."""
 

@@ -132,7 +132,7 @@ def require_resources(
 
 
 def transfer_queue_holder() -> str | None:
-    """Whose TransferQueue the Ray cluster has, in words; None if it has none."""
+    """In words, whose TransferQueue the Ray cluster has; None if it has none."""
     name, namespace = TRANSFER_QUEUE
     try:
         controller = ray.get_actor(name, namespace=namespace)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from partial_rollout.types import Death
 
 MAX_RESTARTS_A_STEP = 8
-"""Of one kind of process without a completed step in between: what dies at once again and again is broken."""
+"""Restarts of one kind of process without a completed step in between: what dies at once again and again is broken."""
 START_S = 300.0
 """Loading tokenizer and reward code on a cold file system takes a minute or two."""
 

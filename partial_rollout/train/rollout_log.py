@@ -286,7 +286,7 @@ def prompt_digest(asked: object) -> str:
 
 
 def step_bytes(config: DictConfig) -> int:
-    """Of the records of a step whose responses are all as long as they may be."""
+    """Bytes of the records of a step whose responses are all as long as they may be."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
     return data.train_batch_size * n * (data.max_prompt_length + data.max_response_length) * BYTES_A_TOKEN
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_SHARE = 0.05
-"""Of a run's time that saving by time may take: after a save of two minutes the next one is due after 40 minutes."""
+"""Share of a run's time that saving by time may take: after a save of two minutes the next is due after 40 minutes."""
 
 
 class SaveCadence:

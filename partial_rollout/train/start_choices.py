@@ -43,9 +43,9 @@ CGROUPS = (
 version of Linux' control groups; and the name in `memory.stat` of what counts as used and can be taken: files read long
 ago."""
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-"""It prints MiB, a line for each GPU."""
+"""A command that prints MiB, a line for each GPU."""
 SMI_S = 30.0
-"""It takes a second, and longer while the driver loads."""
+"""The command takes a second, and longer while the driver loads."""
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 

@@ -1,4 +1,4 @@
-"""What both transports give to the two ends: buffers that the sender writes and the receiver reads in place.
+"""The buffers of both transports: the sender writes them and the receiver reads them in place.
 
 The life of a buffer, which the sender's state machine charges and the receiver gives back:
 

@@ -107,7 +107,7 @@ class Line:
         poller.register(self._events, zmq.POLLIN)
         if self._events in dict(poller.poll(timeout_ms)):
             recv_monitor_message(self._events)
-            # What it sent before it went is still to be read, so the caller looks at the socket once more.
+            # The peer's last messages are still to be read, so the caller looks at the socket once more.
             self._is_gone = True
 
     def close(self) -> None:

@@ -24,9 +24,9 @@ class SeenPage:
     """What the page of a job showed."""
 
     starting: list[str]
-    """Its head before the first step."""
+    """The page's head before the first step."""
     live: list[str]
-    """Its head, in the job's first step or later."""
+    """The page's head in the job's first step or later."""
     head: list[str]
     """After the job's end, as all that follows."""
     flow: list[str]

@@ -22,7 +22,7 @@ NUM_ROWS = 80
 EVERY = 5
 """Every so manieth row has long responses: two of the ten groups that a short round starts."""
 LONG_ROWS = list(range(EVERY - 1, 40, EVERY))
-"""Of the first four rounds: as many as a batch."""
+"""Long rows of the first four rounds: as many as a batch."""
 LEARNING_RATE = 8.0e-5
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +47,7 @@ def _check_steps(found: list[dict[str, Any]], steps: range) -> None:
 
 @pytest.fixture(scope="module")
 def options(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of all jobs: same rows, same schedule."""
+    """Options of all jobs: same rows, same schedule."""
     return [
         FLAG, "partial_rollout.tail.policy=reorder", *with_critic(task),
         *traced(task, tmp_path_factory.mktemp("rows"), num_rows=NUM_ROWS, every=EVERY),

@@ -21,7 +21,7 @@ BLOWS = [
     Blow(ENGINE, 4, name=CORE),
     Blow(processes.TRAINING_RANK.role, 5),
 ]
-"""Each after a completed step, while the next one generates, but for the prompt manager's."""
+"""Deaths, each after a completed step, while the next one generates; the prompt manager dies while the model trains."""
 NUM_STEPS = 5
 
 

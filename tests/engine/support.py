@@ -53,7 +53,7 @@ PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
 """Prompts; the last fills several blocks of the prefix cache, also at vLLM's default block size of 128."""
 NUM_PROBE_TOKENS = 32
 NUM_LOGICAL_GPUS = 0.25
-"""Of the one that the session's cluster has, so that several replicas fit."""
+"""Share of the session's one logical GPU, so that several replicas fit."""
 
 
 def make_model(path: Path, *, seed: int, tied: bool = True) -> Qwen3ForCausalLM:

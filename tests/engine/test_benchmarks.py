@@ -69,7 +69,7 @@ def test_a_latency_curve_is_measured_and_predicts(start, tmp_path):
 def test_the_weight_channel_is_measured_in_all_steps(start, tmp_path):
     """On a CPU, with shared memory: equal tensors, and a rate for each mode."""
     path = tmp_path / "weights.json"
-    start("benchmarks.bench_weights", "--dry-run", "--rounds", "2", "--json", str(path))
+    start("benchmarks.bench_weights", "--dry-run", "--repeats", "2", "--json", str(path))
     found = json.loads(path.read_text())
     assert all(found["equal"][order]["in_order"] and not found["equal"][order]["different"] for order in ORDERS)
     assert all(row["channel"]["gb_per_s"] > 0 and row["verl"]["gb_per_s"] > 0 for row in found["speed"])
@@ -87,11 +87,11 @@ def test_the_queue_is_measured_through_its_actor(start, tmp_path):
 
 
 def test_every_way_to_pack_is_measured(start, tmp_path):
-    sizes = ["--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--rounds=1"]
+    sizes = ["--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--repeats=1"]
     path = tmp_path / "result.json"
     start("benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
     result = json.loads(path.read_text())
-    assert (result["ended"], result["rounds_whole"]) == ("done", {"packed": 1, "padded": 1})
+    assert (result["ended"], result["repeats_whole"]) == ("done", {"packed": 1, "padded": 1})
     assert result["training"]["gradient_checkpointing"]
     assert set(result["packed"]) == {"strided", "verl", "fixed", "budget", "global"}
     assert set(result["padded"]) == {"strided", "verl", "fixed", "global (by length)"}

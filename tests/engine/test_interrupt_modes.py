@@ -141,7 +141,7 @@ async def test_a_request_that_nobody_comes_back_for_leaves_the_engine_and_can_go
     output = await task
     engine.client.before_segment = None
     _, _, cut = parts(output)
-    # Its blocks are still in the prefix cache, under its own salt.
+    # The request's blocks are still in the prefix cache, under its own salt.
     assert output.extra_fields["context_spans"] == [[20, "fresh", cut], [20, "keep_kv", NUM_TOKENS - cut]]
 
 

@@ -99,7 +99,7 @@ async def test_every_rank_of_an_untied_model_gets_its_part(tensor_parallel, tmp_
 
 
 async def test_two_replicas_are_fed_at_the_same_time(tied, tensor_parallel, tmp_path):
-    """Each with its own weights; neither stream ends before the other has begun."""
+    """Each replica gets its own weights; neither stream ends before the other has begun."""
     meeting = threading.Barrier(3)  # one worker and two
 
     def order(weights):

@@ -149,7 +149,7 @@ def _has_ended(job: subprocess.Popen[str]) -> bool:
 
 
 def _pid(blow: Blow, events: Sequence[AnyEvent]) -> int:
-    """Of the process that was found last: titles of Ray's processes are none in a fork of the nursery."""
+    """Pid of the process that was found last: in a fork of the nursery Ray's processes have no titles."""
     found = [event for event in events if isinstance(event, ProcessFound) and event.role == blow.role]
     pids = [event.pid for event in found if blow.name in event.name]
     if not pids:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 3000.0
-"""Of a job that starts training eight times again."""
+"""Limit of a job that starts training eight times again."""
 FIRST = 2
 """The step in which the first process dies; a further one dies in each step that follows."""
 KINDS = [kind for _ in range(2) for kind in processes.KINDS]

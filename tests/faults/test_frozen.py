@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 1200.0
-"""Of a job that starts four times again."""
+"""Limit of a job that starts four times again."""
 CLAIM_S = CALL_S = 10.0
 MARGIN_S = 15.0
 """Killing it, and saying so, beside other jobs."""

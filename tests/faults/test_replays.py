@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Job
 
 NUM_RESPONSES = 8 * 4
-"""Of a step."""
+"""Responses of a step."""
 BEFORE = "before"
 """Folder of the dumps that were written before the blow."""
 LIMIT_S = 1200.0
-"""Of a job that is struck, and of the next one."""
+"""Limit of a job that is struck, and of the next one."""
 SAVED, STRUCK, LAST = 3, 6, 7
 """Steps: of the checkpoint before the blow, of the blow, which comes before the next checkpoint, and of the end."""
 
@@ -55,7 +55,7 @@ def test_steps_since_the_checkpoint_are_trained_from_logged_responses(
     ended = {step: events[-1].metrics for step, events in _by_step(job, StepEnded).items()}
     replayed = {step: metrics.get(REPLAYED, 0) for step, metrics in ended.items()}
     report |= {"replayed": replayed}
-    # Of the first batches some groups were in the checkpoint, whole; all of the last one's were generated since.
+    # Some groups of the first batches were in the checkpoint, whole; all of the last batch's were generated since.
     assert replayed[STRUCK] == max(replayed.values()) == NUM_RESPONSES
     assert [step for step in replayed if replayed[step] and not SAVED < step <= STRUCK] == []
     assert all(is_conserved(metrics) for metrics in ended.values())

@@ -20,7 +20,7 @@ MARGIN_S = 20.0
 """Looking, killing it, and saying so, beside other jobs."""
 TO_END_S = 90.0
 LIMIT_S = 1200.0
-"""Of a job that starts four times again."""
+"""Limit of a job that starts four times again."""
 FROZEN = [processes.TRAINING_RANK.role, processes.ENGINE_SERVER.role, processes.TASK_RUNNER.role]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TO_NOTICE_S = 10.0
 LIMIT_S = 1800.0
-"""Of a job that starts four times again."""
+"""Limit of a job that starts four times again."""
 FIRST = 2
 """The step in which the first process dies; the others follow in a step each."""
 ROLES = [kind.role for kind in processes.KINDS if kind.then is processes.Then.STARTS_AGAIN]

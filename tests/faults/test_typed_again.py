@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 1200.0
-"""Of five jobs."""
+"""Limit of five jobs."""
 NUM_STEPS = 8
 MOMENTS = [(3, GENERATING), (5, TRAINING), (7, GENERATING)]
 DELAYS_S = (0.0, 2.0)
@@ -71,7 +71,7 @@ def _options(task: Path, folder: Path) -> list[str]:
 
 
 def _texts(folder: Path) -> dict[tuple[str, bool], list[str]]:
-    """Of each prompt that was trained, by its text and whether the response is a long one: a text may come twice."""
+    """Responses by trained prompt: its text, and whether the response is a long one. A text may come twice."""
     texts: dict[tuple[str, bool], list[str]] = {}
     for path in (folder / "rollouts").glob("*.jsonl"):
         for line in path.read_text().splitlines():

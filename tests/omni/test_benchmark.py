@@ -12,7 +12,7 @@ TIMEOUT_S = 600
 
 
 def test_every_way_to_interrupt_is_measured(repository, nursery, tmp_path):
-    words = ["--rounds", "1", "--images", "2", "--steps", "4", "--gap-s", "0.01", "--json", str(tmp_path / "out.json")]
+    words = ["--repeats", "1", "--images", "2", "--steps", "4", "--gap-s", "0.01", "--json", str(tmp_path / "out.json")]
     run = subprocess.run(
         [preloaded.client(nursery), "-m", "benchmarks.bench_diffusion", *words], cwd=repository, timeout=TIMEOUT_S,
         env=os.environ | preloaded.environment_of_jobs(nursery) | {"PYTHONPATH": str(repository)},

@@ -64,7 +64,7 @@ def test_from_a_snapshot_it_is_bit_exact(rig, step, guided):
     [reference] = rig.generate(request)
     before = rig.count_steps()
     names, outcome, result = rig.run(interrupted())
-    # None is computed twice, in whichever part.
+    # No denoise step is computed twice, in whichever part.
     assert rig.count_steps() - before == NUM_STEPS
     assert isinstance(outcome, Interrupted)
     assert outcome.step_index == step
@@ -192,7 +192,7 @@ def test_an_abandoned_request_leaves_nothing_behind_and_its_id_can_be_used_at_on
 
 
 def test_on_a_cpu_the_engine_answers_that_it_cannot_sleep_and_goes_on(rig, monkeypatch):
-    """It was started without sleep mode, with which none starts on a CPU."""
+    """The engine was started without sleep mode, with which none starts on a CPU."""
     monkeypatch.setattr(rig.server, "options", dataclasses.replace(rig.server.options, sleep_mode=True))
 
     async def tried():

@@ -93,7 +93,7 @@ LEAST_STEPS, MOST_STEPS = 4, 16
 TRAINED_STEPS = 12
 MIX_WINDOW = 4
 PREFETCH = 4.0
-"""So many waves of images wait in the engines that a job which reacts late still finds one half-way."""
+"""Waves of images in the engines: so many that a job which reacts late still finds one half-way."""
 
 
 class RecordingActor(FlowGrpoActor):
@@ -103,7 +103,7 @@ class RecordingActor(FlowGrpoActor):
         super().__init__(config, PATCH, CPU)
         self.trained: list[Any] = []
         self.windows: list[set[SdeWindow]] = []
-        """Of each training step."""
+        """Windows of each training step."""
         self.models = [copy.deepcopy(self.transformer)]
 
     def update(self, groups: Any) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
         self.reader = EventReader(folder / "events")
         self.events: list[Any] = []
-        """Of the last start."""
+        """Events of the last start."""
 
     def start(self, steps: int) -> None:
         self.reader.read()

@@ -57,7 +57,7 @@ def test_the_other_sde_has_its_own_noise_and_agrees_as_well(rig, tiny_qwen_image
 
 
 def test_the_rollouts_own_log_probs_do_not_see_scrambled_weights(rig, tiny_qwen_image):
-    """They depend on the noise alone; latents and recomputed log-probs are what a comparison must look at."""
+    """The log-probs depend on the noise alone; a comparison must look at latents and recomputed log-probs."""
     [right] = rig.generate(rig.request("scrambled"))
     try:
         rig.run(rig.update(training_model(tiny_qwen_image, noise=0.05)))

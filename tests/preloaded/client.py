@@ -77,7 +77,7 @@ def _of_the_job(first: str, name: str) -> str:
 
 
 def _start_nursery(first: str, address: str) -> None:
-    """It listens from here on, and answers when it has imported; it ends with the raylet."""
+    """Start the nursery: it listens from here on, and answers when it has imported; it ends with the raylet."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen(64)

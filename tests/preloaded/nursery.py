@@ -31,7 +31,7 @@ from setproctitle import setproctitle
 from tests.preloaded import FIRST, JOB, LEFT_BY_IMPORTS, MARKS, ROOM, write_command
 
 MAX_FILES = 250
-"""Of one message; the kernel allows 253."""
+"""File descriptors in one message; the kernel allows 253."""
 ENV_START = 50
 """Number of the field of /proc/PID/stat that says where the environment lies (`man 5 proc`)."""
 HIGH = 900
@@ -67,7 +67,7 @@ class Mark:
         setproctitle(f"{__spec__.name} {' '.join(sys.argv[3:5])}")
 
     def write(self, environment: dict[str, str]) -> None:
-        """Those of its environment into this process's memory."""
+        """Write the mark's variables in `environment` into this process's memory."""
         text = b"".join(f"{name}={environment[name]}".encode() + bytes(1) for name in MARKS if name in environment)
         ctypes.memmove(self._env_start, text, len(text))
 

@@ -155,7 +155,7 @@ def gradients_of(
 
 
 def log_probs(worker: PackedActorRolloutRefWorker, part: TensorDict, indices: list[int]) -> dict[int, torch.Tensor]:
-    """Of every sample of both ranks."""
+    """Log-probs of every sample of both ranks."""
     engine = worker.actor.engine
     with engine.eval_mode():
         values = engine.infer_batch(part)["model_output"]["log_probs"]

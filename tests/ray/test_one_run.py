@@ -28,7 +28,7 @@ def test_the_run_that_has_the_transfer_queue_is_named(ray_cluster):
 
 
 def test_the_name_is_the_one_that_transfer_queue_uses():
-    """It is a literal in TransferQueue's source."""
+    """The name is a literal in TransferQueue's source."""
     import inspect
 
     from transfer_queue import interface

@@ -134,7 +134,7 @@ class Frozen:
     """An actor whose process a test stops."""
 
     def pid(self) -> int:
-        """Where it is."""
+        """Pid of the process."""
         return os.getpid()
 
 

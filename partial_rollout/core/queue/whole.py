@@ -12,7 +12,7 @@ from partial_rollout.core.queue.lifecycle import Entry  # noqa: TC001 - whoever 
 
 @dataclass(frozen=True, slots=True)
 class WholeLedger:
-    """Of a `Ledger`; prompts by uid."""
+    """All that a `Ledger` holds; prompts by uid."""
 
     admitted: int
     taken: int
@@ -28,7 +28,7 @@ class WholeLedger:
 
 @dataclass(frozen=True, slots=True)
 class WholeClaims:
-    """Of a `ClaimBook`; prompts by uid, in the order in which the book has them."""
+    """All that a `ClaimBook` holds; prompts by uid, in the order in which the book has them."""
 
     next_id: int
     version: int
@@ -40,7 +40,7 @@ class WholeClaims:
 
 @dataclass(frozen=True, slots=True)
 class WholeRounds:
-    """Of `Rounds`; prompts by uid."""
+    """All that `Rounds` holds; prompts by uid."""
 
     deferred: list[str]
     pending: list[tuple[bool, str]]
@@ -63,4 +63,4 @@ class WholeQueue:
     filtered: dict[float, int]
     oldest_allowed: int
     capacity: int
-    """It may be another one than at the start."""
+    """Prompts in flight at most; the run may have changed the number since its start."""

@@ -42,7 +42,7 @@ class TaskParameters:
     seed: int = 0
     warm_start_steps: int = 400
     warm_start_tokens: int = 16384
-    """Of a batch of the supervised start, padding included."""
+    """Tokens of a batch of the supervised start, padding included."""
     max_response_tokens: int = 768
     format_version: int = FORMAT_VERSION
 

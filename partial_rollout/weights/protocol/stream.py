@@ -41,7 +41,7 @@ class State(Enum):
 
 
 class Endpoint:
-    """What both ends share: a literal table of who may say what when, the number of the update, and the proofs."""
+    """What sender and receiver share: a literal table of who may say what when, the update's number, and the proofs."""
 
     TABLE: dict[tuple[State, type[Message]], State] = {}
 

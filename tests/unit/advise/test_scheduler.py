@@ -55,7 +55,7 @@ def test_sync_takes_what_its_longest_response_takes():
 
 
 def test_requests_come_one_after_the_other():
-    """Of a single step's tokens, so the last one to arrive is the last to end."""
+    """The responses have a single step's tokens, so the last request to arrive is the last to end."""
     rollout = started(Mode("sync", LOAD.batch * LOAD.group, 1), np.ones((LOAD.batch, LOAD.group), int))
     assert rollout.step()["seconds"] >= LOAD.batch * LOAD.group / SENT_PER_S
 

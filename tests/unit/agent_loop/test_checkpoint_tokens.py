@@ -27,7 +27,7 @@ CALL = GenerationState([1, 2], [5], [-0.5], [VersionSpan(3, 1)], None, 1, 0)
 SAVED: Saved = {"a_0": [CALL], "b_0": [CALL], "c_0": [CALL]}
 NUM_WORKERS = 3
 NUM_ANSWERS = 2 * NUM_WORKERS
-"""Of a checkpoint: each worker names what it has not started, then each sends tokens."""
+"""Answers in a checkpoint: each worker names what it has not started, then each sends tokens."""
 
 
 class Worker(PartialRolloutAgentLoopWorker):
@@ -57,7 +57,7 @@ class Worker(PartialRolloutAgentLoopWorker):
 
     @property
     def handle(self) -> Any:
-        """Its calls are answered when they are waited for."""
+        """A handle whose calls are answered when they are waited for."""
         names = ("unclaimed", "tokens_in_flight", "restore_tokens")
         calls = {name: self._die if name == self.dies_in else getattr(self, name) for name in names}
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})

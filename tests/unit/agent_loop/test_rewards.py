@@ -18,7 +18,7 @@ WAIT_S = 600.0
 
 
 class RewardWorker:
-    """Its calls end when the test says so."""
+    """A reward worker whose calls end when the test says so."""
 
     def __init__(self, *, is_dead: bool = False) -> None:
         self.is_dead = is_dead

@@ -139,7 +139,7 @@ def test_a_further_attempt_begins_afresh() -> None:
 
 
 def test_another_worker_does_not_use_saved_calls_a_second_time() -> None:
-    """Its copy of them is there; and past a staleness bound they would be too old again."""
+    """The other worker has a copy of the calls; and past a staleness bound they would be too old again."""
     trajectories, again = Trajectories(), generation(1, 2)
     trajectories.restore(two_turns().states())
     trajectories.oldest_version = 4

@@ -65,7 +65,7 @@ def folder(path: Path, number: int = 1) -> LogFolder:
 
 
 def places(path: Path) -> dict[str, Place]:
-    """Of all trajectories in a file."""
+    """Places of all trajectories in a file."""
     found: dict[str, Place] = {}
     with path.open("rb") as file:
         for offset, payload in FrameReader(file):

@@ -174,7 +174,7 @@ def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
 
 
 def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp_path):
-    """And all jobs have what was asked for."""
+    """The limits change no option: all jobs have what was asked for."""
     given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
 
     def run(words, _folder, limit_s, _lane, **_):
@@ -260,7 +260,7 @@ def _has(pid: str, folder: str) -> bool:
 
 
 def test_a_job_is_ended_after_so_many_steps(tmp_path):
-    """It would wait for ever otherwise."""
+    """A job that is not ended would wait for ever."""
     job = run_job(
         [sys.executable, "-c", f"{METRICS}import threading; threading.Event().wait()"], tmp_path, 60.0, end_after=3
     )

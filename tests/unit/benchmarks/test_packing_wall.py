@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks import bench_packing_wall
-from benchmarks.bench_packing_wall import rounds_whole, spread, summary, whole
+from benchmarks.bench_packing_wall import repeats_whole, spread, summary, whole
 from benchmarks.packing_steps import (
     LOSS_CHUNK,
     SMALL,
@@ -23,11 +23,12 @@ from benchmarks.packing_steps import (
 
 PACKED = {"strided", "verl", "fixed", "budget", "global"}
 PADDED = {"strided", "verl", "fixed", "global (by length)"}
-TINY = ["--shape=tiny", "--shrink=32", "--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--rounds=1"]
+FEW = ["--shape=tiny", "--shrink=32", "--per-rank=4", "--per-row=2"]
+TINY = [*FEW, "--token-budget=256", "--batches=1", "--repeats=1"]
 
 
 def row(method: str, number: int, batch: int = 0, seconds: float = 1.0) -> dict[str, Any]:
-    return {"method": method, "round": number, "batch": batch, "seconds": seconds} | {
+    return {"method": method, "repeat": number, "batch": batch, "seconds": seconds} | {
         "micro_batches": 2,
         "padding_share_if_padded": 0.5,
     }
@@ -38,7 +39,7 @@ def test_a_comparison_that_was_cut_off_counts_where_all_methods_ran():
     kept = [row(method, 1, batch) for batch in (0, 1) for method in methods] + [row(name, 2) for name in methods]
     records = [row(name, 0) for name in methods] + kept + [row("strided", 2, 1, seconds=100.0)]
     assert whole(records, len(methods)) == kept
-    assert rounds_whole(kept, num_batches=2) == 1
+    assert repeats_whole(kept, num_batches=2) == 1
     assert summary(kept)["ours"]["seconds"]["q3"] == 1.0
 
 
@@ -55,7 +56,7 @@ def test_a_failed_rank_leaves_what_was_measured(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit, match="OutOfMemoryError: full"):
         bench_packing_wall.main()
     result = json.loads(out.read_text())
-    assert (result["ended"], result["rounds_whole"]) == ("OutOfMemoryError: full", {"packed": 0, "padded": 1})
+    assert (result["ended"], result["repeats_whole"]) == ("OutOfMemoryError: full", {"packed": 0, "padded": 1})
     assert (set(result["padded"]), result["packed"]) == (PADDED, {})
 
 
@@ -66,7 +67,7 @@ def test_a_limit_that_is_over_leaves_a_result(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     bench_packing_wall.main()
     result = json.loads(out.read_text())
-    assert (result["ended"], result["rounds_whole"], result["padded"]) == ("limit", {"padded": 0}, {})
+    assert (result["ended"], result["repeats_whole"], result["padded"]) == ("limit", {"padded": 0}, {})
     assert "packed" not in result
 
 

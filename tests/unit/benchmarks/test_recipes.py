@@ -71,7 +71,7 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_knows_every_variable_that_it_is_given(recipe, tmp_path):
-    """Of another name it would be ignored, and the recipe's own default stay."""
+    """A variable of another name would be ignored, and the recipe's own default stay."""
     known = shell(f"run_{recipe}.sh", "--help").stdout.split()
     assert not set(variables(parser().parse_args(["--out", "out"]), tmp_path, tmp_path)) - set(known)
 

@@ -52,7 +52,7 @@ def test_a_sent_engine_generated_what_a_fresh_one_does(name):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("predicted*.json")))
 def test_predictions_are_those_of_their_curve(name):
-    """Of two modes, which both terms of the fit and retained KV enter."""
+    """Two modes are computed again, which both terms of the fit and retained KV enter."""
     found = stored(name)
     result, rows = stored(found["from"]), found["traces"]["long_tail"]
     load, engine = Workload(**result["workloads"]["long_tail"]), result["engine"]

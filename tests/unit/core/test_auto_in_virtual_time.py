@@ -95,7 +95,7 @@ def test_adaptive_slots_gain_nothing_where_contexts_are_computed_again(trace: st
 
 
 def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository: Path):
-    """Its steps' slots and queue, given to the controller step by step, make the depths that the job had.
+    """The steps' slots and queue, given to the controller step by step, make the depths that the job had.
 
     Its KV cache was never full.
     """

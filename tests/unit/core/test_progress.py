@@ -10,7 +10,7 @@ STALL_S = 30.0
 
 
 def moving() -> Progress:
-    """It has taken 4 s for its tokens at most, and handed over 8 at 4 s."""
+    """Progress of an engine that took 4 s for its tokens at most, and handed over 8 at 4 s."""
     progress = Progress(STALL_S)
     progress.look(requests=2, tokens=0, now_s=0.0)
     progress.look(requests=2, tokens=8, now_s=4.0)

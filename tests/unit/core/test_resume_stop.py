@@ -101,7 +101,7 @@ def test_a_response_that_goes_on_after_a_restart_remembers_its_text() -> None:
 
 
 def test_a_stop_string_that_only_the_engine_found_does_not_end_the_response() -> None:
-    """Its text began with the prompt, because the segment before ended within a character."""
+    """The engine's text began with the prompt, because the segment before ended within a character."""
     generation = finding("abc")
     generation.add(segment([2], ABORTED, 0))
     assert not generation.add(segment([2], STOPPED, 1, stop_string="abc"))

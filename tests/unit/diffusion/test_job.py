@@ -221,7 +221,7 @@ async def test_mix_grpo_trains_one_window_in_a_step(algorithm, shared, prefetch_
 
 
 async def test_mix_grpo_waits_for_the_groups_of_its_step():
-    """Those of the next step are whole first, and are trained in the next."""
+    """Groups of the next step are whole first, and are trained in the next step."""
     replicas = FakeReplicas(ready=10**6)
     replicas.slow = {"sample-0"}
     job = make_job(replicas, algorithm={"name": "mix_grpo"})
@@ -257,7 +257,7 @@ async def test_a_server_with_a_device_of_its_own_generates_while_the_model_train
 
 
 async def test_gates_tell_the_version_that_engines_have(tmp_path):
-    """Also where they generate by the old weights until the new ones are trained."""
+    """The gate tells the engines' version, also where they generate by old weights until the new ones are trained."""
     writer = EventWriter(tmp_path, "trainer")
     blocks = {"rollout": {"gpus_per_server": 1}, "actor": {"device": "cuda"}}
     job = make_job(FakeReplicas(ready=10**6), writer, **blocks)

@@ -232,7 +232,7 @@ def quick_sender(monkeypatch):
 
 
 async def test_a_dead_server_is_started_again_with_the_trained_weights(quick_sender, caplog):
-    """Its request waits until the weights are there, and is generated again; the death is named."""
+    """The dead server's request waits until the weights are there, and is generated again; the death is named."""
     caplog.set_level(logging.INFO, "partial_rollout")
     first, second = FakeServer("first"), FakeServer("second")
     first.gate.clear()

@@ -85,7 +85,7 @@ def test_too_few_steps_say_nothing_and_none_is_an_error() -> None:
 
 
 def test_what_modes_of_verl_lose_is_a_lower_bound() -> None:
-    """They do not say how long they waited for the longest response."""
+    """Modes of verl do not say how long they waited for the longest response."""
     ours = run("ours", 24, changed={"partial_rollout/slot_utilisation": 0.5})
     rows = {row[0].strip(): row[1:] for row in table(compare([run("sync", 24), ours]))}
     assert rows["lost in all"] == ["at least 40.00", "70.00"]

@@ -138,7 +138,7 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
 
 
 def numbers(number: int) -> dict[str, float]:
-    """Of a step's metrics, different in every step."""
+    """Values of a step's metrics, different in every step."""
     return {
         "timing_s/step": 8.0 + number,
         "partial_rollout/queue/pending": 10.0 + number,

@@ -205,7 +205,7 @@ def test_verls_own_modes_have_no_such_settings():
 
 
 def test_each_suggestion_is_for_a_message_that_some_code_writes():
-    """Or verl, vLLM or Ray, whose names are in it."""
+    """The code is ours, or that of verl, vLLM or Ray, whose names are in the message."""
     others = {"RotaryEmbedding: Failed to load weights"}
     texts = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "suggestions.py")
     joined = re.sub(r'"\s+f?"', "", texts)

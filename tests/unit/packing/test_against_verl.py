@@ -15,7 +15,7 @@ from tests.unit.packing.test_planners import published_lengths
 @pytest.mark.parametrize("per_rank", [8, 16])
 @pytest.mark.parametrize("cost", [CostModel.squares(), CostModel.verl()], ids=["squares", "verl"])
 def test_rows_are_at_least_as_even_as_verls(seed: int, per_rank: int, cost: CostModel):
-    """Or as even as makes no difference: verl's differencing goes on below the tolerance."""
+    """Rows may be less even by what makes no difference: verl's differencing goes on below the tolerance."""
     lengths = published_lengths(8 * per_rank, seed)
     workload = calculate_workload(torch.tensor(lengths)).tolist()
     theirs = [get_seqlen_balanced_partitions(weights, 8, equal_size=True) for weights in (lengths, workload)]

@@ -86,7 +86,7 @@ def model() -> Qwen3ForCausalLM:
 
 
 def next_token_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Of tokens[1:], by the logits before them."""
+    """Log-probs of tokens[1:], by the logits before them."""
     return logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
 
@@ -111,7 +111,7 @@ def packed(model: Qwen3ForCausalLM, row: PackedRow, attention: str) -> list[torc
 
 
 def gradients(model: Qwen3ForCausalLM, log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of a sum that weighs every token differently."""
+    """Gradients of a sum that weighs every token differently."""
     model.zero_grad()
     values = torch.cat(list(log_probs))
     (values * torch.linspace(0.5, 2.0, len(values))).sum().backward()

@@ -171,6 +171,6 @@ def test_all_tests_share_one_nursery_which_ends_with_its_owner_whenever_that_end
         (folder,) = {nursery(tmp_path, owner.pid, {"first": ()}) for _ in range(2)}
         started = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or ())]
         assert len(started) == 1
-    # It may still import.
+    # The nursery may still import.
     assert psutil.wait_procs(started, timeout=TIMEOUT_S)[1] == []
     assert not folder.exists()

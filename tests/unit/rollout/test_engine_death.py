@@ -84,7 +84,7 @@ async def test_requests_wait_for_the_relaunched_engine_and_go_on_in_it(mode: str
 
 
 async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in_its_new_engine():
-    """It has lost its engine, all requests and the weights; Ray makes the calls again that it had not answered."""
+    """The server has lost engine, requests and weights; Ray makes the calls again that it had not answered."""
     server = FakeServer()
     server._begin_without_engine()
     death = asyncio.create_task(server.engine_death())

@@ -225,7 +225,7 @@ def test_the_smollm2_recipe_fits_its_task_and_has_a_form_for_a_cpu():
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RUN.glob("run_*.sh")))
 def test_every_recipe_is_shown_while_it_runs(name: str, tmp_path: Path):
-    """What it starts last is `watch`, or the quickstart's verdict, which shows the run as `watch` does."""
+    """A recipe starts `watch` last, or the quickstart's verdict, which shows the run as `watch` does."""
     interpreters = [tmp_path / "env" / path / "python" for path in ("bin", "omni/bin")]
     for interpreter in interpreters:
         interpreter.parent.mkdir(parents=True)

@@ -53,7 +53,7 @@ needs_reasoning_gym = pytest.mark.skipif(
 
 
 class FakeDataset:
-    """Of the one entry of its task; a right answer scores 1, one that contains it 0.5."""
+    """A data set of its task's one entry; a right answer scores 1, one that contains it 0.5."""
 
     def __init__(self, name: str) -> None:
         self.entry, self.seed = ENTRIES[name], 0

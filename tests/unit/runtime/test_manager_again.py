@@ -104,7 +104,7 @@ ACTORS: list[tuple[str, str, Any]] = [("engine server", "replica-0", None), ("tr
 
 
 class TwoProcesses(Manager):
-    """Its first process ends at the first poll."""
+    """A manager whose first process ends at the first poll."""
 
     def _next_death(self, timeout_s: float, known: Process) -> Death | None:
         self.pid = 2

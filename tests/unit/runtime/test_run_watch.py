@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 
 def _thread(interruption: Interruption) -> threading.Thread:
-    """It is to be started where the error may be raised: that may be before the start returns."""
+    """A thread to be started where the error may be raised: that may be before the start returns."""
     return threading.Thread(target=interruption.end_by, args=(LOST,), daemon=True)
 
 

@@ -367,7 +367,7 @@ ROOMY = {
     f"{ROLLOUT}.gpu_memory_utilization": 0.5,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
 }
-"""Of the quickstart's settings; training needs some 22 GiB of the model below, so both need 44."""
+"""Changes of the quickstart's settings: training needs some 22 GiB of the model below, so both need 44."""
 
 
 def on_gpus(composed: Composed, model: Path, changes: dict[str, Any]) -> DictConfig:

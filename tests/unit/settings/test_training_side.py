@@ -73,7 +73,7 @@ def test_our_attention_needs_whole_rows(composed: Composed):
 
 @pytest.mark.parametrize("reference", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])
 def test_a_reference_on_other_ranks_is_told(composed: Composed, reference: str):
-    """It inherits the actor's deprecated key only."""
+    """A reference inherits only the actor's deprecated key."""
     actor = {SEQUENCE_PARALLEL.format("actor.fsdp_config."): 2}
     with pytest.raises(ConfigError, match=r"ref\.fsdp_config\.ulysses_sequence_parallel_size .*=1 .* the actor's 2"):
         check(composed(FOUR_DEVICES | actor | {reference: True}))

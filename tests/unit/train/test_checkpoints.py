@@ -171,7 +171,7 @@ def test_a_checkpoint_that_was_named_is_not_silently_passed_over_when_none_is_wh
 def test_a_run_that_was_killed_in_its_first_save_begins_afresh(
     tmp_path: Path, tracker: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And verl finds no tracker without a number, on which it would end."""
+    """The tracker goes: verl would end on one without a number."""
     caplog.set_level(logging.WARNING)
     save(tmp_path, 4, whole=False, without="data.pt")
     if tracker is not None:
@@ -278,7 +278,7 @@ def test_a_run_is_led_to_a_whole_checkpoint_before_verl_looks_for_one(tmp_path: 
 
 @pytest.mark.parametrize("mode", ["disable", "auto", "resume_path"])
 def test_checkpoints_that_are_not_this_runs_stay(tmp_path: Path, mode: str) -> None:
-    """Of a run in the same folder that this one does not go on from, and of what was left by going back to step 2."""
+    """Such checkpoints are of a run that this one does not go on from, or were left by going back to step 2."""
     for step in (2, 8, 9):
         save(tmp_path, step)
     track(tmp_path, "2")

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_fits_is_restored_without_clearing(tq: FakeTransferQue
 
 
 def test_orphaned_trajectories_are_cleared(tq: FakeTransferQueue) -> None:
-    """Of the trained batch, and of siblings that had finished when their group was interrupted."""
+    """Orphans are those of the trained batch, and siblings that had finished when their group was interrupted."""
     orphans = trajectories("trained") | trajectories("ongoing", 1)
     tq.partitions["train"] |= orphans
     restore(saved_queue(), Manager())
@@ -227,7 +227,7 @@ def test_a_dead_transfer_queue_is_told(tq: FakeTransferQueue, monkeypatch: pytes
 def test_a_checkpoint_without_transfer_queues_folder_is_refused_with_the_true_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its prompts would be dropped as if they had been dropped while it was written."""
+    """Without the error, the checkpoint's prompts would be dropped as if that had happened while it was written."""
     monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
     with pytest.raises(DataError, match=r"2 unfinished prompts, but none .* folder transfer_queue is missing or empty"):
         restore(saved_queue(), Manager())

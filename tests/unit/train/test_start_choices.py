@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def configuration(tail: dict | None = None) -> DictConfig:
-    """Of a GPU job whose engines release their memory; its model is on no disk."""
+    """Configuration of a GPU job whose engines release their memory; its model is on no disk."""
     block = PartialRolloutConfig.from_mapping({"tail": tail or {}}).to_mapping()
     rollout = {"free_cache_engine": True, "n": 4, "agent": {"num_workers": 1}, "custom": {"partial_rollout": block}}
     return OmegaConf.create(

@@ -11,7 +11,7 @@ FREED = 0xEE
 
 
 class FakeGpu:
-    """What both ends share: memory by address, and the log."""
+    """The part that both ends share: memory by address, and the log."""
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}

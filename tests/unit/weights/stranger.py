@@ -26,7 +26,7 @@ class Forgetful(WeightSender):
 
 
 class Breaking(WeightSender):
-    """Its stream ends after two buckets, within a tensor."""
+    """A sender whose stream ends after two buckets, within a tensor."""
 
     def _flush(self, buffers) -> None:
         if self._bucket < 2:

@@ -1,4 +1,4 @@
-"""Both ends of the channel, over real sockets and real shared memory."""
+"""Sender and receiver of the weight channel, over real sockets and real shared memory."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def make_engine(kind: str, model: Model):
 
 def receive(kind: str, engine) -> None:
     if kind == "0.24":
-        # It depends on the kind of update which function vLLM's worker hands over.
+        # Which function vLLM's worker hands over depends on the kind of update.
         load, engine.model.load_weights = engine.model.load_weights, None
         engine.receive_weights(ChannelUpdate(**UPDATE), load_weights=load)
     else:

@@ -36,7 +36,7 @@ def test_a_group_has_no_spread_if_numpy_finds_a_deviation_of_zero(metrics: list[
 
 
 def test_a_group_that_has_not_all_metrics_is_trained() -> None:
-    """It is of a checkpoint, or of a run, in which groups were not filtered."""
+    """Such a group is from a checkpoint, or from a run, in which groups were not filtered."""
     assert shared_metric(group(None, None)) is None
     assert shared_metric(group(1.0, 1.0, None)) is None
 
@@ -148,7 +148,7 @@ def test_a_group_that_the_batch_must_contain_does_not_hold_it_up_when_it_has_no_
 
 @pytest.mark.parametrize("past", ["drop", "restart"])
 def test_a_group_that_is_too_old_and_without_spread_is_dropped_for_the_latter(past: str) -> None:
-    """It is not tried again: another prompt is worth more."""
+    """The group is not tried again: another prompt is worth more."""
     trainer = Filtering(Partial(2 * BATCH), StalenessBound(max_staleness=1, past=past))
     trainer.begin()
     old, *_ = trainer.claim()

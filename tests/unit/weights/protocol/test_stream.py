@@ -1,4 +1,4 @@
-"""Both ends of the weight channel, without a wire between them."""
+"""Sender and receiver of the weight channel, without a wire between them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partial_rollout.core.journal import fold, unfold
 from partial_rollout.core.resume import GenerationState
+from partial_rollout.core.saved_calls import fold, unfold
 from partial_rollout.errors import DataError
 from partial_rollout.types import VersionSpan
 
