@@ -1,30 +1,39 @@
 """What the prompt manager must know after its process has died: the queue, and what its callers have asked for.
 
-Each public method of `Books` is a change that the journal (journal.py) writes down before it is made, and makes again
-in a new process. So a method decides by its arguments, the books and the clock it was given, and by nothing else.
+A change is an event of the queue, one of `OF_THE_QUEUE`, or a public method of `Books` where an event is not all of the
+change. The journal (journal.py) writes each change down before it is made, and makes it again in a new process. So a
+change decides by its arguments, the books and the clock that they were given, and by nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence  # noqa: TC003 - as below
 from dataclasses import dataclass
+from typing import Any
 
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import StalenessBound  # noqa: TC001 - as below
-from partial_rollout.core.queue.tail import Partial, RoundPlan, TailPolicy
+from partial_rollout.core.queue.tail import Partial, RoundPlan, TailPolicy  # noqa: F401 - as below
 from partial_rollout.core.queue.whole import WholeQueue  # noqa: TC001 - as below
-from partial_rollout.errors import ActorLost, InternalError, StaleClaim
+from partial_rollout.errors import InternalError, StaleClaim
 
-# Not for type checkers only: the journal decodes the arguments of a change by the annotations of its method.
+# Not for type checkers only: the journal decodes the arguments of a change by the annotations of the change's method,
+# those of the queue included.
 from partial_rollout.types import (
     Claim,
     FinishResult,
-    PromptMeta,
+    PromptMeta,  # noqa: F401 - as above
     QueueSnapshot,
     QueueStatistics,
     TakeResult,
     TrajectorySummary,
 )
+
+OF_THE_QUEUE: tuple[Callable[..., Any], ...] = (
+    *(PromptQueue.begin_round, PromptQueue.admit, PromptQueue.discard_expired, PromptQueue.take_long_running),
+    *(PromptQueue.claim, PromptQueue.expire, PromptQueue.drop, PromptQueue.give_back, PromptQueue.fence_worker),
+)
+"""Events that change nothing beside the queue."""
 
 
 @dataclass(slots=True)
@@ -52,7 +61,7 @@ class WholeBooks:
 
 
 class Books:
-    """The prompt queue, named as its methods are, and the few words that the manager keeps beside it."""
+    """The prompt queue, the few words that the manager keeps beside it, and the changes that concern both of them."""
 
     def __init__(
         self, policy: TailPolicy, max_attempts: int, clock: Callable[[], float], bound: StalenessBound
@@ -65,30 +74,12 @@ class Books:
 
     # ---- the trainer's changes ----
 
-    def begin_round(self) -> RoundPlan:
-        """Begin a round of the queue."""
-        self._require_open()
-        return self.queue.begin_round()
-
-    def admit(self, prompts: Sequence[PromptMeta]) -> None:
-        """Make prompts pending in the queue."""
-        self._require_open()
-        self.queue.admit(prompts)
-
     def take(self, num_groups: int, wanted: Sequence[str]) -> TakeResult:
         """Take a batch from the queue; raises InternalError unless all prompts are where they should be."""
         result = self.queue.take(num_groups, wanted)
         if result.groups:
             self.queue.require_conserved()
         return result
-
-    def take_long_running(self, limit_s: float) -> list[tuple[Claim, float]]:
-        """Name the claims of the queue that have been ongoing for longer than `limit_s`."""
-        return self.queue.take_long_running(limit_s)
-
-    def discard_expired(self) -> list[str]:
-        """Restart or drop the queue's expired groups."""
-        return self.queue.discard_expired()
 
     def set_capacity(self, capacity: int) -> None:
         """Change the capacity; only the policy `partial` has one that changes."""
@@ -103,7 +94,6 @@ class Books:
 
     def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
         """Go on from a checkpoint; raises InternalError if prompts were admitted already."""
-        self._require_open()
         if self.queue.statistics().admitted:
             raise InternalError(f"restore after prompts were admitted: {self.queue.statistics()}")
         # The restored queue takes over policy, bound and weight version of the one made at the start.
@@ -113,10 +103,6 @@ class Books:
         return self.queue.statistics()
 
     # ---- the workers' changes ----
-
-    def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """Claim prompts of the queue."""
-        return self.queue.claim(worker_id, free_slots)
 
     def claim_nothing(self) -> list[Claim]:
         """The answer to a poll that has ended."""
@@ -140,22 +126,6 @@ class Books:
         given_back = self.queue.fail(claim)
         self.desk.last_failure = f"{claim.prompt_name}: {reason}"
         return given_back
-
-    def expire(self, claim: Claim) -> bool:
-        """Expire a claim of the queue."""
-        return self.queue.expire(claim)
-
-    def drop(self, claim: Claim, reason: str) -> None:
-        """Drop a claim of the queue."""
-        self.queue.drop(claim, reason)
-
-    def give_back(self, claim: Claim) -> None:
-        """Give a claim back to the queue."""
-        self.queue.give_back(claim)
-
-    def fence_worker(self, worker_id: str) -> list[str]:
-        """Fence a worker in the queue."""
-        return self.queue.fence_worker(worker_id)
 
     def release_worker(self, worker_id: str) -> list[str]:
         """Release a worker in the queue; the worker owes no sign of life any more."""
@@ -191,7 +161,3 @@ class Books:
         """Become the books that `whole` was made of; these ones were made in the same way, and are new."""
         self.queue.load_whole(whole.queue)
         self.desk, self.beating = whole.desk, dict.fromkeys(whole.beating)
-
-    def _require_open(self) -> None:
-        if self.desk.closed:
-            raise ActorLost(f"the prompt manager was closed: {self.desk.closed}")

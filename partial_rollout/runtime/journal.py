@@ -27,19 +27,23 @@ import struct
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
 
 from partial_rollout.errors import InternalError, JournalUnreadable, PartialRolloutError
-from partial_rollout.runtime.books import Books, WholeBooks
+from partial_rollout.runtime import books
+from partial_rollout.runtime.books import OF_THE_QUEUE, Books, WholeBooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from partial_rollout.core.queue.staleness import StalenessBound
     from partial_rollout.core.queue.tail import TailPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,12 @@ NUM_ANSWERS = 4096
 KEPT_ONCE = "take"
 """Only its last answer is kept, since it is large: the trainer has one before it asks for the next one."""
 NOT_CHANGES = ("whole", "load_whole")
+CHANGES: dict[str, Callable[..., Any]] = {change.__name__: change for change in OF_THE_QUEUE} | {
+    name: method
+    for name, method in inspect.getmembers(Books, inspect.isfunction)
+    if not name.startswith("_") and name not in NOT_CHANGES
+}
+"""By name, the methods that change the books."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -65,17 +75,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     now_s: float
     """The clock's reading at the change."""
     change: str
-    """Name of the method of `Books`."""
+    """Name of the method, of `Books` or of the queue."""
     arguments: msgspec.Raw
 
 
 def _argument_types() -> dict[str, Any]:
     """By change, the tuple of its arguments."""
     found: dict[str, Any] = {}
-    for name, method in inspect.getmembers(Books, inspect.isfunction):
-        if not name.startswith("_") and name not in NOT_CHANGES:
-            hints = get_type_hints(method)
-            found[name] = tuple[tuple(hints[each] for each in inspect.signature(method).parameters if each != "self")]
+    for name, method in CHANGES.items():
+        # The queue's module imports some of these names for type checkers only; the books' module has them all.
+        hints = get_type_hints(method, localns=vars(books))
+        found[name] = tuple[tuple(hints[each] for each in inspect.signature(method).parameters if each != "self")]
     return found
 
 
@@ -105,10 +115,11 @@ class Journal:
 
     made, from the files that are there if there are any -> do, do, ...
 
+    >>> from partial_rollout.core.queue.queue import PromptQueue
     >>> from partial_rollout.core.queue.staleness import UNBOUNDED
     >>> from partial_rollout.core.queue.tail import Partial
     >>> journal = Journal(Partial(capacity=2), 2, lambda: 0.0, UNBOUNDED)
-    >>> journal.do("call 1", "begin_round").num_fresh, journal.answered("call 1")
+    >>> journal.do("call 1", PromptQueue.begin_round).num_fresh, journal.answered("call 1")
     (2, True)
     """
 
@@ -144,13 +155,16 @@ class Journal:
         """Whether the change of this call was made."""
         return call in self._answers
 
-    def do(self, call: str, change: str, *arguments: Any) -> Any:
-        """Make a change of the books unless this call has made it already; returns or raises its answer."""
+    def do(self, call: str, change: Callable[Concatenate[Any, P], R], *arguments: P.args, **no_keywords: P.kwargs) -> R:
+        """Make a change of the books unless this call has made it already; returns or raises the change's answer."""
+        name = change.__name__
+        if CHANGES.get(name) is not change or no_keywords:
+            raise InternalError(f"{change.__qualname__} with keywords {[*no_keywords]} cannot be written down")
         if call not in self._answers:
             now_s = self._clock()
             if self._file >= 0:
-                self._append(call, now_s, change, arguments)
-            answer = self._make(call, now_s, change, arguments)
+                self._append(call, now_s, name, arguments)
+            answer = self._make(call, now_s, name, arguments)
             if self._file >= 0 and self._num_bytes > self._limit_bytes:
                 self._begin_file()
         else:
@@ -177,7 +191,8 @@ class Journal:
     def _make(self, call: str, now_s: float, change: str, arguments: tuple[Any, ...]) -> Any:
         self._now_s, self._is_changing = now_s, True
         try:
-            answer = getattr(self.books, change)(*arguments)
+            method = CHANGES[change]
+            answer = method(self.books.queue if method in OF_THE_QUEUE else self.books, *arguments)
         except PartialRolloutError as error:
             answer = error
         finally:
@@ -279,7 +294,7 @@ class Journal:
 
     def _make_again(self, frames: Frames, payload: bytes) -> None:
         record: Record = frames.decode(RECORDS, payload)
-        if record.change not in ARGUMENTS:
+        if record.change not in CHANGES:
             frames.fail(f"no change is called {record.change!r}")
         arguments = frames.decode(ARGUMENTS[record.change], record.arguments)
         try:

@@ -35,36 +35,38 @@ from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray._private import worker as ray_worker
 
+from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, RunStopped, WaitTimeout
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
+from partial_rollout.runtime.books import Books
 from partial_rollout.runtime.claim_polls import ClaimPolls
 from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing
 from partial_rollout.runtime.heartbeat import Silence, begin_beats
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
-from partial_rollout.types import Death, FinishResult, ManagerStatus
+from partial_rollout.types import Death, ManagerStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from ray.actor import ActorHandle
 
-    from partial_rollout.core.queue.queue import PromptQueue
     from partial_rollout.core.queue.staleness import StalenessBound
     from partial_rollout.core.queue.tail import RoundPlan, TailPolicy
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import (
         Claim,
+        FinishResult,
         Process,
         PromptMeta,
         QueueSnapshot,
@@ -73,6 +75,9 @@ if TYPE_CHECKING:
         TrajectorySummary,
         WorkerStatus,
     )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +105,7 @@ class RolloutPromptManager:
     """Who generates which prompt, and which groups are ready for training. Holds uids and counts, never tensors.
 
     The lifecycle of a prompt is drawn at `PromptQueue`, whose methods the manager's are named after: a method here
-    changes the queue, and wakes whoever may go on because of the change.
+    has the journal call the queue's, and wakes whoever may go on because of the change.
     A plain class; `create_manager` makes it an actor.
     """
 
@@ -159,7 +164,8 @@ class RolloutPromptManager:
         """
         # All polls look again: claims that go on are each for one worker.
         async with self._changing(wake_claims=True):
-            return self._do("begin_round")
+            self._require_open()
+            return self._do(PromptQueue.begin_round)
 
     async def admit(self, prompts: Sequence[PromptMeta]) -> None:
         """Make prompts pending, all or none.
@@ -169,7 +175,8 @@ class RolloutPromptManager:
             ActorLost: the manager was closed.
         """
         async with self._changing():
-            self._do("admit", prompts)
+            self._require_open()
+            self._do(PromptQueue.admit, prompts)
 
     async def take_batch(self, num_groups: int, timeout_s: float, wanted: Sequence[str] = ()) -> TakeResult:
         """Wait for a batch of `num_groups` done groups and take it; under some tail policies this ends the round.
@@ -186,19 +193,20 @@ class RolloutPromptManager:
         """
         async with self._changing():
             if self._journal.answered(call := self._call_id()):
-                return self._journal.do(call, "take", num_groups, wanted)
+                return self._journal.do(call, Books.take, num_groups, wanted)
             if not await _wait(self._takeable, lambda: self._ends_wait(num_groups, wanted), timeout_s):
                 why = describe_wait(self._queue, num_groups, timeout_s)
                 raise WaitTimeout(f"{why}; {len(self._workers)} workers known, gate {self._books.desk.gate!r}")
-            if self._closed:
-                raise ActorLost(f"the prompt manager was closed: {self._closed}")
+            self._require_open()
             if self._books.desk.stop_reason:
                 raise RunStopped(self._books.desk.stop_reason)
             # Still under the lock: an event between the look and the taking could take the groups away.
             if self._queue.has_batch(num_groups, wanted):
                 # Once a batch, and not for each prompt that is replaced: it looks at every prompt in flight.
-                warn_of_long_running(self._journal.do(NOBODY, "take_long_running", self._batch_s), self._batch_s)
-            return self._do("take", num_groups, wanted)
+                warn_of_long_running(
+                    self._journal.do(NOBODY, PromptQueue.take_long_running, self._batch_s), self._batch_s
+                )
+            return self._do(Books.take, num_groups, wanted)
 
     async def discard_expired(self) -> list[str]:
         """Restart or drop the groups that the last batch's result called expired; returns the uids of the dropped ones.
@@ -206,17 +214,17 @@ class RolloutPromptManager:
         The rows of their trajectories must have been cleared.
         """
         async with self._changing():
-            return self._do("discard_expired")
+            return self._do(PromptQueue.discard_expired)
 
     async def set_capacity(self, capacity: int) -> None:
         """Allow so many prompts in flight from the next round on; of the policy `partial` only."""
         async with self._changing():
-            self._do("set_capacity", capacity)
+            self._do(Books.set_capacity, capacity)
 
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
         """What the trainer does now, and the weight version that generates or did last: tokens age by it."""
         async with self._changing():
-            self._do("report_step", step, weight_version, gate)
+            self._do(Books.report_step, step, weight_version, gate)
 
     async def snapshot(self) -> QueueSnapshot:
         """All that `restore` needs."""
@@ -226,7 +234,8 @@ class RolloutPromptManager:
     async def restore(self, snapshot: QueueSnapshot) -> QueueStatistics:
         """Continue from a snapshot; raises InternalError if it does not add up or prompts were admitted already."""
         async with self._changing():
-            return self._do("restore", snapshot)
+            self._require_open()
+            return self._do(Books.restore, snapshot)
 
     # ---- workers ----
 
@@ -254,7 +263,7 @@ class RolloutPromptManager:
             # A call that has come meanwhile may have taken what this poll was woken for.
             while not (may := may_answer()) and not ended() and loop.time() < end_s:
                 await self._polls.wait(free_slots, end_s - loop.time())
-            claims = self._do("claim", worker_id, free_slots) if may and not ended() else []
+            claims = self._do(PromptQueue.claim, worker_id, free_slots) if may and not ended() else []
         finally:
             self._waiting[worker_id].discard(call)
             self._wake_one()
@@ -268,7 +277,7 @@ class RolloutPromptManager:
         Raises InternalError for a group that is not whole.
         """
         async with self._changing():
-            result: FinishResult = self._do("finish_many", groups)
+            result = self._do(Books.finish_many, groups)
         for uid in result.stale:
             logger.warning("refused a group of prompt %s: its claim has ended", uid)
         return result
@@ -279,7 +288,7 @@ class RolloutPromptManager:
         `reason` may be any text: it is logged and shown, but not counted.
         """
         async with self._changing():
-            given_back = self._do("fail", claim, reason)
+            given_back = self._do(Books.fail, claim, reason)
             logger.warning("attempt %d of %s failed (%s)", claim.attempt, claim.prompt_name, reason)
             return given_back
 
@@ -289,21 +298,21 @@ class RolloutPromptManager:
         Raises StaleClaim.
         """
         async with self._changing():
-            return self._do("expire", claim)
+            return self._do(PromptQueue.expire, claim)
 
     async def drop(self, claim: Claim, reason: str) -> None:
         """Let a claimed prompt go for good, counted under the short fixed word `reason`; raises StaleClaim."""
         async with self._changing():
-            self._do("drop", claim, reason)
+            self._do(PromptQueue.drop, claim, reason)
 
     async def give_back(self, claim: Claim) -> None:
         """Make a claimed prompt pending again without charging an attempt; raises StaleClaim."""
         async with self._changing():
-            self._do("give_back", claim)
+            self._do(PromptQueue.give_back, claim)
 
     async def fence_worker(self, worker_id: str) -> list[str]:
         """Refuse the late reports of a lost worker from now on; returns the uids of its prompts, oldest claim first."""
-        return self._do("fence_worker", worker_id)
+        return self._do(PromptQueue.fence_worker, worker_id)
 
     async def release_worker(self, worker_id: str) -> list[str]:
         """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
@@ -311,10 +320,10 @@ class RolloutPromptManager:
             # Ends a long poll of the worker that is parked in `claim`.
             self._num_releases[worker_id] += 1
             for poll in self._waiting.pop(worker_id, ()):  # Ray may make it again in a later process
-                self._journal.do(poll, "claim_nothing")
+                self._journal.do(poll, Books.claim_nothing)
             self._workers.pop(worker_id, None)
             self._silence.forget(worker_id)
-            return self._do("release_worker", worker_id)
+            return self._do(Books.release_worker, worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics."""
@@ -324,7 +333,7 @@ class RolloutPromptManager:
     async def beat(self, worker_id: str, count: int) -> None:
         """A sign of life of an actor, which puts off its deadline if `count` is not that of before."""
         if worker_id not in self._books.beating:
-            self._journal.do(NOBODY, "beats", worker_id)
+            self._journal.do(NOBODY, Books.beats, worker_id)
         self._silence.beat(worker_id, count)
 
     # ---- deaths ----
@@ -337,7 +346,7 @@ class RolloutPromptManager:
         """The end of the actor of this name is no death: somebody has asked for it."""
         self._deaths.forget(name)
         self._silence.forget(name)
-        self._do("forget", name)
+        self._do(Books.forget, name)
 
     async def end_silent(self, why: str) -> list[str]:
         """A wait has run out, `why` says which: kill the actors that are silent meanwhile; returns them in words.
@@ -385,7 +394,7 @@ class RolloutPromptManager:
         False: training has not begun, so there is nothing to save and nobody to wait for.
         """
         async with self._changing():
-            return self._do("request_stop", reason)
+            return self._do(Books.request_stop, reason)
 
     async def stop_reason(self) -> str:
         """Why the run should end; empty while it should not."""
@@ -397,7 +406,7 @@ class RolloutPromptManager:
         The first reason is kept.
         """
         async with self._changing(wake_claims=True):
-            self._do("close", reason)
+            self._do(Books.close, reason)
         self._silence.stop()
         await self._deaths.end()
 
@@ -407,7 +416,7 @@ class RolloutPromptManager:
         """The deadline of an actor has passed: what a worker reports late is refused, before and after it dies."""
         if not self._deaths.kill(name, why):
             return False
-        self._journal.do(NOBODY, "fence_worker", name)
+        self._journal.do(NOBODY, PromptQueue.fence_worker, name)
         return True
 
     def _call(self, name: str) -> str:
@@ -448,9 +457,14 @@ class RolloutPromptManager:
     def _closed(self) -> str:
         return self._books.desk.closed
 
-    def _do(self, change: str, *arguments: Any) -> Any:
-        """Make the one change of the call that runs; returns or raises what the method of `Books` does."""
-        return self._journal.do(self._call_id(), change, *arguments)
+    def _do(self, change: Callable[Concatenate[Any, P], R], *arguments: P.args, **no_keywords: P.kwargs) -> R:
+        """Make the one change of the call that runs; returns or raises what the change does."""
+        return self._journal.do(self._call_id(), change, *arguments, **no_keywords)
+
+    def _require_open(self) -> None:
+        # A call that Ray makes again gets the answer of the change that it has made before the end.
+        if self._closed and not self._journal.answered(self._call_id()):
+            raise ActorLost(f"the prompt manager was closed: {self._closed}")
 
     def _ends_wait(self, num_groups: int, wanted: Sequence[str]) -> bool:
         return bool(self._closed or self._books.desk.stop_reason) or self._queue.can_take(num_groups, wanted)

@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.core.queue.tail import FewAtATime, Partial, Reorder, Wait
-from partial_rollout.errors import JournalUnreadable, PartialRolloutError, StaleClaim
+from partial_rollout.errors import InternalError, JournalUnreadable, PartialRolloutError, StaleClaim
 from partial_rollout.runtime import journal as module
 from partial_rollout.runtime import prompt_manager
+from partial_rollout.runtime.books import Books
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.types import Claim, PromptMeta, TrajectorySummary, VersionSpan
 from tests.unit.core.queue.queues import GROUP, ManualClock
@@ -109,7 +111,7 @@ class Calls:
 
 def ask(journal: Journal, number: int, call: Call) -> Any:
     try:
-        return journal.do(f"call {number}", call[0], *call[1])
+        return journal.do(f"call {number}", module.CHANGES[call[0]], *call[1])
     except PartialRolloutError as error:
         return error
 
@@ -258,7 +260,7 @@ def test_records_in_another_order_are_refused_or_lead_to_the_same_books(tmp_path
     clock, folder = ManualClock(), tmp_path
     journal = Journal(*_made("partial", clock), Place(folder))
     for number in range(2):
-        journal.do(f"call {number}", "admit", [PromptMeta(f"p{number}", GROUP, 0)])
+        journal.do(f"call {number}", PromptQueue.admit, [PromptMeta(f"p{number}", GROUP, 0)])
     first = latest(folder)
     journal._begin_file()
     journal.close()
@@ -289,8 +291,8 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.os, "write", full)
-    journal.do("call 1", "admit", [PromptMeta("a", GROUP, 0)])
-    assert [claim.uid for claim in journal.do("call 2", "claim", "w0", GROUP)] == ["a"]
+    journal.do("call 1", PromptQueue.admit, [PromptMeta("a", GROUP, 0)])
+    assert [claim.uid for claim in journal.do("call 2", PromptQueue.claim, "w0", GROUP)] == ["a"]
     assert "the run goes on, but the death of the prompt manager" in caplog.text
     journal.close()
     with pytest.raises(JournalUnreadable, match="is not in"):  # never a queue that lacks a change
@@ -306,7 +308,7 @@ def test_the_folder_is_private_and_has_two_files_at_most(tmp_path: Path, monkeyp
     journal, clock = Journal(*_made("partial", ManualClock()), Place(folder)), ManualClock()
     for number in range(200):
         clock.now_s += 1.0
-        journal.do(f"call {number}", "report_step", number, number, "open")
+        journal.do(f"call {number}", Books.report_step, number, number, "open")
     journal.close()
     assert len(list(folder.glob("journal.*"))) == 2
     assert folder.stat().st_mode & 0o077 == 0
@@ -315,11 +317,11 @@ def test_the_folder_is_private_and_has_two_files_at_most(tmp_path: Path, monkeyp
 def test_answers_are_forgotten_when_nobody_can_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUM_ANSWERS", 3)
     journal = Journal(*_made("partial", ManualClock()))
-    journal.do("take 1", "take", BATCH, ())
-    journal.do("take 2", "take", BATCH, ())
+    journal.do("take 1", Books.take, BATCH, ())
+    journal.do("take 2", Books.take, BATCH, ())
     assert (journal.answered("take 1"), journal.answered("take 2")) == (False, True)
     for number in range(3):
-        journal.do(f"call {number}", "begin_round")
+        journal.do(f"call {number}", PromptQueue.begin_round)
     assert [journal.answered(call) for call in ("take 2", "call 0", "call 2")] == [False, True, True]
 
 
@@ -328,13 +330,21 @@ def test_the_answer_of_a_call_that_was_refused_is_its_error(tmp_path: Path) -> N
     stale = Claim("a", 1, "w0", GROUP, 0, 1)
     for _ in range(2):
         with pytest.raises(StaleClaim):
-            journal.do("call 1", "give_back", stale)
+            journal.do("call 1", PromptQueue.give_back, stale)
     journal.close()
     again = Journal(*_made("partial", ManualClock()), Place(tmp_path, goes_on=True))
     assert again.answered("call 1")
     with pytest.raises(StaleClaim):
-        again.do("call 1", "give_back", stale)
+        again.do("call 1", PromptQueue.give_back, stale)
     again.close()
+
+
+def test_only_what_a_later_process_can_make_again_is_done() -> None:
+    journal = Journal(*_made("partial", ManualClock()))
+    methods: list[Callable[..., Any]] = [PromptQueue.take, PromptQueue.finish, PromptQueue.resize, Books.load_whole]
+    for method in methods:
+        with pytest.raises(InternalError, match="cannot be written down"):
+            journal.do("call 1", method, None)
 
 
 READS = {"policy", "statistics", "snapshot", "can_claim", "can_take", "has_batch", "next_group_size", "uids_of_worker"}
@@ -383,7 +393,7 @@ def test_a_later_process_waits_until_the_one_before_is_gone(tmp_path: Path, monk
     thread = threading.Thread(target=later, daemon=True)
     thread.start()
     assert waits.wait(LIMIT_S)
-    before.do("call 1", "admit", [PromptMeta("a", GROUP, 0)])  # late, as of a process whose disk had hung
+    before.do("call 1", PromptQueue.admit, [PromptMeta("a", GROUP, 0)])  # late, as of a process whose disk had hung
     before.close()
     thread.join(LIMIT_S)
     assert made[0].answered("call 1")
@@ -400,15 +410,15 @@ def test_numbers_of_numpy_are_written_down_and_any_other_thing_ends_the_journal(
         ]
 
     journal = Journal(*_made("partial", ManualClock()), Place(tmp_path))
-    journal.do("call 1", "admit", [PromptMeta(uid, GROUP, 0) for uid in "abc"])
-    first, second, _ = journal.do("call 2", "claim", "w0", 3 * GROUP)
+    journal.do("call 1", PromptQueue.admit, [PromptMeta(uid, GROUP, 0) for uid in "abc"])
+    first, second, _ = journal.do("call 2", PromptQueue.claim, "w0", 3 * GROUP)
     groups = [(first, group(first, None)), (second, group(second, np.float64(1.0)))]
-    assert journal.do("call 3", "finish_many", groups).no_spread == ("b",)
+    assert journal.do("call 3", Books.finish_many, groups).no_spread == ("b",)
     journal._begin_file()
     journal.close()
     later = Journal(*_made("partial", ManualClock()), Place(tmp_path, goes_on=True))
     assert module.ENCODER.encode(later.books.whole()) == module.ENCODER.encode(journal.books.whole())
-    later.do("call 4", "admit", [PromptMeta("d", GROUP, 0, object())])  # pyright: ignore[reportArgumentType]
+    later.do("call 4", PromptQueue.admit, [PromptMeta("d", GROUP, 0, object())])  # pyright: ignore[reportArgumentType]
     assert "a object cannot be written down" in caplog.text
     assert later.books.queue.statistics().pending == 1
     later.close()

@@ -596,6 +596,24 @@ def test_a_later_process_knows_that_the_run_should_end_and_has_ended(tmp_path: P
     run_virtual(main())
 
 
+def test_a_call_whose_change_was_made_before_the_end_has_its_answer_after_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path)
+        first = process.start()
+        process.call = "begin"
+        plan = await first.begin_round()
+        process.call = "close"
+        await first.close("run ended")
+        later = process.start()
+        process.call = "begin"
+        assert await later.begin_round() == plan
+        process.call = "another"
+        with pytest.raises(ActorLost, match="run ended"):
+            await later.begin_round()
+
+    run_virtual(main())
+
+
 def test_a_worker_that_gave_signs_of_life_owes_the_next_one_to_a_later_process(tmp_path: Path) -> None:
     async def main() -> None:
         process = Process(tmp_path)
