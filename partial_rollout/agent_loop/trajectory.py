@@ -39,7 +39,18 @@ pass on no argument of ours. Everywhere else the trajectory is passed.
 
 
 class Trajectory:
-    """One agent loop that runs for a claimed prompt: one response, or several in turns."""
+    """One agent loop that runs for a claimed prompt: one response, or several in turns.
+
+    >>> from partial_rollout.core.resume import ResumableGeneration
+    >>> from partial_rollout.types import Claim
+    >>> claim = Claim("a", 1, "worker-0", num_trajectories=2, global_step=1, attempt=1)
+    >>> trajectory = Trajectory(claim, session=0)
+    >>> trajectory.record(ResumableGeneration(prompt_ids=[1, 2], max_new_tokens=4))  # nothing was saved: it begins
+    >>> trajectory.enter("engine", now_s=3.0), trajectory.enter("reward", now_s=5.0)
+    (True, True)
+    >>> trajectory.key, trajectory.num_responses, trajectory.phase_s["engine"]
+    ('a_0', 1, 2.0)
+    """
 
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
         """`session` numbers the trajectories of a prompt; `saved` are the folded generate calls of a checkpoint."""

@@ -19,7 +19,12 @@ REPREFILLED = "abort"
 
 @dataclass(frozen=True, slots=True)
 class InterruptMode:
-    """How requests are interrupted."""
+    """How requests are interrupted.
+
+    >>> mode = MODES["reuse_kv"]
+    >>> mode.stays, mode.retains_kv, mode.clears_cache
+    (False, True, False)
+    """
 
     name: str
     stays: bool

@@ -24,7 +24,14 @@ VERL_LINEAR = 24576
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sample indices by micro-batch and data-parallel rank; every row holds at least one."""
+    """Sample indices by micro-batch and data-parallel rank; every row holds at least one.
+
+    Six samples on two ranks, in one optimizer step of two micro-batches:
+
+    >>> plan = Plan(micro_batches=(((0, 3), (1,)), ((2,), (4, 5))), micro_batches_per_mini_batch=(2,))
+    >>> plan.num_ranks, plan.for_rank(0)
+    (2, ((0, 3), (2,)))
+    """
 
     micro_batches: tuple[tuple[Row, ...], ...]
     """`micro_batches[m][r]`: what rank r trains in micro-batch m."""

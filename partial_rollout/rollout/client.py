@@ -52,6 +52,22 @@ class ResumingLLMServerClient(LLMServerClient):
     """LLMServerClient whose `generate` returns complete responses, however often a server's gate closes meanwhile.
 
     The client holds no handle but the load balancer's, so it can be pickled into agent-loop workers.
+
+    Here a function stands for the engine, and is interrupted after its first token:
+
+    >>> from omegaconf import OmegaConf
+    >>> from partial_rollout.core.interrupt import FRESH, Context
+    >>> from partial_rollout.core.resume import ABORTED, STOPPED
+    >>> async def segment(request_id, generation, *_):
+    ...     tokens, reason = ([9], STOPPED) if generation.token_ids else ([5], ABORTED)
+    ...     fields = {"retained": None, "context": Context(7, FRESH), "global_steps": 7, "gate_openings": 0}
+    ...     return TokenOutput(token_ids=tokens, stop_reason=reason, extra_fields=fields)
+    >>> rollout = {"name": "vllm", "max_model_len": None}
+    >>> client = ResumingLLMServerClient(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
+    >>> client._generate_segment = segment
+    >>> response = asyncio.run(client.generate("a_0", prompt_ids=[1, 2], sampling_params={"max_tokens": 4}))
+    >>> response.token_ids, response.extra_fields["num_interruptions"]
+    ([5, 9], 1)
     """
 
     before_segment: Callable[[], Awaitable[None]] | None = None

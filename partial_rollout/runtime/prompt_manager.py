@@ -107,6 +107,17 @@ class RolloutPromptManager:
     The lifecycle of a prompt is drawn at `PromptQueue`, whose methods the manager's are named after: a method here
     has the journal call the queue's, and wakes whoever may go on because of the change.
     A plain class; `create_manager` makes it an actor.
+
+    >>> from partial_rollout.core.queue.tail import Partial
+    >>> from partial_rollout.types import PromptMeta, TrajectorySummary
+    >>> async def one_prompt() -> list[str]:
+    ...     manager = RolloutPromptManager(Partial(capacity=2), max_attempts=2)
+    ...     await manager.admit([PromptMeta("a", num_trajectories=1, global_step=1)])
+    ...     (claim,) = await manager.claim("worker-0", free_slots=1, timeout_s=1.0)
+    ...     await manager.finish_many([(claim, [TrajectorySummary("a_0_0", 3, 5, min_version=0, max_version=0)])])
+    ...     return [group.uid for group in (await manager.take_batch(1, timeout_s=1.0)).groups]
+    >>> asyncio.run(one_prompt())
+    ['a']
     """
 
     def __init__(

@@ -1,59 +1,75 @@
-"""The classes and functions that a reader meets first have an example in their docstring, and the examples run."""
+"""Every example in a docstring runs, and the classes that a reader meets first have one."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-CENTRAL = [
-    "partial_rollout.advise.measure.cells_for",
-    "partial_rollout.advise.predict.non_negative_fit",
-    "partial_rollout.advise.scheduler.Speed",
-    "partial_rollout.advise.workload.Workload",
-    "partial_rollout.agent_loop.slots.SlotBudget",
-    "partial_rollout.core.engine_meter.EngineMeter",
-    "partial_rollout.core.gate.Gate",
-    "partial_rollout.core.queue.ledger.Ledger",
-    "partial_rollout.core.queue.lifecycle.next_state",
-    "partial_rollout.core.queue.queue.PromptQueue",
-    "partial_rollout.core.queue.staleness.StalenessBound",
-    "partial_rollout.core.queue.tail.Partial",
-    "partial_rollout.core.queue.tail.Reorder",
-    "partial_rollout.core.resume.ResumableGeneration",
-    "partial_rollout.core.resume.extend",
-    "partial_rollout.core.resume.kv_lags",
-    "partial_rollout.core.slots.SlotController",
-    "partial_rollout.core.slots.share_slots",
-    "partial_rollout.diffusion.hold.Hold",
-    "partial_rollout.diffusion.sde_window.WindowPlan",
-    "partial_rollout.observability.events.EventWriter",
-    "partial_rollout.observability.step_line.seconds_by_part",
-    "partial_rollout.observability.step_line.step_line",
-    "partial_rollout.observability.summary.duration",
-    "partial_rollout.packing.plan.CostModel",
-    "partial_rollout.packing.planners.GlobalPlanner",
-    "partial_rollout.rollout.admission.Admission",
-    "partial_rollout.run.quickstart.verdict.num_baseline_steps",
-    "partial_rollout.run.task_files.text_after",
-    "partial_rollout.settings.block.PartialRolloutConfig",
-    "partial_rollout.settings.block.TailConfig",
-    "partial_rollout.settings.command_line.check_overrides",
-    "partial_rollout.train.resources.Need",
-    "partial_rollout.train.stale_mask.masked",
-    "partial_rollout.weights.protocol.buckets.BucketPlan",
-    "partial_rollout.weights.protocol.engine_weights.EngineWeights",
-]
-"""Who has an example; each row is the full name of a class or a function."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = Path(__file__).resolve().parents[2] / "partial_rollout"
+DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CAST = {
+    "agent_loop.slots.SlotBudget",
+    "agent_loop.trajectory.Trajectory",
+    "core.gate.Gate",
+    "core.interrupt.InterruptMode",
+    "core.queue.claims.ClaimBook",
+    "core.queue.ledger.Ledger",
+    "core.queue.queue.PromptQueue",
+    "core.queue.staleness.StalenessBound",
+    "core.queue.tail.Partial",
+    "core.resume.ResumableGeneration",
+    "core.slots.SlotController",
+    "packing.plan.Plan",
+    "packing.planners.GlobalPlanner",
+    "rollout.admission.Admission",
+    "rollout.client.ResumingLLMServerClient",
+    "runtime.journal.Journal",
+    "runtime.prompt_manager.RolloutPromptManager",
+    "settings.block.PartialRolloutConfig",
+    "weights.protocol.buckets.BucketPlan",
+    "weights.protocol.engine_weights.EngineWeights",
+    "weights.protocol.stream.ReceiverMachine",
+}
+"""Classes that must have an example."""
 
 
-@pytest.mark.parametrize("name", CENTRAL)
-def test_the_example_in_a_docstring_runs(name: str) -> None:
-    module_name, _, own_name = name.rpartition(".")
-    module = importlib.import_module(module_name)
-    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(module, own_name), name, module)
-    assert test.examples, f"{name} has no example in its docstring"
+def names(node: ast.AST, prefix: str) -> Iterator[str]:
+    """Classes and functions below `node` whose docstring has an example."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, DOCUMENTED):
+            name = f"{prefix}.{child.name}"
+            if ">>> " in (ast.get_docstring(child) or ""):
+                yield name
+            yield from names(child, name)
+
+
+def examples() -> list[tuple[str, str]]:
+    """Module and name in it, below the package, of all that have an example."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found += [(module, name.removeprefix(".")) for name in names(ast.parse(path.read_text(encoding="utf-8")), "")]
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), examples(), ids=".".join)
+def test_the_example_in_a_docstring_runs(module: str, name: str) -> None:
+    where = importlib.import_module(f"partial_rollout.{module}")
+    found = doctest.DocTestFinder(recurse=False).find(reduce(getattr, name.split("."), where), name, where)
     report: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found[0], out=report.append)
+    assert found[0].examples
     assert not report, "".join(report)
+
+
+def test_who_is_met_first_has_an_example() -> None:
+    assert CAST - {f"{module}.{name}" for module, name in examples()} == set()

@@ -24,6 +24,17 @@ class ClaimBook:
     A claim is current until its prompt is finished, dropped or given back; a report on any other claim raises
     StaleClaim. An unfinished prompt loses its tokens when its claim ends, so the claim book also counts, in `ages`, the
     weight versions at which unfinished prompts began.
+
+    >>> from partial_rollout.core.queue.lifecycle import Entry
+    >>> from partial_rollout.types import PromptMeta
+    >>> book = ClaimBook(clock=lambda: 0.0)
+    >>> claim = book.start(Entry(PromptMeta("a", num_trajectories=2, global_step=1), order=0), "worker-0")
+    >>> book.entry(claim).meta.uid, book.num_trajectories
+    ('a', 2)
+    >>> book.end(claim)
+    >>> book.entry(claim)
+    Traceback (most recent call last):
+    partial_rollout.errors.StaleClaim: claim 1 of worker 'worker-0' on prompt 'a' has ended
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -177,6 +177,21 @@ class ReceiverMachine(Endpoint):
     """The receiving end.
 
     NEW -start→ ATTACH -Attach→ ATTACHED -attached→ STREAMING -Done→ DONE -finish→ CLOSED
+
+    >>> sender = SenderMachine(secret=b"secret", update_number=1, nonce=b"a", num_buffers=2)
+    >>> receiver = ReceiverMachine(secret=b"secret", update_number=1, nonce=b"b")
+    >>> sender.start()
+    >>> sender.receive(receiver.start())
+    >>> receiver.receive(sender.attach(SharedBuffers("segment", 2, 1024)))
+    >>> sender.receive(receiver.attached())
+    >>> bucket = sender.bucket(sender.next_buffer(), fragments=())
+    >>> receiver.receive(bucket)
+    >>> sender.receive(receiver.free(bucket))  # the sender may write the buffer again
+    >>> end = sender.finish(num_tensors=0, num_bytes=0)
+    >>> receiver.receive(end)
+    >>> sender.receive(receiver.finish(sent=end, received=Done(0, 0)))
+    >>> sender.state.name, receiver.state.name
+    ('CLOSED', 'CLOSED')
     """
 
     TABLE = {
