@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUT = ROOT / "benchmarks/results", ROOT / "docs/img"
 COLOURS = ("#e45756", "#f58518", "#4c78a8", "#54a24b", "#b279a2")
+COMPARED = "#bbbbbb"
 FULL_RATE = "uninterrupted"
 NUMBER_WIDTH = 0.025
 """Share of a picture's width: closer step numbers would be drawn over each other."""
@@ -131,16 +132,19 @@ def draw_learning(what: str, ylabel: str, title: str) -> Figure:
 
 
 def draw_rates(name: str, labels: dict[str, str], title: str) -> Figure:
-    """Useful tokens a second of one engine's modes; the dashed line is the rate of slots that are always full."""
+    """Useful tokens a second of one engine's modes, the last of `labels` in grey, since it is no mode to train with.
+
+    The dashed line is the rate of slots that are always full.
+    """
     rows = read_result(RESULTS / "gpu" / name)["summary"]["long_tail"]
     figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
     rates = [rows[mode]["useful_tokens_per_s"] for mode in labels]
-    axes.barh(range(len(rates)), rates, color=COLOURS[2])
+    axes.barh(range(len(rates)), rates, color=[COLOURS[2]] * (len(rates) - 1) + [COMPARED])
     axes.set_yticks(range(len(rates)), labels.values(), fontsize=9)
     axes.invert_yaxis()
     bound = rows[FULL_RATE]["generated_tokens_per_s"]
     axes.axvline(bound, color="k", linestyle="--")
-    axes.text(bound, -0.6, "slots that are always full ", fontsize=8, ha="right", va="bottom")
+    axes.text(bound, 0, "slots that are always full ", fontsize=8, ha="right", va="center")
     axes.set_xlabel("tokens of complete responses a second")
     return _finished(figure, title)
 
@@ -182,9 +186,9 @@ def draw_real_model(name: str, title: str) -> Figure:
 
 def draw_real_steps(name: str, panels: dict[str, str], title: str) -> Figure:
     """Means over the last steps, against the step: a panel for each of `panels` (name in `PANELS`, title)."""
-    figure, grid = plt.subplots(2, len(panels) // 2, figsize=(10, 5.6), layout="constrained")
+    figure, row = plt.subplots(1, len(panels), figsize=(10, 3.6), layout="constrained")
     lines, jobs = [], _real_jobs(name)
-    for (panel, heading), axes in zip(panels.items(), grid.flat, strict=True):
+    for (panel, heading), axes in zip(panels.items(), row, strict=True):
         for job, style in zip(jobs, _real_styles(jobs), strict=True):
             steps = job["steps"]
             # verl's `sync` has no staleness to report in its first steps.
@@ -194,7 +198,7 @@ def draw_real_steps(name: str, panels: dict[str, str], title: str) -> Figure:
         axes.set_title(heading, fontsize=9, loc="left")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[-1]:
+    for axes in row:
         axes.set_xlabel(f"training step (means of {WINDOW} steps)", fontsize=8)
     figure.legend(handles=lines[: len(jobs)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -232,12 +236,9 @@ MODE_NAMES = {
 
 
 REAL_PANELS = {
-    "step, s": "seconds a step",
-    "generation, s a step": "of these, waiting for responses",
-    "staleness, steps": "age of the oldest token, updates",
+    "step, s": "seconds of a training step",
     "response length, tokens": "tokens of a response",
-    "entropy, nats": "entropy of the model, nats",
-    "TIS weight, standard deviation": "spread of the correction's weights",
+    "staleness, steps": "updates since the oldest token",
 }
 """Pictures of the real model's jobs: names in `PANELS`, and the titles."""
 
@@ -303,9 +304,9 @@ def pictures() -> dict[str, Figure]:
                 "reorder": "reorder: long responses together",
                 "partial_abort_cost": "abort: contexts computed again, 2 batches",
                 "partial_keep_kv": "keep_kv: contexts kept, 2 batches",
-                "uninterrupted": "nothing interrupted, always prompts",
+                "uninterrupted": "for comparison: no training step interrupts,\nand prompts never run out",
             },
-            "KV retained comes nearest to slots that are always full",
+            "Of the four modes keep_kv comes nearest to an engine without interruptions",
         ),
         "smollm2_h200": draw_real_model("smollm2_h200.json", "A real model of 135M learns alike in all four modes"),
         "smollm2_steps_h200": draw_real_steps(
