@@ -216,6 +216,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         Returns when every worker knows. Each trajectory finds out before its next request to an engine.
         """
         if claims or oldest_version is not None:
+            # Under the lock, as in `resize`: a worker that takes a dead one's place meanwhile is told by `restart`.
             with self._swapped:
                 self._oldest_version = oldest_version
                 calls = [worker.hold.remote(claims, oldest_version) for worker in self.agent_loop_workers]
@@ -267,6 +268,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
+        # Put once: as an argument, the tokens of the whole checkpoint would be copied for each worker.
         ref = ray.put(saved)
         calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
@@ -300,6 +302,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
                 raise ActorLost(f"{self.loops[ref]} ended its claim loop while the run goes on")
 
     def _dispatch_validation(self, prompts: TensorDict) -> None:
+        # Fewer chunks than workers, where prompts are few.
         chunks = prompts.chunk(len(self.agent_loop_workers))
         self._validations += [
             _Validation(rank, worker, chunk, worker.validate.remote(chunk))

@@ -123,6 +123,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def _before_segment(self) -> None:
         """A trajectory asks an engine for tokens: here it waits while it is held back, and ends if it is too old."""
+        # Validation runs verl's own path, so it has no trajectory here: nothing holds it back, and no token is too old.
         trajectory = CURRENT.get()
         if trajectory is not None:
             _refuse_late(trajectory)
@@ -167,6 +168,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if trajectory is None or not trajectory.enter(phase, time.monotonic()):
             return
         self._limits.enter(trajectory, phase)
+        # A sign of life beside the turns of the event loop: an agent loop's own code may block those.
         self._pulse.goes_on()
         claim = trajectory.claim
         began = PhaseBegan(
@@ -279,6 +281,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         else:
             found = await self._store_again(trajectory, row, replayed)
         now_s = time.monotonic()
+        # Before the sums are read: `enter` adds the seconds of the phase that ends.
         trajectory.enter(ENDED, now_s)
         ended = TrajectoryEnded(
             uid=trajectory.claim.uid,
@@ -355,6 +358,7 @@ class CountingClient:
         try:
             return await self._client.generate(*args, **kwargs)
         finally:
+            # Between two calls nobody can tell a tool from the agent loop's own work: both count as the tool's time.
             self.num_in_flight -= 1
             self._enter("tool")
 

@@ -45,6 +45,7 @@ class Verdict(str, Enum):
 # No row from DRAINING to OPEN: a drain waits for an empty engine, which it would not get if requests passed meanwhile.
 TRANSITIONS: dict[tuple[GateState, GateEvent], GateState] = {
     (GateState.OPEN, GateEvent.CLOSE): GateState.DRAINING,
+    # A drain that ran out of time is begun again by another close.
     (GateState.DRAINING, GateEvent.CLOSE): GateState.DRAINING,
     (GateState.CLOSED, GateEvent.CLOSE): GateState.CLOSED,
     (GateState.DRAINING, GateEvent.DRAINED): GateState.CLOSED,
@@ -118,6 +119,7 @@ class Gate:
         """Answer a parked request for this very moment."""
         if ticket.number not in self._parked:
             raise IllegalTransition(f"request {ticket.request_id!r} is not parked at the gate: it cannot ask to pass")
+        # Asked before the state: after the last step requests are turned away at a gate that is closed.
         if self._rejecting:
             return Verdict.REJECT
         return Verdict.PASS if self.state is GateState.OPEN else Verdict.WAIT
@@ -140,6 +142,7 @@ class Gate:
         if not self.may_pass(ticket):
             raise IllegalTransition(f"gate {self.state.value}: request {ticket.request_id!r} may not be admitted")
         del self._parked[ticket.number]
+        # The age begins here: time parked at a closed gate says nothing of a request that the engine does not end.
         entered = replace(ticket, since_s=now_s)
         self._in_flight[ticket.number] = self._arriving[ticket.number] = entered
 

@@ -115,6 +115,7 @@ class DiffusionJob:
         """The step of the last checkpoint; 0: there is none."""
         self._engine_version = 0
         """Version of the weights that the engines have."""
+        # One lock for both: a server that starts again must not be sent weights that change meanwhile.
         self._still = replicas.still
         self._is_half_trained = False
         """A training has begun and not ended: the weights belong to no step."""
@@ -135,6 +136,7 @@ class DiffusionJob:
     async def begin(self) -> None:
         """Give the servers the weights of the checkpoint from which the job goes on; call this before all else."""
         await self._replicas.begin(watched=self._adapter.stepwise)
+        # Servers start with the weights of `model.path`, which are those of step 0.
         if self.version:
             async with self._still:
                 await self._update_servers()
@@ -170,6 +172,7 @@ class DiffusionJob:
 
     async def _train(self, rollouts: list[_Rollout], groups: list[Group]) -> dict[str, float]:
         """Train, with the engines interrupted for as long as they must be, and send the weights; return metrics."""
+        # On a GPU of their own engines go on while the model trains, and stand only while weights are sent.
         together = not self._config.shares_device
         interrupt_s = 0.0 if together else await self._interrupt()
         begun_s = time.perf_counter()
@@ -178,6 +181,7 @@ class DiffusionJob:
         who_waits = f"the job for the training of step {self.version + 1} (trainer.timeout_s)"
         metrics = await answer_of(training, timeout_s=self._config.trainer.timeout_s, who_waits=who_waits)
         trained_s = time.perf_counter()
+        # Before `trained` counts the step on: staleness is that of the version which these weights had.
         mixture, queue = self._mixture(rollouts), self._queue()
         self._books.trained()
         self._is_half_trained = False
@@ -235,6 +239,7 @@ class DiffusionJob:
             logger.warning("the run ends without a last checkpoint, the one before it stays: %s", why)
             return False
         try:
+            # Asked with the lock held: a training may have begun while it was waited for.
             if self._is_half_trained or self.version == self.saved_step or self._checkpoints is None:
                 return False
             await self._save(SAVE_SHARE * stop_s)
@@ -291,6 +296,7 @@ class DiffusionJob:
 
     def _fill(self) -> None:
         """Begin as many groups as may be in flight: one batch only, if requests cannot be interrupted."""
+        # A request that cannot be interrupted would hold up the update of weights; nothing is begun beyond the batch.
         ahead = self._config.rollout.prefetch_factor if self._adapter.stepwise else 1
         for number in self._books.untrained:  # those that a run before has left
             if number not in self._groups:
@@ -308,6 +314,7 @@ class DiffusionJob:
         want, deadline_s = trainer.train_batch_size, time.monotonic() + trainer.timeout_s
         while True:
             whole = {number: task.result() for number, task in sorted(self._groups.items()) if task.done()}
+            # With windows of its own for each image any whole group will do, so that no step waits for one group.
             taken = [number for number in whole if self._trains_now(number)][:want]
             if len(taken) == want:
                 self._books.take(taken)
@@ -322,6 +329,7 @@ class DiffusionJob:
                     f"the trainer has {len(taken)} of {want} groups of images after trainer.timeout_s="
                     f"{trainer.timeout_s:g} seconds"
                 )
+            # Whole groups of later steps are left out, or this wait would return at once for ever.
             unfinished = [task for number, task in self._groups.items() if number not in whole]
             await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
@@ -343,6 +351,7 @@ class DiffusionJob:
         return not self._adapter.shares_window or self._step_of(number) == self.version
 
     async def _sample(self, group: int) -> _Rollout:
+        # All that is drawn follows from the group's number, so that a new start asks for the same images.
         run_seed, num_images, global_step = self._config.trainer.seed, self._config.rollout.n, self._step_of(group)
         row, seeds = drawn(run_seed, group, num_prompts=len(self._prompts), num_images=num_images)
         prompt, requests = self._prompts[row], list[SampleRequest]()
@@ -356,6 +365,7 @@ class DiffusionJob:
         """One image, with its events."""
         (uid, session), began_s, timer_s = key, time.time(), time.perf_counter()
         self._events.write(PhaseBegan(uid=uid, session=session, phase="engine", response=1, row=str(row)))
+        # `_say_gate` sees by this which ends of versions nobody asks for any more.
         self._running[key] = self._engine_version
         try:
             sampled = await self._replicas.sample(request)
@@ -376,6 +386,7 @@ class DiffusionJob:
         for (version, server), steps in itertools.groupby(computed):
             count = len(list(steps))
             is_last = done + count == len(sampled.servers)
+            # Servers do not say when a version's last step ended; all engines stood still for the update after it.
             end_s = ended_s if is_last else self._stood_s.get(version, ended_s)
             segment = SegmentEnded(
                 t=end_s, uid=key[0], session=key[1], server=f"images {server}", version=version,
@@ -419,6 +430,7 @@ class DiffusionJob:
             return checked_rewards(found, len(results), whose)
 
         began_s = time.monotonic()
+        # A thread that hangs cannot be ended: it must be a daemon's, so that the process can.
         rewards = in_own_thread(score, f"reward of {_uid(number)}")
         done, _ = await asyncio.wait([rewards], timeout=limit_s * WARN_SHARE)
         if not done:
@@ -459,12 +471,14 @@ class DiffusionJob:
             "partial_rollout/groups_in_flight": len(self._groups),
             "partial_rollout/queue/ongoing": len(self._groups) - done,
             "partial_rollout/queue/done": done,
+            # The batch that was taken now is counted in advance: its step has not ended.
             "partial_rollout/queue/taken": self._books.num_trained + self._config.trainer.train_batch_size,
         }
 
     async def _interrupt(self) -> float:
         """Stop the engines between two denoise steps; return how many seconds that took."""
         started_s = time.perf_counter()
+        # Whole requests cannot be stopped, and need not be: none was begun beyond the batch, which is complete.
         if self._adapter.stepwise:
             await (self._replicas.hold() if self._config.rollout.interrupt == "hold" else self._replicas.drain())
         seconds = time.perf_counter() - started_s

@@ -165,6 +165,7 @@ class Replicas:
                     raise ActorLost(f"{lost} servers died with request {request.request_id!r}: {died}") from died
                 continue
             if not isinstance(outcome, Interrupted):
+                # Steps before are another server's, whose snapshot this one has gone on from.
                 servers += [server.index] * (len(outcome.versions) - len(servers))
                 return Sampled(outcome, progress.interruptions, tuple(servers))
             servers += [server.index] * (outcome.step_index - len(servers))
@@ -204,8 +205,10 @@ class Replicas:
             ActorLost: a server has died, and is not started again.
         """
         self._raise_failure()
+        # Kept for a server that is started again later: it has the weights of the model's files.
         self._last = Update(weights, version, device, limit_s)
         await self._each(self._send)
+        # Only servers that have taken this update: one that is starting has not shown yet that it lives with it.
         for server in self._servers:
             server.deaths = 0 if server.is_up else server.deaths
 
@@ -218,6 +221,7 @@ class Replicas:
         if address is None:
             address = await self._call(server, "weight_channel", lambda each: each.weight_channel.remote())
             server.address = address
+        # At the beginning and at the end: silence that an update has overlapped counts for nothing.
         self._num_updates += 1
         # A server ends a late update by itself and names what is missing; it gets the time of a control call to say so.
         receiving_s = update.limit_s + self._timeout_s
@@ -248,6 +252,7 @@ class Replicas:
             await asyncio.wait([received], timeout=self._timeout_s)
             if received.done() and isinstance(received.exception(), _Died):
                 raise _Died(str(received.exception())) from received.exception()
+            # Only a failed update leaves half of the weights in a server; it must not go on with them.
             if self._start is None or not server.is_up or not isinstance(error, WeightUpdateError):
                 raise
             self._give_up(server, f"it has half an update of weights and was killed: {error}")
@@ -255,6 +260,7 @@ class Replicas:
             raise _Died(str(error)) from error
         finally:
             self._num_updates += 1
+            # Without waiting: a sender that hangs ends by its own limit, and the job must not stand still for it.
             pool.shutdown(wait=False)
 
     async def _least_busy(self, request: SampleRequest, deadline_s: float) -> _Server:
@@ -287,6 +293,7 @@ class Replicas:
 
     async def _each(self, call: Callable[[_Server], Awaitable[Any]]) -> list[Any]:
         """The answers of all servers that are up; those that die meanwhile have none."""
+        # A server that is starting has no requests, and gets the weights from `_start_again`.
         up = [server for server in self._servers if server.is_up]
         answers = await asyncio.gather(*(call(server) for server in up), return_exceptions=True)
         for answer in answers:
@@ -302,6 +309,7 @@ class Replicas:
         try:
             return await answer_of(self._named(server, call), timeout_s=limit_s or self._timeout_s, who_waits=who_waits)
         except WaitTimeout as error:
+            # Another call has seen the death already, and a new server may have its place.
             if self._start is None or not server.is_up or server.handle is not handle:
                 raise
             self._give_up(server, f"it was late and was killed: {error}")
@@ -319,6 +327,7 @@ class Replicas:
         try:
             return await call(handle)
         except RayActorError as error:
+            # One death is met by all calls at this server; the first one names it.
             if server.handle is handle and server.is_up:
                 self._lost(server, how_it_died(error))
             self._raise_failure()
@@ -333,6 +342,7 @@ class Replicas:
         """A server has died: name it, and begin to start it again."""
         process, server.is_up, server.deaths = server.process, False, server.deaths + 1
         death = Death(process, cause, f"had {server.load} requests", last_lines(process.log) if process.log else "")
+        # What has killed it twice since an update is likely to do so again.
         again = self._start is not None and server.deaths == 1
         action = "it is started again and gets the trained weights; its images are generated again"
         if not again:
@@ -360,6 +370,7 @@ class Replicas:
             call = self._named(server, lambda each: each.statistics.remote())
             await answer_of(call, timeout_s=self._start_s, who_waits=who_waits)
             await self._find(server)
+            # Not during training or another update: the weights must not change while they are sent.
             async with self.still:
                 await self._send(server)
                 server.is_up = True
@@ -411,6 +422,7 @@ class Replicas:
                     call, timeout_s=self._stall_s, who_waits=f"the job for a sign of life of {server.process}"
                 )
             except WaitTimeout:
+                # The engine is silent in an update, which may have begun after the question.
                 if server.handle is handle and server.is_up and updates == self._num_updates:
                     silent_s = time.monotonic() - asked_s
                     cause = f"its engine gave no sign of life for {silent_s:.0f} s (rollout.stall_s), and was killed"

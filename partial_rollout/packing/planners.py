@@ -54,6 +54,7 @@ class Planner(ABC):
         check_at_least_one("num_ranks", num_ranks)
         size = self.mini_batch_size or max(1, len(lengths))
         parts: list[list[MicroBatch]] = []
+        # At least one part: without samples `check_lengths` says so.
         for start in range(0, max(1, len(lengths)), size):
             part = lengths[start : start + size]
             check_lengths(part, num_ranks, first=start)
@@ -139,6 +140,7 @@ class TokenBudgetPlanner(Planner):
         sorted_lengths = [lengths[i] for i in order]
         costs = [self.cost.of(length) for length in sorted_lengths]
         packer = BudgetPacker(costs, sorted_lengths, num_ranks, self.token_budget)
+        # verl's dispatch cuts a batch into parts of equally many samples (docs/design/0004).
         micro_batches = packer.equal_counts() if self.equal_counts else packer.free_counts()
         return [[[order[i] for i in row] for row in rows] for rows in micro_batches]
 
@@ -182,6 +184,7 @@ class PaddedPlanner(Planner):
         check_at_least_one("token_budget", self.token_budget)
 
     def _plan_one(self, lengths: Sequence[int], num_ranks: int) -> list[MicroBatch]:
+        # Rows of a micro-batch have equal numbers of samples here, so the mini-batch must divide.
         if len(lengths) % num_ranks:
             raise PackingError(f"packing: {len(lengths)} samples cannot be dealt evenly to {num_ranks} ranks")
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -200,6 +203,7 @@ class PaddedPlanner(Planner):
         longest = falling[start]
         full = min(len(falling), start + max(1, self.token_budget // longest) * num_ranks)
         half = bisect_left(falling, -longest / 2, start, full, key=lambda length: -length)
+        # Rounded up to whole turns of the dealing, so that the ranks' rows have equally many samples.
         half = start + max(1, ceil((half - start) / num_ranks)) * num_ranks
         if half < full and (full - half) // num_ranks * (longest - falling[half]) >= MIN_SAVED_TOKENS:
             return half
@@ -244,6 +248,7 @@ class BudgetPacker:
         fewest = max(ceil(self._least_rows(group) / ranks) for group in groups)
         most = min(len(group) for group in groups) // ranks
         for num_micro_batches in _candidates(fewest, most):
+            # The last number may be tight in any case: after it there is only the error.
             may_be_tight = num_micro_batches <= MAX_TIGHT_MICRO_BATCHES or num_micro_batches == most
             filled: list[MicroBatch] = []
             for group in groups:
@@ -261,6 +266,7 @@ class BudgetPacker:
     def _least_rows(self, group: list[int]) -> int:
         """A number of rows below which no packing exists."""
         tokens = sum(min(self.lengths[i], self.token_budget) for i in group)
+        # No two samples of more than half the budget fit one row. A sample over the budget fills a row of its own.
         num_halves = sum(2 * self.lengths[i] > self.token_budget for i in group)
         return max(1, num_halves, ceil(tokens / self.token_budget))
 
@@ -277,6 +283,7 @@ class BudgetPacker:
             longest = max(rows, key=len)
             rows.append(longest[1::2])
             longest[1:] = longest[2::2]
+        # Rows of similar cost meet in a micro-batch, whose slowest row every rank waits for.
         rows.sort(key=lambda row: (-sum(map(costs.__getitem__, row)), row))
         return [[group[i] for i in row] for row in rows]
 
@@ -286,6 +293,7 @@ class BudgetPacker:
         placed: list[MicroBatch] = []
         for rows in micro_batches:
             by_cost = sorted(((sum(map(self.costs.__getitem__, row)), row) for row in rows), reverse=True)
+            # The dearest row goes to the rank that has had the least so far.
             by_total = sorted(range(self.num_ranks), key=totals.__getitem__)
             here: list[list[int]] = [[] for _ in rows]
             for rank, (cost, row) in zip(by_total, by_cost, strict=True):

@@ -45,6 +45,8 @@ FINGERPRINT = (
 """Sampling parameters that must be the same when a restarted run goes on from saved tokens."""
 SEEN = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
 """Inputs that a model sees beside tokens. Tokens do not tell them apart: pictures of one size have equal tokens."""
+# One client serves all trajectories of a worker, and verl's `generate` does not tell which server it has chosen: each
+# trajectory's task has a context of its own.
 _SERVER_ID: ContextVar[str] = ContextVar("partial_rollout_server_id", default="(none acquired)")
 
 
@@ -111,6 +113,7 @@ class ResumingLLMServerClient(LLMServerClient):
         while not generation.finished:
             if self.before_segment is not None:
                 await self.before_segment()
+            # After the hold: time held back is not the engine's.
             asked_s = time.monotonic()
             output = await self._generate_segment(request_id, generation, sampling_params, inputs, retained)
             # Taken out: it is for the next request of this response, and nothing of verl's result.
@@ -160,6 +163,7 @@ class ResumingLLMServerClient(LLMServerClient):
                 f"sampling parameter stop={sampling_params['stop']!r} needs the model's tokenizer: set "
                 "`stop_tokenizer` of the client, as agent-loop workers do"
             )
+        # In a thread, since the import takes seconds; a copy, since an agent loop may change its parameters meanwhile.
         finder_class, params = await asyncio.to_thread(_import_finder), dict(sampling_params)
         return lambda: finder_class(self.stop_tokenizer, prompt_ids, params)
 

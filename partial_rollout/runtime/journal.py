@@ -186,6 +186,7 @@ class Journal:
             self._file = -1
 
     def _time(self) -> float:
+        # During a change the clock stands at the reading in its record, so that a later process computes the same ages.
         return self._now_s if self._is_changing else self._clock()
 
     def _make(self, call: str, now_s: float, change: str, arguments: tuple[Any, ...]) -> Any:
@@ -193,6 +194,7 @@ class Journal:
         try:
             method = CHANGES[change]
             answer = method(self.books.queue if method in OF_THE_QUEUE else self.books, *arguments)
+        # An error is an answer as well: made again, the call must meet the same one and not change the books.
         except PartialRolloutError as error:
             answer = error
         finally:
@@ -218,6 +220,7 @@ class Journal:
         if place.goes_on and not numbers:
             raise JournalUnreadable(f"the prompt manager's journal is not in {self._folder} (any more)")
         if numbers:
+            # The file before the last one too: calls whose changes are in it may be made again, and need their answers.
             self._recover(numbers[-2:])
         else:
             self._begin_file()
@@ -288,6 +291,7 @@ class Journal:
             if is_last:
                 self._number, self._num_bytes = number, frames.num_bytes
                 self._limit_bytes = max(FILE_BYTES, (1 + BOOKS_SHARE) * len(books))
+                # A torn end goes before anything is written behind it.
                 os.truncate(path, frames.num_bytes)
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         logger.info("the prompt queue was made again from %d changes in %s", num_changes, self._folder)

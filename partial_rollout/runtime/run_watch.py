@@ -94,6 +94,7 @@ class Interruption:
         while not self._begun.is_set() and time.monotonic() < deadline:
             if main.ident is not None:
                 signal.pthread_kill(main.ident, SIGNAL)
+            # Once may not be enough: code that catches any error may have swallowed this one.
             self._begun.wait(AGAIN_S)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             faulthandler.dump_traceback()
@@ -171,6 +172,7 @@ class RunWatch:
         before = dict(self._watched)
         actors = [actor for actor, _ in before.values()]
         for process in ray.get(self._manager.watch.remote(actors), timeout=DESCRIBE_S + self._start_s):
+            # Ray starts some actors again by itself: the new process lives, so nobody else would tell of the old death.
             known = before[process.name][1]
             if known.pid and process.pid and known.pid != process.pid:
                 lines = last_lines(known.log) if known.log else ""
@@ -223,6 +225,7 @@ class RunWatch:
 
         An error that a signal raises inside of Ray's compiled code comes out of it as a SystemError.
         """
+        # Ray has told this trainer of something; the prompt manager may hear of the death a moment later.
         if isinstance(error, RayError | SystemError):
             self._is_fatal.wait(EXPLAIN_S)
             return self._fatal or error
@@ -263,6 +266,7 @@ class RunWatch:
 
     def _next_death(self) -> Death | None:
         """The next one, if there is one in time; that of the manager when Ray has started it again."""
+        # The process that is known goes along: another one that answers says by that that the known one has died.
         poll = self._manager.next_death.remote(POLL_S, self._manager_process)
         warn_s = WARN_SHARE * self._answer_s
         if not ray.wait([poll], timeout=POLL_S + warn_s)[0] and not self._stopped.is_set():
@@ -295,6 +299,7 @@ class RunWatch:
         return None
 
     def _handle(self, death: Death) -> None:
+        # Nobody to watch again until a reaction has started another process, and watches that one.
         self._watched.pop(death.process.name, None)
         reaction = self._reactions.get(death.process.role)
         if reaction is None:

@@ -89,6 +89,7 @@ def actors_of_run() -> list[Actor]:
     told: Any = ray_state.actors(job_id=JobID.from_hex(context.get_job_id()))
     here = ray.util.get_node_ip_address()
     found = [told[key] for key in sorted(told) if told[key]["State"] not in GONE and key != context.get_actor_id()]
+    # One look for all actors: each walks over the processes of the node.
     run, stopped = [process_of(each) for each in found], stopped_here()
     return [Actor(each, stopped_of(each, here, stopped)) for each in run if each.role != processes.WITNESS.role]
 
@@ -114,6 +115,7 @@ def stopped_of(process: Process, here: str, stopped: Sequence[psutil.Process]) -
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if each.pid == process.pid:
                 found.append(process)
+            # An engine's own processes are children of its server, and Ray does not know them.
             elif any(parent.pid == process.pid for parent in each.parents()):
                 name = f"{each.name()} of {process.name}"
                 found.append(Process(process.role, name, process.node, each.pid))
@@ -176,6 +178,7 @@ class StartWatch:
         # Whoever was stopped as a whole, as by Ctrl-Z, has missed looks.
         self._deadlines.put_off(max(0.0, now_s - self._looked_s - self._interval_s - ASK_S - BLOCKED_S))
         self._looked_s = now_s
+        # By pid: a process that is started again has a deadline of its own.
         stopped = {str(process.pid): process for actor in self._actors for process in actor.stopped}
         for pid in self._stopped.keys() - stopped.keys():
             self._deadlines.end(pid)
@@ -184,6 +187,7 @@ class StartWatch:
         self._stopped = stopped
         for late in self._deadlines.look(now_s):
             if late.is_over:
+                # `end` may have come since the look: a run that has started must not lose a process to its start.
                 with self._deciding:
                     if self._over.is_set():
                         return
@@ -196,6 +200,7 @@ class StartWatch:
         if self.error is not None:
             return self.error
         cause = root_cause(error)
+        # Later deaths are explained by those who watch the actors then.
         if self.is_over or not isinstance(cause, RayActorError) or cause.actor_id is None:
             return error
         told = self._bounded(lambda: ray_state.actors(cause.actor_id), "tell of an actor that has died")
@@ -218,6 +223,7 @@ class StartWatch:
 
     def _ask(self) -> Sequence[Actor]:
         found: Sequence[Actor] | None = self._bounded(self._find, "say which actors there are")
+        # What was known before is better than nobody: a stopped process would lose its deadline.
         if found is None:
             return self._actors
         known = {actor.process for actor in self._actors}
@@ -240,6 +246,7 @@ class StartWatch:
             doomed = [process]
             why = f"it was stopped for {late.waited_s:.0f} s, longer than {_limit(late)} allows"
         else:
+            # Nobody knows which of them is the reason, and a trainer that waits for one inside Ray hears of no error.
             doomed = [actor.process for actor in self._actors if actor.process.role not in WATCHED_BY_OTHERS]
             why = f"the start has taken {late.waited_s:.0f} s, longer than {_limit(late)} allows; {self._who()}"
             process = Process(processes.TASK_RUNNER.role, processes.TASK_RUNNER.role)

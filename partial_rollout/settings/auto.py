@@ -144,6 +144,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     `given` are the keys that were typed by hand; `machine` is what is known of the nodes, None before the start.
     """
     given, block = given or ByHand(), read_block(config)
+    # First, since depth and slots follow from what an interruption costs.
     choices = [*_interrupt_mode(config, block, machine)]
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
     full = _full_pool(config, block, choices, machine) if mode == "offload_kv" else ""
@@ -164,6 +165,7 @@ def propose(config: DictConfig) -> list[Proposal]:
     free = block.tail.interrupt_mode == AUTO and not block.tail.keep_engine_memory
     if not (releases and free) or _not_kept(config, block):
         return []
+    # No proposal without its arithmetic: nobody could tell whether it fits the GPUs at hand.
     need = _device_need(config)
     if isinstance(need, str):
         return []
@@ -186,6 +188,7 @@ def take(changes: Changes) -> list[Choice]:
         changes.refuse(SIZE_KEY, where, why, instead=f"leave it out, or set {MODE_KEY}=offload_kv as well")
         choices.remove(mode)
     for choice in choices:
+        # What is open is decided on the cluster; what moves stays `auto`, by which its tuner knows that it may.
         if not choice.is_open and choice.is_final:
             changes.complete(choice.key, choice.value, choice.why)
     return choices
@@ -220,6 +223,7 @@ def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
     for choice in choices:
         if not choice.is_final:
             continue
+        # Servers and workers read the block from a copy inside the rollout's configuration, which verl hands to them.
         copies = [f"{ROLLOUT}.custom.{choice.key}"] if choice.key.startswith(f"{BLOCK}.") else []
         for key in (choice.key, *copies):
             OmegaConf.update(config, key, choice.value, force_add=True)
@@ -231,6 +235,7 @@ def is_corrected(config: DictConfig) -> bool:
     correction = OmegaConf.select(config, "algorithm.rollout_correction")
     if correction is None or not config.actor_rollout_ref.rollout.calculate_log_probs:
         return False
+    # verl weighs nothing without a threshold.
     weighs = correction.get("rollout_is") and correction.get("rollout_is_threshold") is not None
     return bool(weighs or correction.get("rollout_rs") or correction.get("bypass_mode"))
 
@@ -246,6 +251,7 @@ def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Ma
     if block.tail.policy == "wait":
         yield _mode("abort", f"{BLOCK}.tail.policy=wait", "nothing is interrupted")
     elif keeps:
+        # What nobody has tried counts as impossible: a run that would have run with `abort` must not fail.
         unmet = unmet_needs(config, MODES["reuse_kv"], UNTRIED_WITH_KV)
         if unmet:
             yield _mode("abort", unmet, "with it an interrupted response may not find its KV again")
@@ -271,6 +277,7 @@ def _kept(config: DictConfig, block: PartialRolloutConfig, machine: Machine | No
     obstacle = _not_kept(config, block)
     need = obstacle or _device_need(config, machine)
     if isinstance(need, str):
+        # The driver does not ask the hub, the start does: until then the size is open.
         if not obstacle and _asks_hub(config, machine):
             return _memory(AUTO, need, f"{KEEP_KEY}=True; {_ASKED}")
         return _memory(True, need, f"{KEEP_KEY}=True is not followed where it is not known that it fits")
@@ -327,6 +334,7 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
     if machine is None:
         yield _mode(AUTO, f"{memory}, {wanted}", "a node's free host memory decides between offload_kv and abort")
         return
+    # The node with the least decides: all engines have pools of one size.
     gib, seen = need.gib_for_each_engine(machine), f"{memory}, {wanted}, {_room(machine)}"
     if gib:
         yield _mode("offload_kv", seen, "engines release their memory, and host memory has room for the KV")
@@ -405,6 +413,7 @@ def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
             DEPTH_KEY, AUTO, least, full, f"KV of more batches would be lost and computed again; {_MORE}", _SLOTS_PAGE
         )
         return
+    # Only where it was set by hand: otherwise the flag turns the statistics on where depth may move.
     tells_nothing = most > least and _has_no_statistics(config, given)
     seen = f"{MODE_KEY}={mode}"
     if block.tail.max_staleness is not None:
@@ -440,6 +449,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         yield _adaptive(False, f"{MODE_KEY}=abort", "more requests at once would only mean more to compute again")
     elif full and not bounded:
         yield _adaptive(False, full, f"KV of more slots would be lost and computed again; {_MORE}")
+    # Left open rather than guessed: the cluster may choose `abort`, with which slots stay as they are.
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
     else:
@@ -463,6 +473,7 @@ def _planner(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
     page = "docs/design/0004-packing.md"
     try:
         check_packing(config)
+    # The check that refuses a planner set by hand, so that both always agree.
     except ConfigError as obstacle:
         why = "our planner has not what it needs (FSDP, whole mini-batches on each rank)"
         yield Choice(PLANNER_KEY, AUTO, "verl", str(obstacle).partition(" is not allowed")[0], why, page)
@@ -515,6 +526,7 @@ def _saving(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> I
 def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     """Nothing where the user's overrides name the correction, or a file turns one on."""
     correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    # A null that was typed is a wish; a null of a file cannot be told from verl's default.
     if given.has(CORRECTION_KEY) or correction is None or correction.rollout_is is not None:
         return
     page = "docs/your-job.md#is-the-correction-on"

@@ -108,6 +108,7 @@ class HostNeed:
         room = self._room(machine)
         if room < LEAST_OF_NEED * self.kv_bytes:
             return 0
+        # Rounded down: the pool is taken whole at the start, and a GiB too much may not be there.
         return int(min(math.ceil(self.kv_bytes / GIB / self.engines), room / GIB / self.engines))
 
     def suffices_for_more(self, gib_for_each_engine: float) -> bool:
@@ -117,6 +118,7 @@ class HostNeed:
     def _room(self, machine: Machine) -> float:
         if machine.host_bytes is None:
             return 0
+        # Half, of /dev/shm too: Ray's object store and weight buffers lie there as well.
         room = KV_SHARE * max(0, machine.host_bytes - self.state_bytes)
         return min(room, KV_SHARE * (machine.shm_bytes or 0)) if machine.offloads_to_shm else room
 
@@ -168,6 +170,7 @@ def device_need(config: DictConfig, sizes: ModelSizes) -> DeviceNeed | str:
     models = config.actor_rollout_ref
     share = models.rollout.gpu_memory_utilization
     tokens = _row_tokens(config)
+    # Any unknown number ends the arithmetic: a run that would have run must not run out of memory (docs/design/0010).
     unknown = _uncounted_on_device(config)
     if unknown or tokens is None or not 0 < (share or 0) < 1:
         return unknown or (
@@ -175,10 +178,14 @@ def device_need(config: DictConfig, sizes: ModelSizes) -> DeviceNeed | str:
         )
     sharded = models.actor.fsdp_config
     devices = num_devices(config)
+    # verl's -1, like any size that is no part of the devices, shards over all of them.
     shards = sharded.fsdp_size if 0 < (sharded.get("fsdp_size") or 0) < devices else devices
     each = FLOAT_BYTES.get(str(sharded.get("model_dtype")), 2)
+    # A reference has weights only.
     copies = TRAINED_COPIES + has_own_reference(config)
+    # Two layers, since one is gathered while the one before computes; embedding and head have a row for each word.
     gathered = 2 * sizes.num_parameters // sizes.layers + 2 * sizes.vocabulary * sizes.hidden
+    # Fused kernels never have the logits of a whole row.
     logits = 0 if models.model.use_fused_kernels else LOGIT_BYTES * sizes.vocabulary
     of_a_token = 2 * sizes.layers * sizes.hidden + LAYER_BYTES * sizes.hidden + logits
     state = each * (copies * sizes.num_parameters // shards + gathered)
@@ -206,6 +213,7 @@ def _row_tokens(config: DictConfig) -> int | None:
         if rows is None:
             return None
         bounds = [rows * longest]
+    # A sample that is longer than the bound is still trained, in a row of its own.
     return max(longest, OmegaConf.select(config, f"{BLOCK}.packing.token_budget") or 0, *bounds)
 
 
@@ -222,6 +230,7 @@ def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed
     if engines < 1:
         return None
     tokens = data.max_prompt_length + data.max_response_length
+    # Rounded up for each engine: where slots do not divide, some engine has one more.
     slots = math.ceil(num_slots / max(1, num_devices(config) // devices)) * engines
     return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
 
@@ -264,6 +273,7 @@ def _state_bytes(config: DictConfig, sizes: ModelSizes) -> int:
     """
     models = config.actor_rollout_ref
     sharded = models.actor.get("fsdp_config") or {}
+    # A checkpoint takes as much for a while as offloading does for good.
     stays = sharded.get("param_offload") or sharded.get("optimizer_offload")
     bytes_each = STATE_BYTES if may_save(config) or stays else FLOAT_BYTES["float32"]
     state = bytes_each * _copies(config, sharded.get("fsdp_size"))
@@ -349,6 +359,7 @@ def _model_folder(path: str) -> Path | None:
 
 
 def _is_plain(model: Mapping[str, Any]) -> bool:
+    # Qwen's files have a window's size beside the switch that turns it off.
     windows = bool(model.get("use_sliding_window", model.get("sliding_window")))
     others = set(model.get("layer_types") or ()) - {"full_attention"}
     known = all(isinstance(model.get(name), int) for name in SIZES)

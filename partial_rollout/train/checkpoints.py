@@ -111,6 +111,7 @@ class CheckpointKeeper:
     def before_save(self, step: int) -> None:
         """A folder of that step is no longer whole: it is written over."""
         folder = self._root / f"global_step_{step}"
+        # Before anything is written over: a run that is killed now must not leave a manifest over a mixture.
         (folder / MANIFEST).unlink(missing_ok=True)
         if self._by_time:
             (folder / BY_TIME).parent.mkdir(parents=True, exist_ok=True)
@@ -121,10 +122,12 @@ class CheckpointKeeper:
 
         Returns its bytes; 0: not known.
         """
+        # With async_save verl may still be writing here, and a manifest would vouch for files that are half there.
         num_bytes = mark_whole(self._root / f"global_step_{step}") if self._marks else 0
         self._own.add(step)
         if self._by_time:
             self._num_bytes = num_bytes or self._num_bytes
+        # Only now: until the new checkpoint is whole, the old one is the only one to go on from.
         if self._removes:
             prune(self._root, self._keep, among=self._own)
         return num_bytes
@@ -190,6 +193,7 @@ def choose_checkpoint(root: Path, *, folder_key: str = FOLDER_KEY) -> int | None
     named = _read_tracker(root)
     if named in steps and not missing_parts(steps[named], was_finished=True):
         return named
+    # Here nobody says that a save had ended, so even parts that verl can start without must be there.
     for step in sorted(steps, reverse=True):
         if not missing_parts(steps[step]):
             logger.warning("%s: %s; this run goes on from step %d", root, _what_is_wrong(root, named, steps), step)

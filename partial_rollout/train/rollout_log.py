@@ -145,6 +145,7 @@ class RunLog:
                 timeout_s=READ_TIMEOUT_S,
                 who_waits=f"trainer waits for the log of rollouts in {folder}",
             )
+        # Without its log a new start generates again; a run that ended for its log would cost more.
         except (OSError, WaitTimeout) as error:
             logger.warning("there is no log of rollouts, the run goes on without it: %s", error)
             return
@@ -154,6 +155,7 @@ class RunLog:
         if why_not:
             logger.warning("responses that were logged after step %d are generated again: %s", base_step, why_not)
         self._use(plan)
+        # Before the replay: its trajectories are written again, into this start's own files.
         self._open(LogFolder(str(folder), self._number, base_step), plan.through)
         if plan.places:
             self._replayed_folder = folder.name
@@ -164,6 +166,7 @@ class RunLog:
     def _read(self, folder: Path, base_step: int) -> tuple[int, History, int, str]:
         """Free bytes on the disk, then as `read_history`."""
         if self._config.trainer.resume_mode == "disable":
+            # The run begins afresh: what is here would be replayed after a checkpoint of the same step.
             shutil.rmtree(self._root, ignore_errors=True)
         self._root.mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(self._root).free, *read_history(folder, base_step, self._world)
@@ -176,10 +179,12 @@ class RunLog:
         names: list[str] = []
         for number, (uid, prompt) in enumerate(zip(uids, prompts, strict=True), self._num_admitted):
             old, asked = self._plan.names.get(number, ("", ""))
+            # A number is not enough: another data file or order would give an old name to another prompt.
             if old and asked != prompt:
                 self._break_off(f"prompt {number + 1} of the run is another one than before")
                 old = ""
             names.append(old or uid)
+        # Replayed ones too: the next start takes the name of a prompt from the latest file that has its number.
         self._writer.append(encode(Admitted(first=self._num_admitted, uids=names, prompts=list(prompts))))
         self._num_admitted += len(names)
         return names
@@ -190,6 +195,7 @@ class RunLog:
 
     def require_coming(self, step: int) -> None:
         """Prompts of the wanted batch are missing: end the replay unless they are still to be admitted."""
+        # A prompt that is still to be admitted is on its way; any other one has been dropped, and never comes.
         if not any(self._coming.get(uid, -1) >= self._num_admitted for uid in self.wanted(step)):
             self._break_off(f"a prompt of the batch of step {step} has left the queue", through=step - 1)
 
@@ -197,6 +203,7 @@ class RunLog:
         """A batch was taken; returns how many of its trajectories were not generated for it in this start."""
         members = [Group(each.uid, [(t.key, t.log_checksum) for t in each.trajectories]) for each in groups]
         self._writer.append(encode(Taken(step=step, groups=members)))
+        # Read before the batch leaves `_waiting`.
         self.has_replayed = bool(self.wanted(step))
         if not self.has_replayed:
             return 0
@@ -221,6 +228,7 @@ class RunLog:
 
     def after_save(self, step: int) -> None:
         """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
+        # Workers may still have places in the folder that they replay from; it goes with the next checkpoint.
         kept, self._replayed_folder = {f"after_step_{step}", self._replayed_folder}, ""
         self._writer.remove(self._root, but=kept)
 
@@ -242,6 +250,7 @@ class RunLog:
         logger.warning("the replay of logged responses ends before step %d: %s", through + 1, why)
         self._use(Plan(through=through))
         self._writer.append(encode(Abandoned(holds_through=through)))
+        # Workers forget their places too, or they would answer for prompts of another history.
         self._replay({})
 
     def _open(self, folder: LogFolder, holds_through: int) -> None:
@@ -322,6 +331,7 @@ def read_history(folder: Path, base_step: int, now: Mapping[str, str]) -> tuple[
         if why := _why_not(opened, now):  # training has gone on without what files before have
             history, why_not = History(), why
             continue
+        # The trainer's file first: it says which records of earlier starts are void.
         for record in records:
             history.tell(record)
         why_not = ""

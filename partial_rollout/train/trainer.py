@@ -231,6 +231,7 @@ class PartialRolloutTrainer(PPOTrainer):
             super().fit(agent_loop_manager)
             is_complete = True
         except Exception as error:
+            # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
             named = self.watch.explain(error)
             self._save_last_checkpoint()
             if named is error:
@@ -277,6 +278,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
         self._doing = f"trained step {self.global_steps}"
+        # Before the drain: afterwards engines hold nothing that tells how full they were.
         self._tune()
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
@@ -419,6 +421,7 @@ class PartialRolloutTrainer(PPOTrainer):
         """Save where `save_minutes` says so, at the place in a step at which verl saves by steps."""
         if not self._cadence.is_due(self.global_steps, is_last=self.global_steps >= self.total_training_steps):
             return
+        # A checkpoint now would separate the batches that are still to be replayed from the others.
         if self._log is not None and self._log.is_replaying:
             return
         if lack := self._checkpoints.lack_of_room():
@@ -443,6 +446,7 @@ class PartialRolloutTrainer(PPOTrainer):
         last, self._doing = self._last_checkpoint, "saved its last checkpoint"
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
             return
+        # verl's saving takes folder and contents by `global_steps`: here the last step that is whole.
         self.global_steps, step = last.step or 0, self.global_steps
         if last.save(drain, lambda: self._ask(self.manager.statistics.remote()).taken, self._save_checkpoint):
             logger.info("step %d is saved: the same command goes on from it", self.global_steps)
@@ -530,6 +534,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._events.write(Choice(step=self.global_steps, key=key, before=before, after=after, reason=reason))
 
     def _note_gate(self, *, is_open: bool, seconds: float, interrupted: int = 0) -> None:
+        # A gate closes on tokens of the weights from before this step's update.
         version = self.global_steps if is_open else self.global_steps - 1
         moved = GateMoved(
             step=self.global_steps, version=version, is_open=is_open, seconds=seconds, interrupted=interrupted

@@ -1,4 +1,4 @@
-"""The books of the queue: which prompts are in flight and which are done, how many have left; and all as one value."""
+"""The ledger of the queue: which prompts are in flight and which are done, how many have left; and all as one value."""
 
 from __future__ import annotations
 
@@ -167,10 +167,12 @@ class Ledger:
 
     def differences(self, held: Mapping[str, Iterable[str]]) -> list[str]:
         """What does not add up, in words, when prompts are `held` in these states; empty if all does."""
+        # By prompt and not by sums: a prompt that is lost and another one that is held twice would add up.
         states: defaultdict[str, list[str]] = defaultdict(list)
         for state, uids in held.items():
             for uid in uids:
                 states[uid].append(state)
+        # Names, and not counts: whoever looks for the bug needs a uid that he finds in events and log.
         found = [f"prompt {uid} is {' and '.join(where)}" for uid, where in states.items() if len(where) > 1]
         found += [f"prompt {uid} is lost" for uid in sorted(self._in_flight - states.keys())]
         found += [f"prompt {uid} is {states[uid][0]}, but has left" for uid in sorted(states.keys() - self._in_flight)]
@@ -182,6 +184,7 @@ class Ledger:
 
     def _leave(self, uid: str) -> None:
         self._in_flight.remove(uid)
+        # Remembered in the order of leaving, so that the first one is the one to forget.
         self._left[uid] = None
         if len(self._left) > self._num_remembered:
             self._left.popitem(last=False)
@@ -194,6 +197,7 @@ def count(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> QueueStatistics:
         pending=rounds.num_pending,
         ongoing=len(claims.ongoing),
         deferred=len(rounds.deferred),
+        # Too old ones stay done in the counts until their rows are cleared: conservation knows no state between.
         done=len(ledger.done) + ledger.num_too_old,
         taken=ledger.taken,
         dropped=dict(ledger.dropped),
@@ -228,6 +232,8 @@ def save(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> QueueSnapshot:
         pending=_metas(pending),
         ongoing=_metas(ongoing),
         deferred=_metas(deferred),
+        # `clearing` is empty: the trainer ends a clearing in the call that has taken the batch, and saves later. Groups
+        # that expired are saved as done: the bound of the run that goes on says whether they are too old.
         done=tuple(entry.group for held in (ledger.expired, ledger.done) for entry in held.values() if entry.group),
         admitted=ledger.admitted,
         taken=ledger.taken,

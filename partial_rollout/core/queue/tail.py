@@ -137,6 +137,7 @@ class Wait:
 
     def plan(self, view: RoundView) -> RoundPlan:
         """One batch; what another policy left behind before a restart comes first."""
+        # No more than the batch lacks: this policy interrupts nothing, so the step would wait for whatever goes on.
         resumed = min(len(view.deferrals), max(0, self.batch - view.done))
         return _filled("whole", view, self.batch, resumed=resumed, required=resumed)
 
@@ -213,6 +214,7 @@ class FewAtATime(Reorder):
 
 def _filled(kind: str, view: RoundView, size: int, *, resumed: int = 0, required: int = 0) -> RoundPlan:
     """A round of `size` groups: those done before, then resumed ones; pending ones before fresh ones fill the rest."""
+    # Groups that are done already are trained in this round too, so fewer have to start.
     started = max(0, size - view.done - resumed)
     return RoundPlan(kind, resumed, required, started, num_fresh=max(0, started - view.pending))
 

@@ -131,6 +131,7 @@ class SenderMachine(Endpoint):
             self._check_update(message.protocol, message.update_number)
             self._peer_nonce, self.peer_device = message.nonce, message.device
         elif isinstance(message, Attached):
+            # The buffers are handed over by now, but no weights: those follow in the first bucket.
             self._check_proof(message.proof, self._proof("receiver", self._peer_nonce, self._nonce))
             self.handles = message.handles
         elif isinstance(message, Free):
@@ -160,6 +161,7 @@ class SenderMachine(Endpoint):
             raise WeightProtocolError(
                 f"buffer {buffer} cannot be sent in state {self.state.name}, in use: {self._in_use}"
             )
+        # By index and not by buffer: a Free of an earlier bucket must not free what the buffer holds now.
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
         self._in_use[index] = buffer
         return Bucket(index, buffer, fragments)
@@ -256,6 +258,7 @@ class ReceiverMachine(Endpoint):
         Raises:
             WeightProtocolError: the numbers differ: something was lost.
         """
+        # Counted at both ends: each bucket was valid by itself, so nothing else would tell that some never came.
         if sent != received:
             self.state = State.FAILED
             raise WeightProtocolError(f"the stream is truncated: {sent} was sent, {received} arrived")
