@@ -173,7 +173,7 @@ class FakeServer(PartialRolloutServer):
         self._init_gate(settings or PartialRolloutConfig())
 
     async def launch_server(self) -> None:
-        await self.run_server(None)
+        await self.run_server(SimpleNamespace(api_key=None, middleware=[]))
 
     async def run_server(self, args: Any) -> None:
         self._launch_args = args

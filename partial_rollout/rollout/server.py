@@ -44,6 +44,7 @@ from partial_rollout.rollout.engine_process import (
     title_of,
 )
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
+from partial_rollout.rollout.http_server import require_key, stop_http_server
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.rollout.progress_watch import ProgressWatch
 from partial_rollout.runtime.death_watch import Parking, last_lines, own_log
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "partial_rollout.weights.worker.WorkerExtension"
-HTTP_STOP_S = 5.0
-"""How long the HTTP server's task may take to end. It ends at once when cancelled, unless the event loop is stuck."""
 ENGINE_STOP_S = 20.0
 """How long an engine core may take to end by itself before it is killed."""
 BROKEN_ENGINE_STOP_S = 2.0
@@ -129,8 +128,9 @@ class PartialRolloutServer(ChannelServer):
         await super().launch_server(*args, **kwargs)
 
     async def run_server(self, args: Any) -> None:
-        """Start engine and HTTP server, then put the gate in front of the engine."""
+        """Start engine and HTTP server, which asks for a key, then put the gate in front of the engine."""
         self._launch_args = args
+        await asyncio.to_thread(require_key, args, events_folder(self.settings))
         await super().run_server(args)
         self._attach_engine(self.engine)
 
@@ -420,15 +420,10 @@ class PartialRolloutServer(ChannelServer):
             await self._stop_engine(ENGINE_STOP_S)
 
     async def _stop_engine(self, grace_s: float) -> None:
-        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards.
-
-        The old port goes on listening: verl keeps the HTTP server's task, not the server that could close it.
-        """
+        """Stop the HTTP server and end the engine's processes, however they are; their memory is free afterwards."""
         if self._watch is not None:
             self._watch.stop()
-        self._server_task.cancel()
-        if not (await asyncio.wait([self._server_task], timeout=HTTP_STOP_S))[0]:
-            raise WaitTimeout(f"{self._name}: the HTTP server did not end within {HTTP_STOP_S:g} s")
+        await stop_http_server(self._server_task, self._name)
         # Workers whose core was killed have lost their parent, and are no descendants of this process any more.
         processes = {*self._engine_processes, *engine_processes()}
         stop = asyncio.to_thread(self.engine.shutdown, timeout=grace_s)

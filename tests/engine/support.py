@@ -8,6 +8,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import psutil
 import ray
@@ -136,6 +138,18 @@ async def launch(config: DictConfig, replica_rank: int = 0) -> PartialRolloutRep
 def make_router(replica: PartialRolloutReplica) -> Any:
     """verl's load balancer over this one replica."""
     return get_router_handle(servers={replica.server_address: replica.server_handle})
+
+
+def http_status(address: str, path: str, key: str | None = None) -> int:
+    """What an engine's HTTP server answers; 0: nobody listens."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urlopen(Request(f"http://{address}{path}", headers=headers), timeout=CALL_S) as answer:
+            return answer.status
+    except HTTPError as refusal:
+        return refusal.code
+    except URLError:
+        return 0
 
 
 async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStatistics], bool]) -> RolloutStatistics:

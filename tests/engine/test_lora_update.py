@@ -9,6 +9,8 @@ import torch
 
 pytestmark = pytest.mark.engine
 
+EVENTS = "+actor_rollout_ref.rollout.custom.partial_rollout.events"
+
 
 @pytest.fixture(scope="module")
 def lora(engine_cluster, tmp_path_factory):
@@ -18,7 +20,8 @@ def lora(engine_cluster, tmp_path_factory):
 
     path = tmp_path_factory.mktemp("lora")
     model = support.make_model(path, seed=41)
-    config = support.make_config(path, **{"actor_rollout_ref.model.lora_rank": 8})
+    options = {"actor_rollout_ref.model.lora_rank": 8, EVENTS: path / "events"}
+    config = support.make_config(path, **options)
     for engine in run_engine(path, config, replica_rank=5):
         yield engine, support.ChannelDriver(engine.replica), model
 
@@ -51,6 +54,22 @@ async def test_an_adapter_the_model_cannot_take_is_an_error(lora):
     changed = {name.replace("q_proj", "no_such_proj"): tensor for name, tensor in tensors.items()}
     with pytest.raises(WeightUpdateError, match=r"version 5.*layers.0.self_attn.no_such_proj.* belongs to no module"):
         await asyncio.to_thread(driver.update, changed.items, 5, peft_config=peft_config)
+
+
+async def test_an_engine_over_http_asks_for_the_key_of_the_run_and_a_relaunched_one_leaves_no_port(lora):
+    from partial_rollout.rollout.http_server import KEY_FILE
+    from tests.engine.support import CALL_S, http_status
+
+    engine, _, _ = lora
+    server = engine.replica.server_handle
+    key = (engine.model_path / "events" / KEY_FILE).read_text().strip()
+    old = await asyncio.wait_for(server.get_server_address.remote(), CALL_S)
+    await engine.replica.relaunch()
+    new = await asyncio.wait_for(server.get_server_address.remote(), CALL_S)
+    (was, now) = (f"{host}:{port}" for host, port in (old, new))
+    assert http_status(was, "/health") == 0
+    assert [http_status(now, path) for path in ("/health", "/metrics")] == [200, 200]
+    assert [http_status(now, "/v1/models", given) for given in (None, "another", key)] == [401, 401, 200]
 
 
 async def test_a_relaunched_engine_loads_its_base_weights_and_takes_the_adapter_again(lora):

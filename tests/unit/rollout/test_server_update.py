@@ -11,8 +11,7 @@ pytest.importorskip("vllm")
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
-from partial_rollout.rollout import control
-from partial_rollout.rollout import server as server_module
+from partial_rollout.rollout import control, http_server
 from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
 from tests.fake_engine import FakeEngine, FakeServer
@@ -200,7 +199,7 @@ async def test_an_engine_that_does_not_start_again_is_told_with_what_was_wrong_b
 
 
 async def test_an_http_server_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(server_module, "HTTP_STOP_S", 0.05)
+    monkeypatch.setattr(http_server, "STOP_S", 0.05)
     server = await launched()
     may_end = asyncio.Event()
 
