@@ -16,7 +16,8 @@ PartialRolloutError
 ├── ClusterError            Ray cannot give or keep what the run needs
 │   ├── ResourcesUnavailable
 │   ├── ActorLost           an actor of ours died or its main loop ended
-│   │   └── TaskRunnerLost      the one in which training runs
+│   │   ├── TaskRunnerLost      the one in which training runs
+│   │   └── RayProcessLost      Ray's GCS or raylet, which the command had started
 │   ├── JournalUnreadable   the prompt manager cannot go on where its process died; names the file
 │   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
 ├── EngineError             the inference engine
@@ -126,6 +127,10 @@ class TaskRunnerLost(ActorLost):
     def __init__(self, death: Death) -> None:
         super().__init__(str(death))
         self.death = death
+
+
+class RayProcessLost(ActorLost):
+    """A process of Ray itself died, without which none of the run's can go on."""
 
 
 class JournalUnreadable(ClusterError):

@@ -15,11 +15,21 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayError
 
-from partial_rollout.errors import ClusterError, ConfigError, PartialRolloutError, UserError, WaitTimeout
+from partial_rollout.errors import (
+    ClusterError,
+    ConfigError,
+    PartialRolloutError,
+    RayProcessLost,
+    UserError,
+    WaitTimeout,
+)
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import Fault, events_folder
+from partial_rollout.runtime.death_watch import describe
 from partial_rollout.runtime.placement import on_this_node
+from partial_rollout.runtime.processes import RAYLET
 from partial_rollout.runtime.prompt_manager import find_manager
+from partial_rollout.runtime.ray_watch import RayWatch
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts
 from partial_rollout.runtime.runner_watch import RunnerWatch
@@ -31,13 +41,11 @@ from partial_rollout.settings.retention import may_save
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from partial_rollout.errors import TaskRunnerLost
+    from partial_rollout.errors import ActorLost
     from partial_rollout.settings.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
-RAYLET = "raylet"
-"""Ray's own process of a node, by its name for the operating system."""
 SHUTDOWN_S = 30.0
 """Ray ends within seconds."""
 ASK_S = 10.0
@@ -98,9 +106,9 @@ def shut_down_ray() -> None:
 def _end_raylets() -> None:
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # ended meanwhile
-            if child.name() == RAYLET:
+            if child.name() == RAYLET.role:
                 text = f"Ray has not ended within {SHUTDOWN_S:g} s: its raylet (pid {child.pid}, {child.status()})"
-                fault = Fault(role=RAYLET, name=RAYLET, pid=child.pid, text=text, action="it is killed")
+                fault = Fault(role=RAYLET.role, name=RAYLET.role, pid=child.pid, text=text, action="it is killed")
                 logger.warning("%s is killed", text, extra={"event": fault})
                 child.kill()
 
@@ -213,23 +221,27 @@ class StartedRunner:
         who_waits = "the driver waits for the task runner's process to start"
         watch = None if math.isinf(self._claim_s) else RunnerWatch(self._claim_s)
         try:
-            wait_for(runner.__ray_ready__.remote(), timeout_s=self._timeout_s, who_waits=who_waits)
+            place = wait_for(runner.__ray_call__.remote(describe), timeout_s=self._timeout_s, who_waits=who_waits)
         except WaitTimeout as error:
             raise ClusterError(
                 f"{error}. Perhaps no node has room for it, or the machine is too busy: raylet.out below "
                 "/tmp/ray/session_latest/logs has the reason. partial_rollout.timeouts.start_s sets the bound"
             ) from None
-        self._started.append(RunningRunner(runner, watch))
+        self._started.append(RunningRunner(runner, watch, RayWatch(place)))
         return self._started[-1]
 
-    def explain(self, error: RayError) -> RayError | TaskRunnerLost:
-        """The error that names the task runner, where `error` says that it has died while it trained."""
+    def explain(self, error: RayError) -> RayError | ActorLost:
+        """The error that names the process of Ray, or the task runner, where one has died while it trained."""
+        for death in (runner.ray_watch.death() for runner in self._started):
+            if death is not None:
+                return RayProcessLost(str(death))
         watches = [runner.watch for runner in self._started if runner.watch is not None]
         return watches[-1].explain(error) if watches else error
 
     def stop(self) -> None:
         """Training has ended, and Ray may be shut down."""
         for runner in self._started:
+            runner.ray_watch.stop()
             if runner.watch is not None:
                 runner.watch.stop()
 
@@ -237,9 +249,9 @@ class StartedRunner:
 class RunningRunner:
     """The task runner's actor as `run_ppo` uses it: `runner.run.remote(config)`."""
 
-    def __init__(self, actor: Any, watch: RunnerWatch | None) -> None:
-        """`watch` tells whether the actor is frozen."""
-        self.actor, self.run, self.watch = actor, self, watch
+    def __init__(self, actor: Any, watch: RunnerWatch | None, ray_watch: RayWatch) -> None:
+        """`watch` tells whether the actor is frozen, `ray_watch` whether Ray lives."""
+        self.actor, self.run, self.watch, self.ray_watch = actor, self, watch, ray_watch
         self.runs: list[ray.ObjectRef[Any]] = []
         """The calls of `run`."""
 
@@ -250,5 +262,6 @@ class RunningRunner:
         else:
             ref = self.actor.run.remote(config, self.watch.witness)
             self.watch.begin(self.actor)
+        self.ray_watch.begin()
         self.runs.append(ref)
         return ref

@@ -124,6 +124,14 @@ def run_job(task: Path, folder: Path, *overrides: str) -> Job:
     return _ended(process, output, folder, mark)
 
 
+def saved_step(folder: Path) -> int:
+    """The step of the last checkpoint in a job's folder, which is whole."""
+    checkpoints = folder / "checkpoints"
+    step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert (checkpoints / f"global_step_{step}/partial_rollout/whole.json").exists()
+    return step
+
+
 def run_job_and_look(task: Path, folder: Path, *overrides: str, after: str, look: Callable[[], T]) -> tuple[Job, T]:
     """As `run_job`, but call `look` in a thread when the job's log first says `after`; it must end with the job."""
     mark, lines, looking = uuid.uuid4().hex, [], None

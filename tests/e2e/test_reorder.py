@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
-from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, traced, with_critic
+from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, saved_step, traced, with_critic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +99,7 @@ def test_deferred_groups_are_trained_together_with_the_tokens_they_had(
     assert len(uids) == len(set(uids)) == 64
 
 
-def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_leaves_nothing(
+def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_saves_all_steps_and_leaves_no_process(
     task: Path, options: list[str], short_rounds: tuple[Path, Job], tmp_path: Path
 ) -> None:
     """Ten groups a round, four of them deferred, of which a batch takes what the fresh short ones leave room for."""
@@ -116,4 +116,5 @@ def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_leaves_nothing
 
     assert job.code == INTERRUPTED_CODE
     assert "error: stopped by Ctrl-C or SIGTERM" in job.output
+    assert saved_step(tmp_path) == job.steps[-1]["training/global_step"] >= 6
     assert job.survivors == []

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.conftest import FLAG, LONG, SHORT, Job, is_conserved, run_job, run_job_and_signal, with_lengths
+from tests.e2e.conftest import (
+    FLAG,
+    LONG,
+    SHORT,
+    Job,
+    is_conserved,
+    run_job,
+    run_job_and_signal,
+    saved_step,
+    with_lengths,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +61,7 @@ def _rows(job: Job) -> list[list[int]]:
     return [[int(index) for index in event["source_index"]] for event in job.events[:STEPS]]
 
 
-def test_groups_past_the_bound_are_dropped_and_an_agent_loop_that_always_fails_ends_the_run(
+def test_groups_past_the_bound_are_dropped_and_an_agent_loop_that_always_fails_ends_the_run_which_saves_its_steps(
     task: Path, tmp_path: Path
 ) -> None:
     """All rows after the first 80 have that agent loop."""
@@ -70,6 +80,7 @@ def test_groups_past_the_bound_are_dropped_and_an_agent_loop_that_always_fails_e
     assert job.code == 2
     assert "prompts were dropped and replaced during the wait for one batch" in job.output
     assert "RuntimeError: the tool server is down" in job.output
+    assert saved_step(tmp_path) == job.steps[-1]["training/global_step"]
 
 
 def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_relaunched_ends_the_run_with_its_name(

@@ -25,6 +25,7 @@ from partial_rollout.observability.events import (
     StageBegan,
     StepEnded,
 )
+from partial_rollout.runtime import processes, ray_watch
 from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, task, traced
 
 if TYPE_CHECKING:
@@ -41,12 +42,9 @@ DRIVER = "driver"
 """Stands for the command itself; a client of the nursery passes its signals on."""
 EVERYTHING = "everything"
 """Stands for the command with all of its processes, as when the machine goes down."""
-RAYLET = "raylet"
-"""Ray's own process of the node; titles of Ray's own processes are there in any job."""
-GCS = "gcs_server"
-"""Ray's own process of the cluster, which has its tables."""
-CORE = "EngineCore"
-"""In the name of an engine's first process."""
+RAYLET = processes.RAYLET.role
+CORE, WORKER = "EngineCore", "Worker"
+"""In the names of an engine's first process, and of those that it starts."""
 LOOK_S = 0.1
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 
@@ -76,6 +74,12 @@ class Blow:
             # Not when the gates open: the step before ends a little later, with its metrics.
             return any(isinstance(e, StepEnded) and e.step == self.step - 1 for e in events)
         return any(isinstance(e, BatchTaken) and e.step == self.step for e in events)
+
+
+def blow_at(kind: processes.Kind, step: int, phase: str = GENERATING) -> Blow:
+    """What kills a process of this kind. An engine's processes have one role in the events, and a name each."""
+    names = {processes.ENGINE: CORE, processes.ENGINE_WORKER: WORKER}
+    return Blow(processes.ENGINE.role if kind in names else kind.role, step, phase, name=names.get(kind, ""))
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,9 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
             if _has_mark(process, mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-    elif blow.role in (RAYLET, GCS):
-        (own,) = (each for each in psutil.process_iter(["name"]) if each.name() == blow.role and _has_mark(each, mark))
+    elif blow.role in (kind.role for kind in ray_watch.TITLES.values()):
+        (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
+        (own,) = (each for each in psutil.process_iter(["name"]) if each.name() == title and _has_mark(each, mark))
         own.send_signal(blow.number)
     else:
         os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)

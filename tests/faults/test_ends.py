@@ -12,7 +12,6 @@ from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
 if TYPE_CHECKING:
     from pathlib import Path
 
-TO_NOTICE_S = 10.0
 TO_END_S = 90.0
 ROLES = {
     GENERATING: processes.TRAINING_RANK.role,
@@ -32,7 +31,7 @@ def test_a_dead_process_ends_the_run_and_is_named(
     fault = struck.faults[0]
     assert fault.role == role
     assert fault.pid
-    assert struck.seconds_to_notice() < TO_NOTICE_S
+    assert struck.seconds_to_notice() < processes.NOTICED_S
     assert struck.seconds_to_end < TO_END_S
     assert struck.job.code == 1
     assert f"error: training failed: ActorLost: {role}" in struck.job.output

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.observability.events import BatchTaken, StepEnded
-from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import CORE, Blow, options, strike
+from tests.faults.conftest import blow_at, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 3000.0
-"""Limit of a job that starts training eight times again."""
+"""Limit of a job that starts training twelve times again."""
 FIRST = 2
 """The step in which the first process dies; a further one dies in each step that follows."""
-KINDS = [kind for _ in range(2) for kind in processes.KINDS]
+KINDS = [kind for _ in range(2) for kind in processes.SURVIVED]
 NUM_STEPS = FIRST + len(KINDS)
 
 
@@ -28,9 +27,7 @@ NUM_STEPS = FIRST + len(KINDS)
 def test_a_run_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
     task: Path, tmp_path: Path, report: dict[str, Any]
 ) -> None:
-    blows = [
-        Blow(kind.role, step, name=CORE if kind.role == ENGINE else "") for step, kind in enumerate(KINDS, start=FIRST)
-    ]
+    blows = [blow_at(kind, step) for step, kind in enumerate(KINDS, start=FIRST)]
     # One batch in flight: it is never complete when a process dies at its beginning.
     steps = [f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1"]
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows, limit_s=LIMIT_S)
@@ -47,7 +44,7 @@ def test_a_run_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
     assert all(is_conserved(event.metrics) for event in ended)
     assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
     assert Counter(fault.role for fault in struck.faults) >= Counter(
-        kind.role for kind in KINDS if kind is not processes.WITNESS
+        blow.role for blow in blows if blow.role != processes.WITNESS.role
     )
     # A batch whose training was cut off is trained again, with the weights of before.
     batches = {event.step: event for event in job.stream if isinstance(event, BatchTaken)}

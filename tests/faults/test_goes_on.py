@@ -13,15 +13,13 @@ from partial_rollout.observability.events import StepEnded
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import CORE, GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import CORE, GENERATING, TRAINING, WORKER, Blow, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TO_NOTICE_S = 10.0
 FROZEN_TO_NOTICE_S = 60.0
 CLAIM_S = 10.0
-TO_REPLACE_S = 30.0
 BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
     Blow(processes.AGENT_LOOP_WORKER.role, 3),
@@ -29,6 +27,8 @@ BLOWS = [
     Blow(processes.AGENT_LOOP_WORKER.role, 5, TRAINING),
 ]
 NUM_STEPS = 6
+SECOND_WORKER = f"{WORKER}_TP1"
+"""In vLLM's title of the process."""
 
 
 def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
@@ -41,6 +41,7 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path
     }
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == roles
+    assert max(report["known_and_replaced_s"]) < processes.REPLACED_S
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
@@ -64,7 +65,7 @@ def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: P
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == [role] * len(blows)
     assert all("no sign of life" in fault.text for fault in struck.faults)
-    assert struck.seconds_to_notice(0) < CLAIM_S + TO_REPLACE_S
+    assert struck.seconds_to_notice(0) < CLAIM_S + processes.REPLACED_S
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
@@ -92,9 +93,35 @@ def test_an_engine_that_is_killed_or_frozen_is_started_again(
     report |= {"noticed_s": [round(struck.seconds_to_notice(blow), 1) for blow in (0, 2)]}
     assert job.code == 0, job.output[-4000:]
     assert {fault.role for fault in struck.faults} == {ENGINE}
-    assert struck.seconds_to_notice(0) < TO_NOTICE_S
+    assert struck.seconds_to_notice(0) < processes.NOTICED_S
     assert struck.seconds_to_notice(2) < FROZEN_TO_NOTICE_S
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
+
+
+def test_a_worker_of_a_tensor_parallel_engine_that_is_killed_alone_costs_no_restart(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    """The other worker and the engine core live; vLLM ends them, and the run gives the server another engine."""
+    blows = [Blow(ENGINE, 2, name=SECOND_WORKER), Blow(ENGINE, 3, TRAINING, name=SECOND_WORKER)]
+    steps = [
+        "trainer.total_training_steps=4", "partial_rollout.prefetch_factor=1",
+        "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    job = struck.job
+    report |= {"role": processes.ENGINE_WORKER.role, "code": job.code, "steps": len(job.steps)}
+    report |= {"noticed_s": round(struck.seconds_to_notice(), 1), "actions": [f.action for f in struck.faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert {fault.role for fault in struck.faults} == {ENGINE}
+    assert struck.seconds_to_notice() < processes.NOTICED_S
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, 5))
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
@@ -124,6 +151,7 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
     assert job.code == 0, job.output[-4000:]
     assert len(told) == len(blows)
+    assert max(report["known_and_started_s"][:2]) < processes.REPLACED_S
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
     assert all(is_conserved(step) for step in job.steps)
@@ -156,6 +184,7 @@ def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == [role] * len(blows)
     assert all("was started again" in fault.action for fault in struck.faults)
+    assert max(report["known_s"][:2]) < processes.REPLACED_S
     assert re.search("no sign of life|not answered in time", struck.faults[-1].text)
     assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(step) for step in job.steps)

@@ -15,7 +15,6 @@ from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
 if TYPE_CHECKING:
     from pathlib import Path
 
-TO_NOTICE_S = 10.0
 LIMIT_S = 1800.0
 """Limit of a job that starts four times again."""
 FIRST = 2
@@ -36,11 +35,14 @@ def test_a_run_starts_again_after_the_death_of_any_process_that_it_needs(
     job, faults = struck.job, struck.faults
     ended = [event for event in job.stream if isinstance(event, StepEnded)]
     assert job.code == 0, job.output[-4000:]
-    known_s = [round(fault.t - at_s, 1) for fault, at_s in zip(faults, struck.at_s, strict=False)]
+    # Of its own role: processes that end with Ray's may be told of as well.
+    known_s = [
+        round(next(fault.t for fault in faults if fault.role == role and fault.t > at_s) - at_s, 1)
+        for role, at_s in zip(roles, struck.at_s, strict=True)
+    ]
     went_on_s = [round(next(e.t for e in ended if e.t > at_s) - at_s, 1) for at_s in struck.at_s]
     report |= {"roles": roles, "while": phase, "known_s": known_s, "step_done_s": went_on_s}
-    assert [fault.role for fault in faults] == roles
-    assert max(known_s) < TO_NOTICE_S
+    assert max(known_s) < processes.NOTICED_S
     assert [event.step for event in ended] == list(range(1, num_steps + 1))
     assert all(is_conserved(event.metrics) for event in ended)
     assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0

@@ -15,6 +15,7 @@ from partial_rollout import launch
 from partial_rollout.errors import ActorLost, ConfigError, InternalError
 from partial_rollout.observability.events import CheckpointSaved, EventWriter, StepEnded
 from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.types import Process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ def test_with_no_restarts_and_without_the_flag_a_death_ends_it(
 
 
 def test_a_raylet_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raylet = tmp_path / launch.RAYLET
+    raylet = tmp_path / launch.RAYLET.role
     raylet.symlink_to(shutil.which("cat") or "cat")
     pipe = subprocess.PIPE
     with subprocess.Popen([str(raylet)], stdin=pipe) as frozen, subprocess.Popen(["cat"], stdin=pipe) as other:
@@ -115,13 +116,13 @@ class ActorClass:
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
-        self.__ray_ready__ = self
+        self.__ray_call__ = self
 
     def options(self, **options: Any) -> ActorClass:
         self.asked = options
         return self
 
-    def remote(self) -> ActorClass:
+    def remote(self, *_given: Any) -> ActorClass:
         return self
 
 
@@ -131,7 +132,7 @@ def test_the_task_runner_is_on_the_node_of_the_driver_whatever_else_is_asked_for
     """Without a place Ray starts it on any node, and the run is lost with that node as well as with the driver's."""
     monkeypatch.setattr(launch, "heed_termination", lambda: None)
     monkeypatch.setattr(launch, "on_this_node", lambda: "the driver's node")
-    monkeypatch.setattr(launch, "wait_for", lambda *_given, **_named: None)
+    monkeypatch.setattr(launch, "wait_for", lambda *_given, **_named: Process("", ""))
     for named in ({}, {"runtime_env": {"nsight": "default"}}):
         actor_class = ActorClass()
         starting = launch.StartedRunner(actor_class, LIMIT_S)

@@ -1,0 +1,118 @@
+"""The driver's watch on those processes of Ray that it has started itself: GCS and raylet of a local Ray.
+
+    GCS or raylet dies ──> thread of the RayWatch ──SIGKILL──> task runner ──its end──> driver: the error names Ray's
+
+Without its GCS Ray's processes try to reach it for a minute; then Ray ends them, and the driver too, out of C++: no
+line of the driver runs any more. So the driver looks itself. It ends the task runner, for whose end it waits, and has
+the rest of that minute to shut Ray down; a new start has a Ray of its own. The processes of a cluster that was there
+before the command are not its children, and not watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import psutil
+
+from partial_rollout.observability.events import Fault
+from partial_rollout.runtime.death_watch import last_lines
+from partial_rollout.runtime.processes import GCS, RAYLET
+from partial_rollout.types import Death, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+logger = logging.getLogger(__name__)
+
+TITLES = {"gcs_server": GCS, "raylet": RAYLET}
+"""By what the operating system calls them."""
+LOOK_S = 1.0
+"""A look at two processes costs less than a thousandth of that."""
+
+
+def own_ray() -> dict[str, psutil.Process]:
+    """GCS and raylet that this process has started, by title."""
+    return {child.name(): child for child in _children() if child.name() in TITLES}
+
+
+def _children() -> Iterator[psutil.Process]:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile
+            if child.status() != psutil.STATUS_ZOMBIE:
+                yield child
+
+
+class RayWatch:
+    """begin -> watched, by a thread -> one has died: `death` says which, and the task runner is killed -> stop."""
+
+    def __init__(self, runner: Process, watched: Mapping[str, psutil.Process] | None = None) -> None:
+        """`runner` is the task runner's process, on this node; `watched` by title, else `own_ray`."""
+        self._runner = runner
+        found = own_ray() if watched is None else watched
+        self._watched = [(_place(title, process, runner.node), process) for title, process in found.items()]
+        self._death: Death | None = None
+        self._stopped, self._looking = threading.Event(), threading.Lock()
+
+    def begin(self) -> None:
+        """The task runner has been asked to train."""
+        if self._watched:
+            threading.Thread(target=self._run, daemon=True, name="ray-watch").start()
+
+    def stop(self) -> None:
+        """Training has ended, and Ray may be shut down."""
+        with self._looking:
+            self._stopped.set()
+
+    def death(self) -> Death | None:
+        """Which of Ray's processes has died, up to now; it is looked for once more."""
+        self.look()
+        return self._death
+
+    def look(self) -> None:
+        """Look whether all live; the first one that does not is told of, and the task runner is killed."""
+        with self._looking:
+            if self._death is None and not self._stopped.is_set():
+                dead = next((place for place, process in self._watched if not _runs(process)), None)
+                if dead is not None:
+                    self._tell(dead)
+
+    def _run(self) -> None:
+        while self._death is None and not self._stopped.wait(LOOK_S):
+            self.look()
+
+    def _tell(self, place: Process) -> None:
+        lines = last_lines(place.log) if place.log else ""
+        cause = "it was killed, or it crashed (the kernel's log has what was killed for want of memory)"
+        self._death = Death(place, cause, "belonged to the Ray that this command had started", lines)
+        action = (
+            "training ends, with this Ray; it is started again from its last checkpoint unless the log says why not"
+        )
+        where = {"role": place.role, "name": place.name, "node": place.node, "pid": place.pid}
+        logger.error(
+            "%s\n%s", self._death, action, extra={"event": Fault(**where, text=str(self._death), action=action)}
+        )
+        if self._runner.pid:  # 0 would be all processes of this one's group
+            _kill(self._runner.pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _place(title: str, process: psutil.Process, node: str) -> Process:
+    log = ""
+    with contextlib.suppress(OSError):
+        log = os.readlink(f"/proc/{process.pid}/fd/1")
+    return Process(TITLES[title].role, title, node, process.pid, log if os.path.isfile(log) else "")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
