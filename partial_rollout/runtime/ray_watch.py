@@ -3,9 +3,9 @@
     GCS or raylet dies ──> thread of the RayWatch ──SIGKILL──> task runner ──its end──> driver: the error names Ray's
 
 Without its GCS Ray's processes try to reach it for a minute; then Ray ends them, and the driver too, out of C++: no
-line of the driver runs any more. So the driver looks itself. It ends the task runner, for whose end it waits, and has
-the rest of that minute to shut Ray down; a new start has a Ray of its own. The processes of a cluster that was there
-before the command are not its children, and not watched.
+line of the driver runs any more. So the driver looks itself. It ends the task runner, for whose end it waits, and the
+raylet, which would wait for the GCS, and has the rest of that minute to shut Ray down. A new start has a Ray of its
+own. The processes of a cluster that was there before the command are not its children, and not watched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import psutil
 from partial_rollout.observability.events import Fault
 from partial_rollout.runtime.death_watch import last_lines
 from partial_rollout.runtime.processes import GCS, RAYLET
+from partial_rollout.runtime.run_restarts import runs
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _children() -> Iterator[psutil.Process]:
 
 
 class RayWatch:
-    """begin -> watched, by a thread -> one has died: `death` says which, and the task runner is killed -> stop."""
+    """begin -> watched, by a thread -> one has died: `death` says which, task runner and raylet are killed -> stop."""
 
     def __init__(self, runner: Process, watched: Mapping[str, psutil.Process] | None = None) -> None:
         """`runner` is the task runner's process, on this node; `watched` by title, else `own_ray`."""
@@ -74,10 +75,10 @@ class RayWatch:
         return self._death
 
     def look(self) -> None:
-        """Look whether all live; the first one that does not is told of, and the task runner is killed."""
+        """Look whether all live; the first one that does not is told of, and task runner and raylet are killed."""
         with self._looking:
             if self._death is None and not self._stopped.is_set():
-                dead = next((place for place, process in self._watched if not _runs(process)), None)
+                dead = next((place for place, process in self._watched if not runs(process)), None)
                 if dead is not None:
                     self._tell(dead)
 
@@ -96,8 +97,10 @@ class RayWatch:
         logger.error(
             "%s\n%s", self._death, action, extra={"event": Fault(**where, text=str(self._death), action=action)}
         )
-        if self._runner.pid:  # 0 would be all processes of this one's group
-            _kill(self._runner.pid)
+        # Without the GCS a raylet does not end in time when it is told to; with the raylet its workers end.
+        for pid in (self._runner.pid, *(watched.pid for watched, _ in self._watched if watched.role == RAYLET.role)):
+            if pid:  # 0 would be all processes of this one's group
+                _kill(pid)
 
 
 def _kill(pid: int) -> None:
@@ -110,9 +113,3 @@ def _place(title: str, process: psutil.Process, node: str) -> Process:
     with contextlib.suppress(OSError):
         log = os.readlink(f"/proc/{process.pid}/fd/1")
     return Process(TITLES[title].role, title, node, process.pid, log if os.path.isfile(log) else "")
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

@@ -146,7 +146,7 @@ def end_left_over(found: Iterable[ProcessFound], node: str, *, gone_s: float) ->
     try:
         psutil.wait_procs(list(left.values()), timeout=gone_s)
     finally:
-        alive = [process for process in left.values() if _runs(process)]
+        alive = [process for process in left.values() if runs(process)]
         for process in alive:
             logger.warning("pid %d of the run that has ended is left over: it is killed", process.pid)
             with contextlib.suppress(psutil.Error):  # ended meanwhile
@@ -155,7 +155,8 @@ def end_left_over(found: Iterable[ProcessFound], node: str, *, gone_s: float) ->
     return [process.pid for process in alive]
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils import server_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from partial_rollout.rollout import http_server
 from partial_rollout.rollout.http_server import (
     KEY_FILE,
     KEY_VARIABLE,
@@ -124,6 +127,28 @@ def test_all_servers_of_a_run_have_the_same_key_and_no_others(tmp_path: Path) ->
     assert len(keys) == 1
     assert run_key(tmp_path / "another") not in keys
     assert run_key(None) != run_key(None)
+
+
+def test_a_server_that_comes_while_another_one_writes_the_key_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, later, lock = threading.Semaphore(0), [], fcntl.flock
+
+    def asks(file: Any, how: int) -> None:
+        locks.release()
+        lock(file, how)
+
+    def make(_num_bytes: int) -> str:
+        later.append(pool.submit(run_key, tmp_path))
+        for _ in range(2):  # of the one that writes, and of the one that comes
+            assert locks.acquire(timeout=LONG_S)
+        return f"key {len(later)}"
+
+    monkeypatch.setattr(http_server.fcntl, "flock", asks)
+    monkeypatch.setattr(http_server.secrets, "token_urlsafe", make)
+    with ThreadPoolExecutor(2) as pool:
+        assert run_key(tmp_path) == "key 1"
+        assert later[0].result(LONG_S) == "key 1"
 
 
 def test_a_key_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -43,11 +44,9 @@ class Run:
         return subprocess.Popen([sys.executable, "-c", "input()"], text=True, stdin=subprocess.PIPE, stdout=self.log)
 
     def kill(self, process: subprocess.Popen[str]) -> None:
-        """Until it is a zombie, as a child of Ray's is until Ray asks for it."""
-        told = psutil.Process(process.pid)
+        """It stays a zombie, as a child of Ray's does until Ray asks for it."""
         process.kill()
-        while told.status() != psutil.STATUS_ZOMBIE:
-            pass
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
     def end(self) -> None:
         for process in (self.runner, self.gcs, self.raylet):
@@ -83,7 +82,8 @@ def test_the_first_that_dies_is_named_once_and_the_task_runner_is_ended(run: Run
     run.kill(first)
     run.watch.look()
     assert run.runner.wait(LIMIT_S) == -signal.SIGKILL
-    run.kill(second)
+    assert run.raylet.wait(LIMIT_S) == -signal.SIGKILL  # it would wait for the GCS
+    second.kill()
     run.watch.look()
     kind = {"gcs_server": GCS, "raylet": RAYLET}[title]
     (fault,) = faults(tmp_path)
