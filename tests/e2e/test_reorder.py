@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from partial_rollout.rollout.http_server import KEY_FILE
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import FLAG, Job, is_conserved, run_job, run_job_and_signal, saved_step, traced, with_critic
 
@@ -117,4 +118,5 @@ def test_a_few_deferred_groups_join_each_round_until_ctrl_c_which_saves_all_step
     assert job.code == INTERRUPTED_CODE
     assert "error: stopped by Ctrl-C or SIGTERM" in job.output
     assert saved_step(tmp_path) == job.steps[-1]["training/global_step"] >= 6
+    assert (tmp_path / "events" / KEY_FILE).read_text().strip() not in job.output
     assert job.survivors == []
