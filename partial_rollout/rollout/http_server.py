@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own variable for a key that the user has chosen."""
 KEY_FILE = "engine_http_key"
-"""In the folder of the run's events, where the processes that read it find it as well."""
+"""Name of the file, in the folder of the run's events, which all servers of a node find."""
 KEY_BYTES = 32
 OPEN_PATHS = ("/health", "/metrics")
 """Prometheus and load balancers ask without a key; nothing there changes an engine or tells a prompt."""
@@ -41,7 +41,7 @@ SCHEME = "bearer"
 STOP_S = 5.0
 """A server that is told to end does so at once, or after `OPEN_REQUESTS_S`, unless the event loop is stuck."""
 OPEN_REQUESTS_S = 1
-"""For requests that are under way, whose engine has gone or is about to; uvicorn takes whole seconds."""
+"""Time for requests that are under way, whose engine has gone or is about to; uvicorn takes whole seconds."""
 
 
 class RequireKey:

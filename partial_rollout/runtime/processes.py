@@ -32,7 +32,7 @@ class Kind:
     role: str
     noticed_by: str
     within_s: float | None
-    """Longest time from the death until somebody tells of it, as the fault suite asserts it. None where no test does."""
+    """Longest time from the death until somebody tells of it, as the fault suite asserts it; None: no test does."""
     then: Then
     lost: str
     """What has to be computed again."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TITLES = {"gcs_server": GCS, "raylet": RAYLET}
-"""By what the operating system calls them."""
+"""Titles by which the operating system knows the processes."""
 LOOK_S = 1.0
 """A look at two processes costs less than a thousandth of that."""
 

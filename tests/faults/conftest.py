@@ -44,7 +44,7 @@ EVERYTHING = "everything"
 """Stands for the command with all of its processes, as when the machine goes down."""
 RAYLET = processes.RAYLET.role
 CORE, WORKER = "EngineCore", "Worker"
-"""In the names of an engine's first process, and of those that it starts."""
+"""Parts of the names of an engine's first process, and of those that it starts."""
 LOOK_S = 0.1
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 

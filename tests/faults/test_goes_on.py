@@ -28,7 +28,7 @@ BLOWS = [
 ]
 NUM_STEPS = 6
 SECOND_WORKER = f"{WORKER}_TP1"
-"""In vLLM's title of the process."""
+"""Part of vLLM's title of the process."""
 
 
 def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def test_a_run_starts_again_after_the_death_of_any_process_that_it_needs(
     job, faults = struck.job, struck.faults
     ended = [event for event in job.stream if isinstance(event, StepEnded)]
     assert job.code == 0, job.output[-4000:]
-    # Of its own role: processes that end with Ray's may be told of as well.
+    # The first fault of the blow's role: processes that end with Ray's own may be told of as well.
     known_s = [
         round(next(fault.t for fault in faults if fault.role == role and fault.t > at_s) - at_s, 1)
         for role, at_s in zip(roles, struck.at_s, strict=True)

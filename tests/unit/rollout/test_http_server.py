@@ -140,7 +140,7 @@ def test_a_server_that_comes_while_another_one_writes_the_key_waits_for_it(
 
     def make(_num_bytes: int) -> str:
         later.append(pool.submit(run_key, tmp_path))
-        for _ in range(2):  # of the one that writes, and of the one that comes
+        for _ in range(2):  # the one that writes asks, and the one that comes
             assert locks.acquire(timeout=LONG_S)
         return f"key {len(later)}"
 
