@@ -168,7 +168,7 @@ def test_a_run_without_a_place_for_the_key_goes_on(tmp_path: Path, caplog: pytes
 
 
 class Launched(FakeServer):
-    """Its engine is a fake one, and its HTTP server is verl's."""
+    """A server with a fake engine, and with verl's HTTP server."""
 
     run_server = PartialRolloutServer.run_server
 

@@ -44,7 +44,7 @@ class Run:
         return subprocess.Popen([sys.executable, "-c", "input()"], text=True, stdin=subprocess.PIPE, stdout=self.log)
 
     def kill(self, process: subprocess.Popen[str]) -> None:
-        """It stays a zombie, as a child of Ray's does until Ray asks for it."""
+        """A killed process stays a zombie, as a child of Ray's does until Ray asks for it."""
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
