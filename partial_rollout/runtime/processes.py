@@ -10,6 +10,8 @@ from enum import Enum
 
 NOTICED_S = 10.0
 """The fault suite fails when a death is not known within this time; seen were up to 3 s beside other jobs."""
+ENGINE_WORKER_S = 20.0
+"""Bound for an engine worker: vLLM lets the other workers end before its core tells; seen were 9.5 s."""
 REPLACED_S = 30.0
 """The same where a death is told when the process is there again; seen were up to 6 s."""
 
@@ -51,7 +53,7 @@ AGENT_LOOP_WORKER = Kind("agent-loop worker", WATCH, REPLACED_S, Then.GOES_ON, "
 REWARD_WORKER = Kind("reward worker", WATCH, REPLACED_S, Then.GOES_ON, "the scoring of the responses that it had")
 ENGINE = Kind("engine", SERVER, NOTICED_S, Then.GOES_ON, TOKENS)
 ENGINE_WORKER = Kind(
-    "engine worker", "its engine, which ends; then the engine's server", NOTICED_S, Then.GOES_ON, TOKENS
+    "engine worker", "its engine, which ends; then the engine's server", ENGINE_WORKER_S, Then.GOES_ON, TOKENS
 )
 ENGINE_SERVER = Kind(
     "engine server", WATCH, REPLACED_S, Then.GOES_ON, "the tokens of each request in it since its last interruption"
@@ -92,7 +94,8 @@ def table() -> list[str]:
     rows: dict[tuple[str, float | None], list[str]] = {}
     for kind in KINDS:
         rows.setdefault((kind.noticed_by, kind.within_s), []).append(kind.role)
-    within = {None: "", NOTICED_S: f"{NOTICED_S:g} s", REPLACED_S: f"{REPLACED_S:g} s, and it is there again"}
+    within = {None: "", REPLACED_S: f"{REPLACED_S:g} s, and it is there again"}
+    within |= {limit_s: f"{limit_s:g} s" for limit_s in (NOTICED_S, ENGINE_WORKER_S)}
     return [
         "| who dies | who notices | within |",
         "|---|---|---|",
