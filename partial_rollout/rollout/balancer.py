@@ -9,13 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import ray
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from partial_rollout.runtime.death_watch import Parking
 from partial_rollout.runtime.placement import RESTARTED
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
+
+
+REMEMBERED_PER_SLOT = 8
+"""Trajectories whose engine the balancer remembers, for each slot. Between two requests of a trajectory, which may be a
+whole step apart, every slot is given to further trajectories several times; those of short responses most often."""
 
 
 class RestartedLoadBalancer(GlobalRequestLoadBalancer):
@@ -30,8 +35,12 @@ class RestartedLoadBalancer(GlobalRequestLoadBalancer):
         await self._parking.until_killed()
 
 
-def make_restarted(servers: LLMServerManager) -> None:
-    """Put one that is started again in the place of verl's, before anybody has its handle; not of another router."""
+def make_restarted(servers: LLMServerManager, num_slots: int) -> None:
+    """Put one that is started again in the place of verl's, before anybody has its handle; not of another router.
+
+    It remembers the engine of more trajectories than verl's, which remembers 10,000: with more in flight interrupted
+    responses go on in an engine that does not have their KV, and nothing says so.
+    """
     if not has_restarted(servers):
         return
     rollout: Any = servers.rollout_config
@@ -39,6 +48,7 @@ def make_restarted(servers: LLMServerManager) -> None:
     actor_class: Any = ray.remote(**RESTARTED)(RestartedLoadBalancer)
     servers.global_load_balancer = actor_class.remote(
         servers=dict(zip(servers.server_addresses, servers.server_handles, strict=True)),
+        max_cache_size=max(DEFAULT_ROUTING_CACHE_SIZE, REMEMBERED_PER_SLOT * num_slots),
         full_determinism=rollout.full_determinism,
     )
 

@@ -188,7 +188,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def get_llm_client(self) -> ResumingLLMServerClient:
         """Return the client that resumes interrupted generations by itself; agent loops use it as any verl client."""
-        make_restarted(self.llm_server_manager)
+        make_restarted(self.llm_server_manager, self.settings.num_slots)
         client = self.llm_server_manager.get_client(client_cls=ResumingLLMServerClient)
         return cast("ResumingLLMServerClient", client)
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 pytest.importorskip("verl")
 
-from verl.workers.rollout.router import get_router_handle
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, get_router_handle
 
 from partial_rollout.rollout.balancer import make_restarted
 from partial_rollout.runtime.prompt_manager import create_manager
@@ -69,7 +69,7 @@ def test_it_is_started_again_with_its_servers_and_requests_wait(
     servers: Any, request: pytest.FixtureRequest, number: signal.Signals
 ) -> None:
     before = servers.global_load_balancer
-    make_restarted(servers)
+    make_restarted(servers, NUM_REQUESTS)
     balancer = servers.global_load_balancer
     with pytest.raises(RayActorError):  # verl's own
         call(before.get_all_servers.remote())
@@ -95,7 +95,23 @@ def test_it_is_started_again_with_its_servers_and_requests_wait(
 def test_a_router_of_the_user_stays_as_it_is(servers: Any) -> None:
     servers.rollout_config.router_config_path = "router.yaml"
     before = servers.global_load_balancer
-    make_restarted(servers)
+    make_restarted(servers, NUM_REQUESTS)
     assert servers.global_load_balancer is before
     assert call(before.get_all_servers.remote()) == servers.server_addresses
     ray.kill(before)
+
+
+def test_interrupted_responses_go_back_to_their_engine_however_many_there_are(servers: Any) -> None:
+    num_slots = DEFAULT_ROUTING_CACHE_SIZE + 2_000
+    make_restarted(servers, num_slots)
+    balancer = servers.global_load_balancer
+
+    def acquire_all(balancer: Any) -> list[str]:
+        chosen = [balancer.acquire_server(request_id=str(each))[0] for each in range(num_slots)]
+        for name in chosen:
+            balancer.release_server(server_id=name)
+        return chosen
+
+    before, after = (call(balancer.__ray_call__.remote(acquire_all)) for _ in range(2))
+    assert after == before
+    ray.kill(balancer)
