@@ -10,7 +10,7 @@ ARGS ?=
 WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 TEST_PARTS := omni unit ray engine e2e
-BENCHMARKS := bench_queue bench_rollout_log bench_weights bench_packing_wall
+BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-omni setup-browser setup-prometheus check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
@@ -75,7 +75,7 @@ nodes: setup ## training over two nodes in Linux namespaces, about eight minutes
 	$(PYTEST) -m nodes $(ARGS)
 
 matrix: setup ## algorithms and models in whole short jobs, interrupted and started again; about 15 minutes
-	$(VENV_PYTHON) -m benchmarks.matrix --json outputs/matrix.json $(ARGS)
+	$(VENV_PYTHON) -m tests.e2e.matrix --json outputs/matrix.json $(ARGS)
 
 bench: setup-omni ## the benchmarks on a CPU, about an hour; results in outputs/bench (benchmarks/README.md)
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(VENV_PYTHON) -m benchmarks.$$name --json outputs/bench/$$name.json || exit 1; done

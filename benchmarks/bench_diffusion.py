@@ -124,7 +124,7 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
 
 
 async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """All repeats; every number of every repeat."""
+    """All repeats; every number of each."""
     requests = make_requests(options.images, options.steps)
     clock, arrivals_s = random.Random(0), [0.0]
     while len(arrivals_s) < len(requests):

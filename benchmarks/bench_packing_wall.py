@@ -8,7 +8,7 @@ Two processes with one thread each are two data-parallel ranks; they meet in a b
 FSDP's collectives make them. Two parts:
 
 - `packed`: rows without padding, attention of each sequence on its own (`varlen_sdpa`). Strided order, verl's own
-  partition and micro-batches, and our planners, with the counts verl's dispatch needs; same token budget.
+  partition and micro-batches, and our planner; same token budget.
 - `padded`: rows padded to their longest sample, attention `sdpa`: what a run without `use_remove_padding` does.
   Strided and verl's partition in micro-batches of `--per-row` samples, and ours.
 
@@ -17,10 +17,10 @@ that attention's share of the time is about that of a 7B model at full length wi
 trained on two GPUs of one host (NCCL, bf16) where there are GPUs, with gradient checkpointing as in the recipes and
 without cuDNN's attention, which builds a plan for each new length. The clock waits for the GPUs.
 
-Every repeat runs every method on every batch once, in an order that turns with each repeat. Reported: seconds a step
-(median, quartiles over batches and repeats), and the ratio to strided on the same batch of the same repeat. Each run is
-also written beside the result at once (`.rows.jsonl`, repeat 0 is the warm-up), so that a run that fails leaves what it
-measured; `--limit-s` counts from the end of the imports and includes the start of the ranks.
+Every repeat runs every method on every batch once, in an order that turns. Reported: seconds a step (median, quartiles
+over batches and repeats), and the ratio to strided on the same batch of the same repeat. What all methods took on a
+batch is also written beside the result at once (`.rows.jsonl`, repeat 0 is the warm-up), so that a run that fails
+leaves what it measured; `--limit-s` counts from the end of the imports and includes the start of the ranks.
 """
 
 from __future__ import annotations
@@ -29,103 +29,208 @@ import argparse
 import json
 import math
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
-from benchmarks.packing_steps import MAX_POSITIONS, NUM_RANKS, SMALL, Trainee, packed_step, padded_step, training
 from partial_rollout.advise.result import circumstances, devices, store, versions
 from partial_rollout.advise.shapes import SHAPES
-from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
+from partial_rollout.advise.workload import LARGE, lengths
+from partial_rollout.packing import GlobalPlanner, PaddedPlanner, Plan
 from partial_rollout.packing import attention as varlen_attention
+from partial_rollout.packing.attention import Sample, pack
 from partial_rollout.packing.batch import cost_of
 from partial_rollout.packing.plan import sample_padding_share
-from partial_rollout.packing.planners import PaddedPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from benchmarks.packing_steps import Step
-    from partial_rollout.packing.attention import Sample
+    from torch import Tensor
 
     Method = Callable[[list[int], int], Plan]
+    Step = Callable[["Trainee", list[Sample]], None]
 
+NUM_RANKS = 2
+SMALL = "small"
+MAX_POSITIONS = 8192
+GPU_TIMEOUT = timedelta(seconds=60)
+"""Of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
+LOSS_CHUNK = 8192
+"""Tokens whose log-probs are computed at once; with 151,936 logits each, fewer than 2**31 numbers."""
 WARM_UP_REPEATS = 1
-COMPLETION_MEDIAN, COMPLETION_SIGMA, COMPLETION_CAP = 700, 0.9, 4096
-CUT_SHARE, CUT_SHARE_OF_LOG_NORMAL = 0.10, 0.0248
+RESPONSES = replace(LARGE, long_share=0.0771)
+"""With those that are cut there a tenth has 4,096 tokens."""
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
 PARTS = ("packed", "padded")
+STRIDED, VERL, GLOBAL = "strided", "verl", "global"
 
 
-def draw_lengths(num: int, seed: int) -> list[int]:
-    """Tokens of prompt and completion of `num` samples."""
-    rng, further = random.Random(seed), (CUT_SHARE - CUT_SHARE_OF_LOG_NORMAL) / (1 - CUT_SHARE_OF_LOG_NORMAL)
-    lengths: list[int] = []
-    for _ in range(num):
-        completion = rng.lognormvariate(math.log(COMPLETION_MEDIAN), COMPLETION_SIGMA)
-        cut = rng.random() < further or completion > COMPLETION_CAP
-        prompt = min(PROMPT_CAP, rng.lognormvariate(math.log(PROMPT_MEDIAN), PROMPT_SIGMA))
-        lengths.append((COMPLETION_CAP if cut else max(1, round(completion))) + max(1, round(prompt)))
-    return lengths
+@dataclass(frozen=True)
+class Training:
+    """Where and how a shape is trained."""
+
+    device: str
+    backend: str
+    dtype: str
+    gradient_checkpointing: bool
 
 
-def strided(per_rank: int) -> Method:
-    """Samples in turn; each rank cuts its own into micro-batches of `per_rank`."""
+def training(shape: str) -> Training:
+    """The small shape on the CPU; others on a GPU a rank where there is any, and with checkpointing as in the recipes.
 
-    def plan(lengths: list[int], num_ranks: int) -> Plan:
-        ranks = [range(rank, len(lengths), num_ranks) for rank in range(num_ranks)]
-        starts = range(0, len(ranks[0]), per_rank)
-        return as_plan([[list(rank[at : at + per_rank]) for rank in ranks] for at in starts])
+    Raises:
+        SystemExit: there are GPUs, but too few.
+    """
+    if shape == SMALL or not torch.cuda.is_available():
+        return Training("cpu", "gloo", "float32", gradient_checkpointing=shape != SMALL)
+    if torch.cuda.device_count() < NUM_RANKS:
+        raise SystemExit(
+            f"--shape={shape} takes {NUM_RANKS} GPUs, not {torch.cuda.device_count()}: run it where there are more, or"
+            " on the CPU with CUDA_VISIBLE_DEVICES=''"
+        )
+    return Training("cuda", "nccl", "bfloat16", gradient_checkpointing=True)
 
-    return plan
+
+class Trainee:
+    """One rank of the process group, and its model, which has random weights and no optimizer."""
+
+    def __init__(self, shape: str, rank: int, port: int) -> None:
+        """Join the group at `port` of this host."""
+        how, self.rank = training(shape), rank
+        on_gpu = how.device == "cuda"
+        self.device = torch.device(how.device, rank) if on_gpu else torch.device(how.device)
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+            # cuDNN's attention builds a plan for each new length, which would be timed with the first step that has it.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        dist.init_process_group(
+            how.backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS,
+            timeout=GPU_TIMEOUT if on_gpu else None, device_id=self.device if on_gpu else None,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        config = SHAPES[shape].config(MAX_POSITIONS)
+        with self.device:
+            self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, how.dtype))
+        self.model.train()
+        if how.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def meet(self) -> None:
+        """Wait until both ranks have done all their work."""
+        self._finish()
+        dist.barrier()
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agree(self, value: bool) -> bool:
+        """What rank 0 says."""
+        answer = torch.tensor(int(value), device=self.device)
+        dist.broadcast(answer, src=0)
+        return bool(answer.item())
+
+    def make_sample(self, length: int) -> Sample:
+        """Tokens do not matter for the time."""
+        return Sample(torch.randint(self.model.config.vocab_size, (length,)), {"advantages": torch.randn(length)})
+
+
+def packed_step(trainee: Trainee, samples: list[Sample]) -> None:
+    """Forward and backward of one packed row."""
+    row = pack(samples)
+    tokens, advantages = row.input_ids.to(trainee.device), row.fields["advantages"].to(trainee.device)
+    logits = trainee.model(tokens, position_ids=row.position_ids.to(trainee.device), use_cache=False).logits
+    policy_gradient(logits, tokens, advantages).backward()
+
+
+def padded_step(trainee: Trainee, samples: list[Sample]) -> None:
+    """Forward and backward of one padded row."""
+    tokens = pad_sequence([sample.tokens for sample in samples], batch_first=True).to(trainee.device)
+    values = [sample.response["advantages"] for sample in samples]
+    advantages = pad_sequence(values, batch_first=True).to(trainee.device)
+    ends = torch.tensor([len(sample.tokens) for sample in samples])
+    mask = (torch.arange(tokens.shape[1]) < ends[:, None]).long().to(trainee.device)
+    logits = trainee.model(tokens, attention_mask=mask, use_cache=False).logits
+    policy_gradient(logits, tokens, advantages).backward()
+
+
+def policy_gradient(logits: Tensor, tokens: Tensor, advantages: Tensor) -> Tensor:
+    """Sum of advantage x log-prob: logits (B, T, V), the others (B, T).
+
+    The last prediction of a row weighs nothing here, so that no logits need to be cut off and copied.
+    """
+    targets, weights = tokens.roll(-1, dims=1), advantages.roll(-1, dims=1)
+    weights[:, -1] = 0
+    parts = (logits.flatten(0, 1), targets.flatten(), weights.flatten())
+    chunks = zip(*(part.split(LOSS_CHUNK) for part in parts), strict=True)
+    return -torch.stack([(cross_entropy(x, y, reduction="none") * weight).sum() for x, y, weight in chunks]).sum()
+
+
+def batches(options: argparse.Namespace) -> list[list[int]]:
+    """Lengths of every batch, prompt and response together."""
+    num = options.per_rank * NUM_RANKS
+    responses = lengths(RESPONSES, options.batches * num).reshape(-1)[: options.batches * num]
+    drawn = np.random.default_rng(RESPONSES.seed).lognormal(math.log(PROMPT_MEDIAN), PROMPT_SIGMA, len(responses))
+    both = (responses + np.clip(drawn, 1, PROMPT_CAP).astype(int)) // options.shrink
+    return np.maximum(2, both).reshape(options.batches, num).tolist()
+
+
+def strided(per_row: int) -> Method:
+    """Samples in turn; each rank cuts its own into micro-batches of `per_row`."""
+    return lambda samples, num_ranks: cut([range(rank, len(samples), num_ranks) for rank in range(num_ranks)], per_row)
+
+
+def cut(ranks: Sequence[Sequence[int]], per_row: int) -> Plan:
+    """Each rank's samples in rows of `per_row`."""
+    return as_plan([[list(rank[at : at + per_row]) for rank in ranks] for at in range(0, len(ranks[0]), per_row)])
 
 
 def verl_path(token_budget: int) -> Method:
     """What verl's trainer and engine do with `use_dynamic_bsz`: partition, then micro-batches on each rank."""
 
-    def plan(lengths: list[int], num_ranks: int) -> Plan:
-        ranks = partition(workload(lengths), num_ranks)
-        number = 1
+    def plan(samples: list[int], num_ranks: int) -> Plan:
+        ranks, number = partition(samples, num_ranks), 1
         while True:
-            cut = [rank_micro_batches([lengths[i] for i in rank], token_budget, number) for rank in ranks]
-            if len({len(rows) for rows in cut}) == 1:
+            rows = [rank_micro_batches([samples[i] for i in rank], token_budget, number) for rank in ranks]
+            if len(set(map(len, rows))) == 1:
                 break
-            number = max(map(len, cut))
-        rows = [[[rank[i] for i in row] for row in rows] for rank, rows in zip(ranks, cut, strict=True)]
-        return as_plan([list(micro_batch) for micro_batch in zip(*rows, strict=True)])
+            number = max(map(len, rows))
+        named = [[[rank[i] for i in row] for row in cuts] for rank, cuts in zip(ranks, rows, strict=True)]
+        return as_plan([list(micro_batch) for micro_batch in zip(*named, strict=True)])
 
     return plan
 
 
-def rank_micro_batches(lengths: list[int], token_budget: int, at_least: int) -> list[list[int]]:
+def rank_micro_batches(samples: list[int], token_budget: int, at_least: int) -> list[list[int]]:
     """verl's micro-batches of one rank, without the all-reduce that agrees on their number."""
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    batch = TensorDict({"input_ids": mask, "attention_mask": mask}, batch_size=len(lengths))
+    mask = torch.arange(max(samples)) < torch.tensor(samples)[:, None]
+    batch = TensorDict({"input_ids": mask, "attention_mask": mask}, batch_size=len(samples))
     # verl says list[None] in its annotations.
     return cast("list[list[int]]", rearrange_micro_batches(batch, token_budget, min_num_micro_batch=at_least)[1])
 
 
-def partition(weights: list[int], num_ranks: int) -> list[list[int]]:
-    """verl's partition into parts of equal size, by Karmarkar-Karp."""
-    parts: Any = get_seqlen_balanced_partitions(weights, num_ranks, equal_size=True)
+def partition(samples: list[int], num_ranks: int) -> list[list[int]]:
+    """verl's partition of its own workloads into parts of equal size, by Karmarkar-Karp."""
+    workloads = calculate_workload(torch.tensor(samples)).tolist()
+    parts: Any = get_seqlen_balanced_partitions(workloads, num_ranks, equal_size=True)
     return parts
-
-
-def workload(lengths: list[int]) -> list[int]:
-    """verl's 24576 * L + L^2."""
-    return calculate_workload(torch.tensor(lengths)).tolist()
 
 
 def as_plan(micro_batches: list[list[list[int]]]) -> Plan:
@@ -133,54 +238,21 @@ def as_plan(micro_batches: list[list[list[int]]]) -> Plan:
     return Plan(tuple(tuple(map(tuple, rows)) for rows in micro_batches), (len(micro_batches),))
 
 
-def packed_methods(options: argparse.Namespace) -> dict[str, Method]:
-    """Strided first: the base of the ratios."""
-    budget, cost = options.token_budget, cost_of(SHAPES[options.shape].config(MAX_POSITIONS))
-    return {
-        "strided": strided(options.per_row),
-        "verl": verl_path(budget),
-        "fixed": FixedCountPlanner(per_rank_batch_size=options.per_row).plan,
-        "budget": TokenBudgetPlanner(token_budget=budget, equal_counts=True).plan,
-        "global": GlobalPlanner(token_budget=budget, equal_counts=True, cost=cost).plan,
-    }
-
-
-def padded_methods(options: argparse.Namespace) -> dict[str, Method]:
-    """With `fixed` and ours bounded by the same number of padded tokens as the widest row of the others."""
-
-    def verl_counts(lengths: list[int], num_ranks: int) -> Plan:
-        order = [i for rank in partition(workload(lengths), num_ranks) for i in rank]
-        return cut(order, num_ranks, options.per_row)
-
-    budget = options.per_row * max(max(lengths) for lengths in batches(options))
-    return {
-        "strided": strided(options.per_row),
-        "verl": verl_counts,
-        "fixed": FixedCountPlanner(per_rank_batch_size=options.per_row).plan,
-        "global (by length)": PaddedPlanner(token_budget=budget).plan,
-    }
-
-
-def cut(order: Sequence[int], num_ranks: int, per_row: int) -> Plan:
-    """Equal consecutive parts for the ranks, each in rows of `per_row`."""
-    size = len(order) // num_ranks
-    ranks = [order[at : at + size] for at in range(0, len(order), size)]
-    return as_plan([[list(rank[at : at + per_row]) for rank in ranks] for at in range(0, size, per_row)])
-
-
-def batches(options: argparse.Namespace) -> list[list[int]]:
-    """Lengths of every batch."""
-    num = options.per_rank * NUM_RANKS
-    return [[max(2, n // options.shrink) for n in draw_lengths(num, seed)] for seed in range(options.batches)]
-
-
 def methods_of(part: str, options: argparse.Namespace) -> dict[str, Method]:
-    """The planners that a part compares."""
-    return packed_methods(options) if part == "packed" else padded_methods(options)
+    """The planners that a part compares: strided, the base of the ratios, verl's way and ours."""
+    first: dict[str, Method] = {STRIDED: strided(options.per_row)}
+    if part == "packed":
+        cost = cost_of(SHAPES[options.shape].config(MAX_POSITIONS))
+        ours = GlobalPlanner(token_budget=options.token_budget, cost=cost)
+        return first | {VERL: verl_path(options.token_budget), GLOBAL: ours.plan}
+    # As many padded tokens as the widest row of the others.
+    ours = PaddedPlanner(token_budget=options.per_row * max(map(max, batches(options))))
+    counted: Method = lambda samples, num_ranks: cut(partition(samples, num_ranks), options.per_row)  # noqa: E731
+    return first | {VERL: counted, f"{GLOBAL} (by length)": ours.plan}
 
 
 def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float, rows: str) -> None:
-    """One rank: every method on every batch, repeat after repeat; rank 0 appends each record to `rows` at once."""
+    """One rank: every method on every batch, again and again; rank 0 appends each record to `rows` at once."""
     torch.set_num_threads(1)
     trainee = Trainee(options.shape, rank, port)
     with Path(rows if rank == 0 else os.devnull).open("a", encoding="utf-8") as out:
@@ -192,7 +264,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float,
 
 
 def measure(trainee: Trainee, options: argparse.Namespace, part: str, deadline: float) -> Iterator[dict[str, Any]]:
-    """A record for each method, batch and repeat; the first repeats warm up; no repeat begins after `deadline`."""
+    """What all methods took on a batch, repeat after repeat; no repeat begins after `deadline`."""
     methods, step = methods_of(part, options), packed_step if part == "packed" else padded_step
     trainee.model.set_attn_implementation(varlen_attention.NAME if part == "packed" else "sdpa")
     names = list(methods)
@@ -200,18 +272,15 @@ def measure(trainee: Trainee, options: argparse.Namespace, part: str, deadline: 
         if not trainee.agree(time.monotonic() < deadline):
             return
         num_batches = options.warm_up_batches if number < WARM_UP_REPEATS else None
-        for batch, lengths in enumerate(batches(options)[:num_batches]):
-            samples = [trainee.make_sample(length) for length in lengths]
+        for batch, tokens in enumerate(batches(options)[:num_batches]):
+            samples, took = [trainee.make_sample(length) for length in tokens], {}
             turn = (number + batch) % len(names)
             for name in names[turn:] + names[:turn]:
-                plan = methods[name](lengths, NUM_RANKS)
+                plan = methods[name](tokens, NUM_RANKS)
                 seconds = timed(trainee, step, [[samples[i] for i in row] for row in plan.for_rank(trainee.rank)])
-                yield {"method": name, "batch": batch, "repeat": number, "seconds": seconds} | shape(plan, lengths)
-
-
-def shape(plan: Plan, lengths: list[int]) -> dict[str, float]:
-    """What the plan looks like."""
-    return {"micro_batches": plan.num_micro_batches, "padding_share_if_padded": sample_padding_share(plan, lengths)}
+                shape = {"micro_batches": plan.num_micro_batches, "padding": sample_padding_share(plan, tokens)}
+                took[name] = {"seconds": seconds} | shape
+            yield {"batch": batch, "repeat": number, "methods": took}
 
 
 def timed(trainee: Trainee, step: Step, rows: list[list[Sample]]) -> float:
@@ -225,36 +294,18 @@ def timed(trainee: Trainee, step: Step, rows: list[list[Sample]]) -> float:
     return time.perf_counter() - started
 
 
-def whole(records: list[dict[str, Any]], num_methods: int) -> list[dict[str, Any]]:
-    """Records after the warm-up, of batches and repeats in which every method was measured."""
-    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for record in records:
-        if record["repeat"] >= WARM_UP_REPEATS:
-            groups.setdefault((record["repeat"], record["batch"]), []).append(record)
-    return [record for group in groups.values() if len(group) == num_methods for record in group]
-
-
-def repeats_whole(records: list[dict[str, Any]], num_batches: int) -> int:
-    """Repeats of which all batches are in `records`."""
-    found = {(record["repeat"], record["batch"]) for record in records}
-    repeats = [number for number, _ in found]
-    return sum(repeats.count(number) == num_batches for number in set(repeats))
-
-
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """By method."""
-    base = {(r["batch"], r["repeat"]): r["seconds"] for r in records if r["method"] == "strided"}
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(record["method"] for record in records):
-        mine = [record for record in records if record["method"] == name]
-        ratios = [record["seconds"] / base[record["batch"], record["repeat"]] for record in mine]
-        found[name] = {
-            "seconds": spread([record["seconds"] for record in mine]),
-            "ratio_to_strided": spread(ratios),
-            "micro_batches": round(statistics.mean(record["micro_batches"] for record in mine), 2),
-            "padding_share_if_padded": round(statistics.mean(r["padding_share_if_padded"] for r in mine), 3),
+    """Of all records of a part after its warm-up, by method."""
+    taken = [record["methods"] for record in records if record["repeat"] >= WARM_UP_REPEATS]
+    return {
+        name: {
+            "seconds": spread([each[name]["seconds"] for each in taken]),
+            "ratio_to_strided": spread([each[name]["seconds"] / each[STRIDED]["seconds"] for each in taken]),
+            "micro_batches": round(statistics.mean(each[name]["micro_batches"] for each in taken), 2),
+            "padding_share_if_padded": round(statistics.mean(each[name]["padding"] for each in taken), 3),
         }
-    return found
+        for name in (taken[0] if taken else ())
+    }
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -265,23 +316,20 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def parse() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default=SMALL, help="of the model (default: %(default)s)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (default: both)")
-    parser.add_argument(
-        "--per-rank", type=int, default=16, help="samples a rank in a mini-batch (default: %(default)s)"
-    )
-    parser.add_argument("--per-row", type=int, default=4, help="samples of a row, where counted (default: %(default)s)")
-    parser.add_argument("--token-budget", type=int, default=1024, help="tokens of a packed row (default: %(default)s)")
-    parser.add_argument("--shrink", type=int, default=8, help="divisor of the lengths (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=6, help="mini-batches (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="times that each method runs each (default: %(default)s)"
-    )
-    parser.add_argument("--warm-up-batches", type=int, help="mini-batches of the repeat before them (default: all)")
-    parser.add_argument("--limit-s", type=float, help="seconds after which no further repeat begins (default: none)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here, and each row beside it")
-    return parser.parse_args()
+    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("--shape", choices=list(SHAPES), default=SMALL, help="of the model (default: %(default)s)")
+    line.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (default: both)")
+    line.add_argument("--per-rank", type=int, default=16, help="samples a rank in a mini-batch (default: %(default)s)")
+    line.add_argument("--per-row", type=int, default=4, help="samples of a row, where counted (default: %(default)s)")
+    line.add_argument("--token-budget", type=int, default=1024, help="tokens of a packed row (default: %(default)s)")
+    line.add_argument("--shrink", type=int, default=8, help="divisor of the lengths (default: %(default)s)")
+    line.add_argument("--batches", type=int, default=6, help="mini-batches (default: %(default)s)")
+    line.add_argument("--repeats", type=int, default=5, help="times each method runs on each (default: %(default)s)")
+    line.add_argument("--warm-up-batches", type=int, help="mini-batches of the warm-up before them (default: all)")
+    line.add_argument("--limit-s", type=float, default=math.inf, help="no repeat begins after it (default: none)")
+    line.add_argument("--json", type=Path, metavar="OUT", help="also write the result here, and each record beside it")
+    line.add_argument("--dry-run", action="store_true", help="print device, methods and batches, and train nothing")
+    return line.parse_args()
 
 
 def run_ranks(options: argparse.Namespace, deadline: float, rows: Path) -> str:
@@ -299,25 +347,27 @@ def run_ranks(options: argparse.Namespace, deadline: float, rows: Path) -> str:
 def result_of(options: argparse.Namespace, rows: Path, error: str) -> dict[str, Any]:
     """Summaries of what was measured, and how far it got."""
     records = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    parts = {
-        part: whole([r for r in records if r["part"] == part], len(methods_of(part, options))) for part in options.parts
+    parts = {part: [record for record in records if record["part"] == part] for part in options.parts}
+    last = options.batches - 1
+    whole = {
+        part: sum(record["batch"] == last and record["repeat"] >= WARM_UP_REPEATS for record in found)
+        for part, found in parts.items()
     }
-    repeats = {part: repeats_whole(found, options.batches) for part, found in parts.items()}
-    ended = error or ("limit" if min(repeats.values()) < options.repeats else "done")
-    return {"ended": ended, "repeats_whole": repeats} | {part: summary(found) for part, found in parts.items()}
+    ended = error or ("limit" if min(whole.values()) < options.repeats else "done")
+    return {"ended": ended, "whole_repeats": whole} | {part: summary(found) for part, found in parts.items()}
 
 
 def main() -> None:
     """Run both ranks, print what they measured, and store it even where they failed."""
     options = parse()
-    deadline = time.monotonic() + (math.inf if options.limit_s is None else options.limit_s)
-    how = training(options.shape)
-    run = circumstances(options) | {
-        "versions": versions(),
-        "devices": devices() if how.device == "cuda" else [],
-        "training": asdict(how),
-        "model": asdict(SHAPES[options.shape]),
-    }
+    deadline, how = time.monotonic() + options.limit_s, training(options.shape)
+    if options.dry_run:
+        for part in options.parts:
+            print(f"{part}: {asdict(how)}, {list(methods_of(part, options))}, lengths {batches(options)}")
+        return
+    options.limit_s = None if math.isinf(options.limit_s) else options.limit_s
+    run = circumstances(options) | {"versions": versions(), "training": asdict(how)}
+    run |= {"devices": devices() if how.device == "cuda" else [], "model": asdict(SHAPES[options.shape])}
     with tempfile.TemporaryDirectory() as folder:
         rows = options.json.with_suffix(".rows.jsonl") if options.json else Path(folder) / "rows.jsonl"
         error = run_ranks(options, deadline, rows)

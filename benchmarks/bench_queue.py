@@ -1,26 +1,39 @@
-"""How many transitions a second the prompt manager carries, with 10,000 prompts in flight.
+"""How many transitions a second the prompt manager carries, and what is written beside it: events, log of rollouts.
 
     python -m benchmarks.bench_queue --json benchmarks/results/bench_queue.json
     python -m benchmarks.bench_queue --rows events --json benchmarks/results/bench_events.json
+    python -m benchmarks.bench_queue --rows replicas --json OUT
 
-A transition is one prompt admitted, claimed, finished or taken. The rows:
+A transition is one prompt admitted, claimed, finished or taken. The rows, of which `replicas` is
+run only if it is named:
 
 - `pure`: the queue alone in this process;
 - `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
 - `batched`: the same, with `finish_many` of `--batch` groups;
 - `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One worker writes all
-  events of a step of 256 trajectories, each interrupted once. The step is the shortest stored one of a real model.
+  events of a step of 256 trajectories, each interrupted once. The step is the shortest stored one of a real model;
+- `log`: what the log of rollouts costs workers in such a step, and how fast a run that is started again reads it.
+  Steps with and without the log alternate; the difference is the cost. `loop_ms` is what the worker's event loop waits,
+  `cpu_ms` what the process takes, the log's thread and the disk's part in the kernel included;
+- `replicas`: a million prompts on each number of `--replicas`, in virtual time, once with all groups trained and once
+  with `--filtered` of them dropped, as `algorithm.filter_groups` drops groups without spread: each of these is replaced
+  at once. `manager_us` is the manager's time for a transition, on this machine, with asyncio's and without the
+  transport of calls. Whatever is done for each replica at each event would let it grow with the number of replicas.
 
-The driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every client always
-has a call under way), so latencies are those of a saturated actor. On a machine whose cores are shared with the clients
-the wall-clock rate understates the actor: `per_actor_cpu_s` divides by the CPU seconds the actor itself used.
+In the others the driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every
+client always has a call under way), so latencies are those of a saturated actor. On a machine whose cores are shared
+with the clients the wall-clock rate understates the actor: `per_actor_cpu_s` divides by the CPU seconds that the actor
+used.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import random
+import statistics
 import tempfile
 import time
 import uuid
@@ -32,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
+from benchmarks import virtual_replicas
 from partial_rollout.advise.result import circumstances, read_result, store
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
@@ -49,13 +63,20 @@ from partial_rollout.types import Claim, PromptMeta, QueueStatistics, Trajectory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROWS = ("pure", "single", "batched", "events")
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    from partial_rollout.agent_loop.rollout_log import WorkerLog
+
+USUAL = ("pure", "single", "batched", "events", "log")
+ROWS = (*USUAL, "replicas")
 SHORT_STEPS = Path(__file__).parent / "results/gpu/smollm2_h200.json"
 STEP_TRAJECTORIES = 256
 """Trajectories of a step of the job in `SHORT_STEPS`."""
 CALL_TIMEOUT_S = 120.0
 MEBIBYTE = 2**20
 PERCENTILES = (50, 95, 99)
+LOG_GROUP, LOG_PROMPT_TOKENS, VOCABULARY = 8, 200, 150_000
+CLOSE_S = 600.0
 
 
 class MeasuredManager(RolloutPromptManager):
@@ -222,10 +243,14 @@ def trajectory_events(index: int) -> list[AnyEvent]:
     return [*phases, segment, segment, ended]
 
 
+def short_step_s() -> float:
+    """Seconds of the shortest stored step of a real model."""
+    return min(row["step, s"] for row in read_result(SHORT_STEPS)["summary"])
+
+
 def measure_events(options: argparse.Namespace) -> dict[str, float]:
     """Write the events of whole steps, and compare their time with that of a stored job's step."""
-    job = read_result(SHORT_STEPS)
-    step_s = min(row["step, s"] for row in job["summary"])
+    step_s = short_step_s()
     events = [event for index in range(STEP_TRAJECTORIES) for event in trajectory_events(index)]
     num_steps, started, cpu = 0, time.perf_counter(), time.thread_time()
     with tempfile.TemporaryDirectory() as folder:
@@ -246,6 +271,93 @@ def measure_events(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def make_output(num_tokens: int, rng: random.Random) -> AgentLoopOutput:
+    """As verl's agent loops return it, with its score."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    output = AgentLoopOutput(
+        prompt_ids=[rng.randrange(VOCABULARY) for _ in range(LOG_PROMPT_TOKENS)],
+        response_ids=[rng.randrange(VOCABULARY) for _ in range(num_tokens)],
+        response_mask=[1] * num_tokens,
+        response_logprobs=[-rng.random() for _ in range(num_tokens)],
+        metrics=AgentLoopMetrics(),
+        num_turns=2,
+        extra_fields={"min_global_steps": 3, "max_global_steps": 4, "reward_extra_info": {"acc": 1.0}},
+    )
+    output.reward_score = 1.0
+    return output
+
+
+def end_all(outputs: list[AgentLoopOutput], number: int, log: WorkerLog) -> dict[str, list[tuple[str, int]]]:
+    """End a step's trajectories one after the other; key and checksum of each, by prompt. The log may be off."""
+    from partial_rollout.agent_loop.trajectory import Trajectory
+    from partial_rollout.agent_loop.worker import summaries as summaries_of
+
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for index, output in enumerate(outputs):
+        claim = Claim(f"{number}-{index // LOG_GROUP:04d}", index, "worker-0", LOG_GROUP, number, 1)
+        trajectory = Trajectory(claim, index % LOG_GROUP)
+        (summary,) = log.write(trajectory, [output], summaries_of(trajectory, [output]))
+        groups.setdefault(claim.uid, []).append((summary.key, summary.log_checksum))
+    return groups
+
+
+def measure_log(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Alternating steps with and without the log, then a new start."""
+    from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
+    from partial_rollout.core.rollout_log import Admitted, Group, Taken, encode
+    from partial_rollout.runtime.log_writer import LogWriter
+    from partial_rollout.train.rollout_log import read_history
+
+    rng = random.Random(0)
+    outputs = [make_output(options.tokens, rng) for _ in range(STEP_TRAJECTORIES)]
+    place = LogFolder(str(folder / "after_step_0"), 1, 0)
+    trainer, off, on = LogWriter("trainer"), WorkerLog("off", CLOSE_S), WorkerLog("worker_0", CLOSE_S)
+    trainer.open(place.file("trainer"))
+    trainer.append(place.opened("trainer", world={}, holds_through=0))
+    on.begin(place, [])
+    spent: dict[str, dict[str, list[float]]] = {kind: {"off": [], "on": []} for kind in ("loop", "cpu")}
+    for number in range(1, options.steps + 1):
+        groups: dict[str, list[tuple[str, int]]] = {}
+        for name, log in (("off", off), ("on", on)):
+            cpu, started = time.process_time(), time.perf_counter()
+            groups = end_all(outputs, number, log)
+            spent["loop"][name].append(1000 * (time.perf_counter() - started))
+            time.sleep(options.pause_s)  # the thread writes
+            spent["cpu"][name].append(1000 * (time.process_time() - cpu))
+        trainer.append(encode(Taken(step=number, groups=[Group(uid, keys) for uid, keys in groups.items()])))
+        trainer.append(encode(Admitted(first=(number - 1) * len(groups), uids=list(groups), prompts=list(groups))))
+    trainer.close(CLOSE_S)
+    on.close(CLOSE_S)
+    num_bytes, started = place.file("worker_0").stat().st_size, time.perf_counter()
+    plan = read_history(Path(place.path), 0, {})[0].plan(0, first=0, unfinished=[], done=[])
+    read_s = time.perf_counter() - started
+    medians = {kind: {name: statistics.median(ms) for name, ms in each.items()} for kind, each in spent.items()}
+    cost, step_s = {kind: each["on"] - each["off"] for kind, each in medians.items()}, short_step_s()
+    return {
+        **{f"{kind}_ms": {name: round(ms, 2) for name, ms in each.items()} for kind, each in medians.items()},
+        "step_s": step_s,
+        **{f"{kind}_percent_of_step": round(ms / 10 / step_s, 3) for kind, ms in cost.items()},
+        "loop_us_a_trajectory": round(1000 * cost["loop"] / STEP_TRAJECTORIES, 1),
+        "bytes_a_token": round(num_bytes / options.steps / STEP_TRAJECTORIES / options.tokens, 2),
+        "mb_a_step": round(num_bytes / options.steps / MEBIBYTE, 2),
+        "steps_replayed": plan.through,
+        "read_mb_per_s": round(num_bytes / MEBIBYTE / read_s),
+    }
+
+
+def log_row(options: argparse.Namespace) -> dict[str, Any]:
+    """On the disk in question."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        return measure_log(options, Path(folder))
+
+
+def replica_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of replicas, with and without dropped groups."""
+    pairs = itertools.product(options.replicas, (0.0, options.filtered))
+    return [virtual_replicas.measure(options, *pair) for pair in pairs]
+
+
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -257,7 +369,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each row (default: %(default)s)")
     journal = "whether the actor writes its journal, as that of a run does (default: %(default)s)"
     parser.add_argument("--journal", action=argparse.BooleanOptionalAction, default=True, help=journal)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, help="what is measured (all)")
+    parser.add_argument("--rows", nargs="+", default=list(USUAL), choices=ROWS, help="what is measured (%(default)s)")
+    log = parser.add_argument_group("the log of rollouts")
+    log.add_argument("--steps", type=int, default=20, help="of each kind (default: %(default)s)")
+    log.add_argument("--tokens", type=int, default=1500, help="of a response (default: %(default)s)")
+    log.add_argument("--pause-s", type=float, default=0.3, help="between two steps (default: %(default)s)")
+    log.add_argument("--folder", type=Path, help="of the log, on the disk in question (default: a temporary one)")
+    many = parser.add_argument_group("many replicas")
+    many.add_argument("--replicas", type=int, nargs="+", default=[100, 300, 1000], help="one row each (%(default)s)")
+    many.add_argument("--replica-prompts", type=int, default=1_000_000, help="of the largest row (%(default)s)")
+    many.add_argument("--slots", type=int, default=64, help="trajectories of a replica (default: %(default)s)")
+    many.add_argument("--prefetch", type=float, default=3.0, help="prompts in flight, in batches (%(default)s)")
+    many.add_argument("--token-s", type=float, default=0.02, help="seconds of a token (default: %(default)s)")
+    many.add_argument("--filtered", type=float, default=0.3, help="share of groups without spread (%(default)s)")
+    many.add_argument("--seed", type=int, default=0, help="of the lengths (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
     return parser.parse_args()
 
@@ -265,11 +390,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run all rows and print them."""
     options = parse()
-    rows: dict[str, Callable[[], dict[str, Any]]] = {
+    rows: dict[str, Callable[[], Any]] = {
         "pure": lambda: measure_pure(options),
         "single": lambda: asyncio.run(measure(options, batched=False)),
         "batched": lambda: asyncio.run(measure(options, batched=True)),
         "events": lambda: measure_events(options),
+        "log": lambda: log_row(options),
+        "replicas": lambda: replica_rows(options),
     }
     if {"single", "batched"} & set(options.rows):
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

@@ -4,6 +4,7 @@
     python -m benchmarks.jobs --shape small --at-once 8 --modes sync reorder --out ...      # side by side, 2 cores each
     python -m benchmarks.jobs --shape 4b --batch 16 --gpus 0 1 2 --modes sync colocate_async partial_reuse_kv ...
     python -m benchmarks.jobs --shape 8b --rollout-only --memory 0.78 --steps 40 --job-s 700 --gpus 0 1 ...
+    python -m benchmarks.jobs --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --tensor-parallel 2 --out ...    # do they run?
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Lengths are recorded
 (`--trace`, `--seed`), so all modes have the same work. Jobs are interleaved (A B C A B C), or run side by side on the
@@ -11,33 +12,31 @@ GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.j
 budget, or its own seconds (`--job-s`), is stored with the steps that it has. With `--rollout-only` nothing is trained:
 a model whose gradients and optimizer do not fit beside its engine can be measured, and a job of the same time has more
 steps. Everything else is verl's trainer. `--dry-run` shows the jobs' commands.
+
+With `--recipes` each job is the script of a text recipe, one after the other on all of `--gpus`, unchanged but for
+paths and sizes, with made-up weights and problems; stored in `recipes.json` with every step. There need be no
+flash-attention: attention is `varlen_sdpa` and log-probs are fused, which `--set` may change.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import shlex
 import sys
 import tempfile
-import threading
-import time
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.lanes import Lane, make_lanes, run_all
-from benchmarks.training_job import (
-    ROOT,
-    TRAINING_ONLY,
-    of_workers,
-    run_job,
-    training_command,
-)
+from benchmarks.lanes import Lane, make_lanes
+from benchmarks.training_job import ROOT, TRAINING_ONLY, of_workers, run_jobs, training_command
 from partial_rollout.advise.measured import SKIP, generation, kept, parts, rates_table, slots_in_use, summarise
 from partial_rollout.advise.result import about_run, store, stored_jobs
-from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_inputs
+from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_inputs, write_model, write_weights
 from partial_rollout.advise.workload import TRACES, workload
+from partial_rollout.run.data import dapo_math, gsm8k
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.flag import PACKED_ATTENTION
 
@@ -65,8 +64,21 @@ ADAPTIVE = (
 RELEASED = "actor_rollout_ref.rollout.free_cache_engine=True"
 """Engine memory is released between steps, verl's default; on a GPU only."""
 OFFLOADED = ("partial_rollout.tail.offload_gib=48", RELEASED)
-
-
+RECIPES = {
+    "qwen3-0.6b_gsm8k_grpo": "qwen3-0.6b",
+    "qwen3-0.6b_gsm8k_tool": "qwen3-0.6b",
+    "qwen3-4b_gsm8k_grpo": "4b",
+    "qwen3-4b_dapo_math": "4b",
+    "qwen3-0.6b_dapo_math": "qwen3-0.6b",
+    "qwen3-0.6b_two_small_gpus": "qwen3-0.6b",
+    "qwen3-8b_reorder": "8b",
+}
+"""And the shape of the model of each."""
+RECIPE_POSITIONS, RECIPE_PROMPT_TOKENS, RECIPE_RESPONSE_TOKENS = 4096, 768, 512
+RECIPE_BATCH, RECIPE_GROUP = 16, 8
+STEPS, RECIPE_STEPS = 6, 4
+SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
+"""Of a recipe's run, in the summary; its steps are beside it."""
 FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
 """Nothing is chosen by the run, unless a mode says another value."""
 
@@ -175,7 +187,7 @@ class Jobs:
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Note under which circumstances."""
-        self._options, self._ends_s = options, time.monotonic() + options.budget_s
+        self._options = options
         sizes = {name: getattr(options, name) for name in ("batch", "group", "seed") if getattr(options, name)}
         self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
         self._prompt_tokens = CPU_PROMPT_TOKENS if options.shape in ON_A_CPU else PROMPT_TOKENS
@@ -184,7 +196,6 @@ class Jobs:
         for name in ("python", "resume", "inputs"):
             del self._data["options"][name]
         self._jobs = stored_jobs(options.out / "jobs.json", resume=options.resume, about=self._data)
-        self._storing = threading.Lock()
 
     def commands(self, folder: Path, repeat: int = 0) -> dict[str, list[str]]:
         """The command of each mode's job, with model and prompts in `folder`; each repeat has a folder of its own."""
@@ -203,25 +214,21 @@ class Jobs:
         options = self._options
         write_inputs(folder, options.shape, self._load, self._prompt_tokens)
         commands = [self.commands(folder, repeat) for repeat in range(options.repeats)]
-        ended_before = {(job["mode"], job["repeat"]) for job in self._jobs}
-        names = [(mode, repeat) for repeat in range(options.repeats) for mode in options.modes]
-        names = [name for name in names if name not in ended_before]
+        there = {(job["mode"], job["repeat"]) for job in self._jobs}
+        runs = {
+            (mode, repeat): (commands[repeat][mode], options.out.resolve() / f"{mode}-{repeat}")
+            for repeat in range(options.repeats) for mode in options.modes if (mode, repeat) not in there
+        }  # fmt: skip
         lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or make_lanes(options.at_once)
-        run_all([partial(self._run_one, commands[repeat][mode], mode, repeat) for mode, repeat in names], lanes)
+        limits = {"budget_s": options.budget_s, "job_s": options.job_s, "end_after": options.end_after}
+        run_jobs(runs, self._keep, lanes, **limits)
         if not any(job["steps"] for job in self._jobs):
             raise SystemExit(f"no job got to a measured step; logs in {options.out}")
 
-    def _run_one(self, words: list[str], mode: str, repeat: int, lane: Lane) -> None:
-        left_s = self._ends_s - time.monotonic()
-        if left_s <= 0:
-            return
-        limit_s = min(left_s, self._options.job_s or left_s)
-        folder = self._options.out.resolve() / f"{mode}-{repeat}"
-        job = run_job(words, folder, limit_s, lane, end_after=self._options.end_after)
+    def _keep(self, run: tuple[str, int], job: dict[str, Any]) -> None:
         in_use = slots_in_use(job, self._load.batch * self._load.group)
         job |= {name: kept(job[name]) for name in ("first_steps", "steps")}
-        with self._storing:
-            self._store({"mode": mode, "repeat": repeat, "gpus": lane.gpus, "slots_in_use": in_use} | job)
+        self._store({"mode": run[0], "repeat": run[1], "slots_in_use": in_use} | job)
 
     def _store(self, job: dict[str, Any]) -> None:
         self._jobs.append(job)
@@ -239,7 +246,90 @@ class Jobs:
         print({name: job[name] for name in shown} | {"steps": len(job["steps"])}, flush=True)
 
 
-def parser() -> argparse.ArgumentParser:
+class Recipes:
+    """The jobs of recipes, and the file with how they went."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Nothing has run yet."""
+        self._options, self._runs = options, list[dict[str, Any]]()
+        self._data = about_run(options)
+        del self._data["options"]["python"]  # a path
+
+    def commands(self, folder: Path) -> dict[str, list[str]]:
+        """The command of each recipe, with models and problems in `folder`."""
+        return {recipe: self._command(recipe, folder) for recipe in dict.fromkeys(self._options.recipes)}
+
+    def place(self, recipe: str) -> Path:
+        """Where a recipe's job writes."""
+        options, mode = self._options, "baseline" if self._options.baseline else "partial"
+        return options.out.resolve() / f"{recipe}-{mode}-{len(options.gpus) or 1}x{options.tensor_parallel}"
+
+    def _command(self, recipe: str, folder: Path) -> list[str]:
+        options = self._options
+        given = variables(options, folder / RECIPES[recipe], folder / recipe)
+        script = ROOT / "partial_rollout/run" / f"run_{recipe}{'_baseline' * options.baseline}.sh"
+        words = [*without_flash_attention(RECIPES[recipe]), *options.set]
+        given["OUTPUT_DIR"] = str(self.place(recipe))
+        return ["env", *(f"{name}={value}" for name, value in given.items()), "bash", str(script), *words]
+
+    def run(self, folder: Path) -> None:
+        """Run one after the other; a recipe that is interrupted is stored, too."""
+        options = self._options
+        for recipe in options.recipes:
+            write_problems(folder / recipe, recipe, 4 * (options.batch or RECIPE_BATCH))
+            if not (model := folder / RECIPES[recipe]).exists():
+                write_model(model, SHAPES[RECIPES[recipe]], RECIPE_POSITIONS)
+                write_weights(model, RECIPES[recipe], RECIPE_POSITIONS)
+        runs = {recipe: (words, self.place(recipe)) for recipe, words in self.commands(folder).items()}
+        limits = {"budget_s": options.budget_s, "job_s": options.job_s, "end_after": options.end_after}
+        run_jobs(runs, self._keep, [Lane(gpus=tuple(options.gpus))], skip=0, **limits)
+        failed = [run["recipe"] for run in self._runs if run["code"]]
+        if failed or len(self._runs) < len(runs):
+            raise SystemExit(f"failed: {failed}; ran: {len(self._runs)} of {len(runs)}; logs in {options.out}")
+
+    def _keep(self, recipe: str, job: dict[str, Any]) -> None:
+        about = {"recipe": recipe, "tensor_parallel": self._options.tensor_parallel, "set": self._options.set}
+        self._runs.append(about | job | {"steps": kept(job["steps"])})
+        rows = [{name: run[name] for name in SHOWN} | {"num_steps": len(run["steps"])} for run in self._runs]
+        store({**self._data, "summary": rows, "runs": self._runs}, self._options.out / "recipes.json", raw=["runs"])
+        print(rows[-1], flush=True)
+
+
+def variables(options: argparse.Namespace, model: Path, data: Path) -> dict[str, str]:
+    """What a recipe is told by its environment."""
+    batch = str(options.batch or RECIPE_BATCH)
+    return {
+        "MODEL_PATH": str(model), "TRAIN_FILE": str(data / "train.parquet"), "VAL_FILE": str(data / "test.parquet"),
+        "GPUS_PER_NODE": str(len(options.gpus) or 1), "TENSOR_PARALLEL": str(options.tensor_parallel),
+        "BATCH_SIZE": batch, "MINI_BATCH_SIZE": batch, "GROUP_SIZE": str(options.group or RECIPE_GROUP),
+        "MAX_PROMPT_LENGTH": str(RECIPE_PROMPT_TOKENS), "MAX_RESPONSE_LENGTH": str(RECIPE_RESPONSE_TOKENS),
+        "MAX_TOKENS_PER_GPU": str(ROW_TOKENS), "TOTAL_STEPS": str(options.steps), "SAVE_FREQ": "-1",
+        "TEST_FREQ": "-1", "PYTHON": options.python,
+    }  # fmt: skip
+
+
+def write_problems(folder: Path, recipe: str, num: int) -> None:
+    """`train.parquet` and `test.parquet`, made by the recipe's own script from `num` sums."""
+    rng = random.Random(0)
+    sums = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(num)]
+    texts = [(f"What is {a} + {b}?", a + b) for a, b in sums]
+    rows: list[dict[str, Any]] = [{"question": text, "answer": f"#### {truth}"} for text, truth in texts]
+    if "dapo" in recipe:
+        rows = [
+            {"data_source": "math_dapo", "prompt": [{"content": text}], "reward_model": {"ground_truth": str(truth)}}
+            for text, truth in texts
+        ]
+    source = folder / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "dapo" in recipe:
+        dapo_math.make(folder, str(source / "train.jsonl"), str(source / "test.jsonl"))
+    else:
+        gsm8k.make(folder, str(source), tool="tool" in recipe)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="of the model (%(default)s)")
@@ -247,8 +337,12 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--out", type=Path, required=True, help="folder for jobs.json and the jobs' logs")
     line.add_argument("--budget-s", type=float, default=560.0, help="for all jobs (%(default)s)")
     line.add_argument("--modes", nargs="+", default=list(COMPARED), choices=list(MODES), help="%(default)s")
+    line.add_argument("--recipes", nargs="+", choices=list(RECIPES), help="run these instead, one after the other")
+    line.add_argument("--baseline", action="store_true", help="of recipes their baselines: verl's sync trainer")
+    line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of a recipe's engine (%(default)s)")
     line.add_argument("--repeats", type=int, default=1, help="jobs of each mode, interleaved (%(default)s)")
-    line.add_argument("--steps", type=int, default=6, help=f"of a job, the first {SKIP} are left out (%(default)s)")
+    steps = f"of a job, the first {SKIP} are left out ({STEPS}); of a recipe ({RECIPE_STEPS})"
+    line.add_argument("--steps", type=int, help=steps)
     line.add_argument("--job-s", type=float, help="at most, for each job with its start, which takes minutes")
     line.add_argument("--end-after", type=int, help="end a job after so many steps: lengths are drawn for --steps")
     line.add_argument("--rollout-only", action="store_true", help="compute no log-probs and no update")
@@ -262,24 +356,27 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--inputs", type=Path, help="folder for model and prompts, used again if it has them")
     line.add_argument("--python", default=sys.executable, help="interpreter of the jobs and of their Ray workers")
     line.add_argument("--dry-run", action="store_true", help="print the jobs' commands, and run nothing")
-    return line
+    options = line.parse_args(words)
+    options.steps = options.steps or (RECIPE_STEPS if options.recipes else STEPS)
+    return options
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the jobs, and store what they measured."""
-    options = parser().parse_args(words)
+    options = parse(words)
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
     if options.job_s is not None and options.job_s <= 0:
         raise SystemExit(f"--job-s {options.job_s} is not allowed: must be above 0")
+    jobs = Recipes(options) if options.recipes else Jobs(options)
     if options.dry_run:
-        for mode, job in Jobs(options).commands(Path("INPUTS")).items():
-            print(f"{mode}: {shlex.join(job)}")
+        for name, job in jobs.commands(Path("INPUTS")).items():
+            print(f"{name}: {shlex.join(job)}")
         return
     heed_termination()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pr-jobs-") as folder:
-        Jobs(options).run(options.inputs.resolve() if options.inputs else Path(folder))
+        jobs.run(options.inputs.resolve() if options.inputs else Path(folder))
 
 
 if __name__ == "__main__":

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.lanes import Lane
+from benchmarks.lanes import Lane, run_all
 from partial_rollout.advise.measured import SKIP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 METRICS, LOG = "metrics.jsonl", "log.txt"
 """In a job's folder."""
@@ -81,12 +85,6 @@ def training_job(
             yield job
         finally:
             _end(job, mark)
-
-
-def require_success(job: subprocess.Popen[Any], name: str, folder: Path) -> None:
-    """Raise CalledProcessError, which says where the log is, if the job, which is over, has not ended with 0."""
-    if job.returncode:
-        raise subprocess.CalledProcessError(job.returncode, f"{name}, see {folder / LOG}")
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -166,6 +164,27 @@ def run_job(
     times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
     first = {"first_steps": steps[:skip]} if skip else {}
     return {**times, "code": job.returncode, **first, "steps": steps[skip:], "samples": samples}
+
+
+def run_jobs(
+    jobs: Mapping[T, tuple[list[str], Path]], keep: Callable[[T, dict[str, Any]], None], lanes: Sequence[Lane],
+    *, budget_s: float = math.inf, job_s: float | None = None, skip: int = SKIP, end_after: int | None = None,
+) -> None:  # fmt: skip
+    """Run jobs, each a command and its folder, on the first lane that is free, and `keep` one after the other.
+
+    A job that `job_s` or the budget of all jobs ends is kept as far as it came; none starts after the budget.
+    """
+    ends_s, keeping = time.monotonic() + budget_s, threading.Lock()
+
+    def run_one(name: T, command: list[str], folder: Path, lane: Lane) -> None:
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            return
+        job = run_job(command, folder, min(left_s, job_s or left_s), lane, skip, end_after=end_after)
+        with keeping:
+            keep(name, {"gpus": lane.gpus} | job)
+
+    run_all([partial(run_one, name, *job) for name, job in jobs.items()], lanes)
 
 
 class RunningRequests:

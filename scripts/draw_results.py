@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from benchmarks.smollm2 import PANELS, WINDOW, rewards, seconds
+from benchmarks.learning import PANELS, WINDOW, rewards, seconds
 from partial_rollout.advise.result import read_result
 
 mpl.use("Agg")

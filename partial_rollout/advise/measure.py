@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import statistics
@@ -271,6 +272,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--eager", action="store_true", help="no CUDA graphs: decodes slower")
     line.add_argument("--budget-s", type=float, default=500.0, help="no cell begins after it (%(default)s)")
     line.add_argument("--json", type=Path, required=True, help="where the result goes")
+    line.add_argument("--dry-run", action="store_true", help="print the engine and the cells, and start no engine")
     return line
 
 
@@ -288,10 +290,14 @@ def main(words: list[str] | None = None) -> None:
     for name, least in (("slots", LEAST_SLOTS), ("context", LEAST_CONTEXT)):
         if not tiny and getattr(options, name) < least:
             line.error(f"--{name} {getattr(options, name)} is not allowed: at least {least}")
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager")
     engine = {name: getattr(options, name) for name in names}
     engine |= {"shape": options.shape or options.model.name, "prompt_tokens": TINY_PROMPT if tiny else PROMPT_TOKENS}
+    if options.dry_run:
+        cells = TINY_CELLS if tiny else fitting(cells_for(options.context), options.slots, options.context, math.inf)
+        print(f"{engine}\ncells (requests, tokens of a prompt), as many as the KV cache has room for: {list(cells)}")
+        return
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     result = {**about_run(options), "engine": engine, "curve": {"cell": [], "interruption": []}}
     with tempfile.TemporaryDirectory(prefix="pr-curve-") as folder:
         model = options.model or Path(folder)

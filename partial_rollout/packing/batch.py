@@ -143,7 +143,7 @@ def _make_planner(config: DictConfig, settings: PartialRolloutConfig, *, pads_ro
     if pads_rows:
         return PaddedPlanner(mini_batch_size=mini_batch_size, token_budget=budget)
     cost = cost_of(_text_config(config))
-    return GlobalPlanner(mini_batch_size=mini_batch_size, token_budget=budget, equal_counts=True, cost=cost)
+    return GlobalPlanner(mini_batch_size=mini_batch_size, token_budget=budget, cost=cost)
 
 
 def token_budget(config: DictConfig, given: int | None) -> tuple[int, str]:

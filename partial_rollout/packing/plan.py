@@ -138,24 +138,15 @@ class PlanStatistics:
     """Imbalance of the rows' sums of L**2, mean over micro-batches: it costs time where ranks meet in each (FSDP)."""
     token_imbalance: float
     """Imbalance of the rows' tokens, mean over micro-batches."""
-    rank_square_imbalance: float
-    """Imbalance of the ranks' sums of L**2 over the whole plan: it costs time where ranks meet only at its end."""
-    padding_share: float
-    """Positions that are padding when the rows of a micro-batch are padded to its longest, of all positions."""
-    num_micro_batches: int
 
 
 def plan_statistics(plan: Plan, lengths: Sequence[int]) -> PlanStatistics:
     """Measure a plan over samples of `lengths` tokens."""
     tokens = _row_sums(plan, lambda index: lengths[index])
     squares = _row_sums(plan, lambda index: lengths[index] ** 2)
-    positions = sum(len(row) * max(row) for row in tokens)
     return PlanStatistics(
         square_imbalance=_mean([imbalance(row) for row in squares]),
         token_imbalance=_mean([imbalance(row) for row in tokens]),
-        rank_square_imbalance=imbalance([sum(rank) for rank in zip(*squares, strict=True)]),
-        padding_share=1 - sum(map(sum, tokens)) / positions,
-        num_micro_batches=plan.num_micro_batches,
     )
 
 
@@ -168,12 +159,6 @@ def sample_padding_share(plan: Plan, lengths: Sequence[int]) -> float:
     """Positions that are padding when every row is padded to its longest sample, of all positions."""
     positions = sum(padded_tokens(row, lengths) for rows in plan.micro_batches for row in rows)
     return 1 - sum(lengths) / positions
-
-
-def step_cost(plan: Plan, lengths: Sequence[int], cost: CostModel, per_micro_batch: float = 0.0) -> float:
-    """Time of a step in which ranks wait for each other in every micro-batch: the sum of the slowest rows."""
-    rows = _row_sums(plan, lambda index: cost.of(lengths[index]))
-    return sum(max(row) + per_micro_batch for row in rows)
 
 
 def imbalance(values: Sequence[float]) -> float:

@@ -71,64 +71,25 @@ class Planner(ABC):
 
 
 @dataclass(frozen=True)
-class FixedCountPlanner(Planner):
-    """`per_rank_batch_size` samples a row; a micro-batch has consecutive samples, and its rows are even in cost.
-
-    No setting chooses this planner. `GlobalPlanner` is compared with it, in benchmarks.bench_packing_wall and in
-    tests: rows as even as rows of one size can be.
-
-    The rows of a last, partial micro-batch differ by at most one sample. If that micro-batch has fewer samples than
-    there are ranks, its samples and those of the micro-batch before are shared evenly between the two, or merged into
-    one where a rank has only one sample in each micro-batch.
-    """
-
-    per_rank_batch_size: int
-    cost: CostModel = field(default_factory=CostModel.squares)
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a size below 1."""
-        super().__post_init__()
-        check_at_least_one("per_rank_batch_size", self.per_rank_batch_size)
-
-    def _plan_one(self, lengths: Sequence[int], num_ranks: int) -> list[MicroBatch]:
-        micro_batches: list[MicroBatch] = []
-        start = 0
-        for size in self._sizes(len(lengths), num_ranks):
-            micro_batches.append(self._rows(lengths, range(start, start + size), num_ranks))
-            start += size
-        return micro_batches
-
-    def _sizes(self, num_samples: int, num_ranks: int) -> list[int]:
-        full = self.per_rank_batch_size * num_ranks
-        num_full, rest = divmod(num_samples, full)
-        sizes = [full] * num_full + [rest] * (rest > 0)
-        if 0 < rest < num_ranks:
-            both = full + rest
-            # Every rank needs a sample in every micro-batch, or the others would wait for it in a collective.
-            sizes[-2:] = [both] if both < 2 * num_ranks else [both - both // 2, both // 2]
-        return sizes
-
-    def _rows(self, lengths: Sequence[int], samples: range, num_ranks: int) -> MicroBatch:
-        order = sorted(samples, key=lambda i: -lengths[i])
-        costs = [self.cost.of(lengths[i]) for i in order]
-        rows = fill_by_count(costs, num_ranks)
-        Rows(rows, costs, [lengths[i] for i in order]).even_out()
-        return [[order[i] for i in row] for row in rows]
-
-
-@dataclass(frozen=True)
-class TokenBudgetPlanner(Planner):
+class GlobalPlanner(Planner):
     """Rows of at most `token_budget` tokens, in as few micro-batches as it finds, with rows of even cost.
 
-    The base of `GlobalPlanner`, which a run uses; with the cost model of squares, tests and benchmarks use it alone.
+    Rows differ in the number of samples. Every rank has the same number of samples in a mini-batch (within one, if it
+    does not divide), which verl's dispatch needs.
 
-    Rows differ in the number of samples. `equal_counts` makes every rank's number of samples in a mini-batch the same
-    (within one, if it does not divide), which verl's dispatch needs.
+    Four samples for two ranks, at most 900 tokens a row, fit one micro-batch; one longer sample, and it takes two.
+
+    >>> planner = GlobalPlanner(900)
+    >>> plan = planner.plan([800, 100, 500, 400], num_ranks=2)
+    >>> plan.for_rank(0), plan.for_rank(1)
+    (((0, 1),), ((2, 3),))
+    >>> planner.plan([800, 200, 500, 400], num_ranks=2).num_micro_batches
+    2
     """
 
     token_budget: int
-    cost: CostModel = field(default_factory=CostModel.squares)
-    equal_counts: bool = False
+    cost: CostModel = field(default_factory=CostModel.verl)
+    """Costs of the model that is trained."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a budget below 1."""
@@ -137,33 +98,14 @@ class TokenBudgetPlanner(Planner):
 
     def _plan_one(self, lengths: Sequence[int], num_ranks: int) -> list[MicroBatch]:
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        sorted_lengths = [lengths[i] for i in order]
-        costs = [self.cost.of(length) for length in sorted_lengths]
-        packer = BudgetPacker(costs, sorted_lengths, num_ranks, self.token_budget)
+        falling = [lengths[i] for i in order]
         # verl's dispatch cuts a batch into parts of equally many samples (docs/design/0004).
-        micro_batches = packer.equal_counts() if self.equal_counts else packer.free_counts()
-        return [[[order[i] for i in row] for row in rows] for rows in micro_batches]
+        packer = BudgetPacker([self.cost.of(length) for length in falling], falling, num_ranks, self.token_budget)
+        return [[[order[i] for i in row] for row in rows] for rows in packer.micro_batches()]
 
     def _count_over_budget(self, micro_batches: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> int:
         rows = (row for micro_batch in micro_batches for row in micro_batch)
         return sum(sum(lengths[i] for i in row) > self.token_budget for row in rows)
-
-
-@dataclass(frozen=True)
-class GlobalPlanner(TokenBudgetPlanner):
-    """The token-budget planner with the costs of the model that is trained; by default with verl's cost model.
-
-    Four samples for two ranks, at most 900 tokens a row, fit one micro-batch; one longer sample, and it takes two.
-
-    >>> planner = GlobalPlanner(900, equal_counts=True)
-    >>> plan = planner.plan([800, 100, 500, 400], num_ranks=2)
-    >>> plan.for_rank(0), plan.for_rank(1)
-    (((0, 1),), ((2, 3),))
-    >>> planner.plan([800, 200, 500, 400], num_ranks=2).num_micro_batches
-    2
-    """
-
-    cost: CostModel = field(default_factory=CostModel.verl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,15 +168,7 @@ class BudgetPacker:
     num_ranks: int
     token_budget: int
 
-    def free_counts(self) -> list[MicroBatch]:
-        """Rows of similar cost share a micro-batch, the dearest first. Raises PackingError if no plan was found."""
-        (rows,) = self._fill([list(range(len(self.costs)))])
-        micro_batches = [rows[at : at + self.num_ranks] for at in range(0, len(rows), self.num_ranks)]
-        for micro_batch in micro_batches:
-            Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)
-        return self._even_ranks(micro_batches)
-
-    def equal_counts(self) -> list[MicroBatch]:
+    def micro_batches(self) -> list[MicroBatch]:
         """As many samples for every rank (within one): first the ranks, then each rank's rows. Raises PackingError."""
         ranks = fill_by_count(self.costs, self.num_ranks)
         micro_batches = [list(rows) for rows in zip(*self._fill(ranks), strict=True)]
@@ -242,17 +176,15 @@ class BudgetPacker:
             Rows(micro_batch, self.costs, self.lengths).even_out(self.token_budget)
         return micro_batches
 
-    def _fill(self, groups: list[list[int]]) -> list[MicroBatch]:
-        """The rows of each group, dearest first; as few as found, as many for every group, a multiple of its ranks."""
-        ranks = self.num_ranks // len(groups)
-        fewest = max(ceil(self._least_rows(group) / ranks) for group in groups)
-        most = min(len(group) for group in groups) // ranks
-        for num_micro_batches in _candidates(fewest, most):
+    def _fill(self, ranks: list[list[int]]) -> list[list[list[int]]]:
+        """The rows of each rank, dearest first; as few as found, and as many for every rank."""
+        fewest, most = max(map(self._least_rows, ranks)), min(map(len, ranks))
+        for num_rows in _candidates(fewest, most):
             # The last number may be tight in any case: after it there is only the error.
-            may_be_tight = num_micro_batches <= MAX_TIGHT_MICRO_BATCHES or num_micro_batches == most
-            filled: list[MicroBatch] = []
-            for group in groups:
-                filled.append(self._fill_group(group, num_micro_batches * ranks, may_be_tight))
+            may_be_tight = num_rows <= MAX_TIGHT_MICRO_BATCHES or num_rows == most
+            filled: list[list[list[int]]] = []
+            for samples in ranks:
+                filled.append(self._fill_rank(samples, num_rows, may_be_tight))
                 if not filled[-1]:
                     break
             else:
@@ -263,16 +195,15 @@ class BudgetPacker:
             " make the number of samples a multiple of the number of ranks, or raise the token budget"
         )
 
-    def _least_rows(self, group: list[int]) -> int:
+    def _least_rows(self, samples: list[int]) -> int:
         """A number of rows below which no packing exists."""
-        tokens = sum(min(self.lengths[i], self.token_budget) for i in group)
-        # No two samples of more than half the budget fit one row. A sample over the budget fills a row of its own.
-        num_halves = sum(2 * self.lengths[i] > self.token_budget for i in group)
+        tokens = sum(min(self.lengths[i], self.token_budget) for i in samples)
+        num_halves = sum(2 * self.lengths[i] > self.token_budget for i in samples)
         return max(1, num_halves, ceil(tokens / self.token_budget))
 
-    def _fill_group(self, group: list[int], num_rows: int, may_be_tight: bool) -> list[list[int]]:
+    def _fill_rank(self, samples: list[int], num_rows: int, may_be_tight: bool) -> list[list[int]]:
         """Even rows if they can be had, else tight ones; empty if the samples do not fit."""
-        costs, lengths = [self.costs[i] for i in group], [self.lengths[i] for i in group]
+        costs, lengths = [self.costs[i] for i in samples], [self.lengths[i] for i in samples]
         rows = fill_by_tokens(costs, lengths, num_rows, self.token_budget)
         if rows is None and may_be_tight:
             rows = fill_tightly(lengths, self.token_budget)
@@ -285,22 +216,7 @@ class BudgetPacker:
             longest[1:] = longest[2::2]
         # Rows of similar cost meet in a micro-batch, whose slowest row every rank waits for.
         rows.sort(key=lambda row: (-sum(map(costs.__getitem__, row)), row))
-        return [[group[i] for i in row] for row in rows]
-
-    def _even_ranks(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Hand the rows of each micro-batch to the ranks so that the ranks' totals even out."""
-        totals = [0.0] * self.num_ranks
-        placed: list[MicroBatch] = []
-        for rows in micro_batches:
-            by_cost = sorted(((sum(map(self.costs.__getitem__, row)), row) for row in rows), reverse=True)
-            # The dearest row goes to the rank that has had the least so far.
-            by_total = sorted(range(self.num_ranks), key=totals.__getitem__)
-            here: list[list[int]] = [[] for _ in rows]
-            for rank, (cost, row) in zip(by_total, by_cost, strict=True):
-                totals[rank] += cost
-                here[rank] = row
-            placed.append(here)
-        return placed
+        return [[samples[i] for i in row] for row in rows]
 
 
 def _candidates(fewest: int, most: int) -> Iterator[int]:

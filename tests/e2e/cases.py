@@ -1,4 +1,4 @@
-"""Algorithms and models as chains of short whole jobs, and when one counts as run: for `benchmarks.matrix`."""
+"""Algorithms and models as chains of short whole jobs, and when one counts as run: for `tests.e2e.matrix`."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from partial_rollout.advise.result import read_result
+from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from tests import preloaded
 
 if TYPE_CHECKING:
@@ -52,6 +53,16 @@ def test_a_whole_job_is_measured(start, tmp_path):
     assert "| partial_rollout | 2 |" in (tmp_path / "table.md").read_text()
 
 
+def test_whole_jobs_are_compared_by_what_they_learn(start, tmp_path):
+    """A step of the quickstart, on a model that has learned nothing."""
+    make_task(tmp_path / "task", TaskParameters(num_train=64, num_val=8, warm_start_steps=1))
+    words = ["--modes", "flag", "--steps", "1", "--inputs", str(tmp_path / "task"), "--out", str(tmp_path)]
+    start("benchmarks.learning", *words, "--json", str(tmp_path / "result.json"))
+    (row,) = read_result(tmp_path / "result.json")["summary"]
+    assert (row["mode"], row["seed"], row["steps"], row["time_ratio"]) == ("flag", 0, 1, 1.0)
+    assert 0 <= row["reward_last"] <= 1
+
+
 def test_a_latency_curve_is_measured_and_predicts(start, tmp_path):
     path = tmp_path / "curve.json"
     start("partial_rollout.advise.measure", "--shape", "tiny", "--json", str(path))
@@ -79,11 +90,13 @@ def test_the_weight_channel_is_measured_in_all_steps(start, tmp_path):
 def test_the_queue_is_measured_through_its_actor(start, tmp_path):
     path = tmp_path / "queue.json"
     words = ["--prompts", "200", "--batch", "8", "--take", "16", "--seconds", "1"]
+    words += ["--steps", "2", "--tokens", "8", "--pause-s", "0", "--folder", str(tmp_path)]
     start("benchmarks.bench_queue", *words, "--json", str(path), starts_ray=True)
     found = json.loads(path.read_text())
     assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
     assert all(found[name]["conserved"] for name in ("single", "batched"))
     assert 0 < found["events"]["cpu_percent_of_step"] < 1
+    assert found["log"]["steps_replayed"] == 2
 
 
 def test_every_way_to_pack_is_measured(start, tmp_path):
@@ -91,21 +104,22 @@ def test_every_way_to_pack_is_measured(start, tmp_path):
     path = tmp_path / "result.json"
     start("benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
     result = json.loads(path.read_text())
-    assert (result["ended"], result["repeats_whole"]) == ("done", {"packed": 1, "padded": 1})
+    assert (result["ended"], result["whole_repeats"]) == ("done", {"packed": 1, "padded": 1})
     assert result["training"]["gradient_checkpointing"]
-    assert set(result["packed"]) == {"strided", "verl", "fixed", "budget", "global"}
-    assert set(result["padded"]) == {"strided", "verl", "fixed", "global (by length)"}
+    assert set(result["packed"]) == {"strided", "verl", "global"}
+    assert set(result["padded"]) == {"strided", "verl", "global (by length)"}
     for part in ("packed", "padded"):
         assert result[part]["strided"]["ratio_to_strided"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
     rows = [json.loads(line) for line in (tmp_path / "result.rows.jsonl").read_text().splitlines()]
-    expected = [(part, name) for part in ("packed", "padded") for name in result[part]]
-    assert sorted((row["part"], row["method"]) for row in rows) == sorted(2 * expected)  # the warm-up too
+    assert [(row["part"], row["repeat"], set(row["methods"])) for row in rows] == [
+        (part, number, set(result[part])) for part in ("packed", "padded") for number in (0, 1)
+    ]
 
 
 def test_the_price_of_drafts_is_measured(start, tmp_path):
     """One engine that never drafts, and one that drafts as it is told while it runs."""
     path = tmp_path / "prices.json"
-    start("benchmarks.draft_price", "--shape", "tiny", "--engines", "plain", "draft_3", "--json", str(path))
+    start("partial_rollout.advise.drafts", "--shape", "tiny", "--engines", "plain", "draft_3", "--json", str(path))
     found = json.loads(path.read_text())
     assert not found["failed"]
     assert not found["engines"]["draft_3"]["asynchronous"]

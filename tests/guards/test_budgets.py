@@ -1,4 +1,4 @@
-"""Functions fit on a screen."""
+"""Functions fit on a screen, and the study stays small beside the package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ast
 from tests.guards.source import PACKAGE, Source, parse, sources
 
 MAX_FUNCTION_LINES = 60
+MAX_BENCHMARK_LINES = 2500
+"""A script whose question is answered goes, and benchmarks/results/README.md says which commit has it."""
 
 
 def long_functions(source: Source) -> list[str]:
@@ -28,3 +30,9 @@ def test_the_guard_sees_it():
     body = "    x = 1\n"
     assert len(long_functions(parse(PACKAGE / "core/x.py", "def f():\n" + body * MAX_FUNCTION_LINES))) == 1
     assert long_functions(parse(PACKAGE / "core/x.py", "def f():\n" + body * (MAX_FUNCTION_LINES - 1))) == []
+
+
+def test_the_study_is_small():
+    lines = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.parent.glob("benchmarks/**/*.py")}
+    assert "jobs.py" in lines
+    assert sum(lines.values()) <= MAX_BENCHMARK_LINES, lines

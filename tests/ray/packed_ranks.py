@@ -20,7 +20,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.losses import ppo_loss
 
-from partial_rollout.packing import CostModel, FixedCountPlanner, GlobalPlanner, TokenBudgetPlanner
+from partial_rollout.packing import GlobalPlanner
 from partial_rollout.packing import attention as varlen_attention
 from partial_rollout.packing.batch import MICRO_BATCH_FIELD, layout
 from partial_rollout.packing.engine import ROWS_METRIC, PackedActorRolloutRefWorker
@@ -38,9 +38,7 @@ MICRO_BATCH_SIZE = 3
 BUDGET = 80
 LOSS_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 PLANNERS = {
-    "fixed": FixedCountPlanner(per_rank_batch_size=MICRO_BATCH_SIZE),
-    "budget": TokenBudgetPlanner(token_budget=BUDGET, equal_counts=True),
-    "global": GlobalPlanner(token_budget=BUDGET, equal_counts=True, cost=CostModel.verl()),
+    "global": GlobalPlanner(token_budget=BUDGET),
     "padded": PaddedPlanner(token_budget=2 * BUDGET),
 }
 

@@ -49,3 +49,15 @@ def test_an_engine_that_is_too_small_is_refused_before_it_starts(
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path), "--json", str(tmp_path / "curve.json"), *words])
     assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_engine_and_its_cells_and_stores_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = tmp_path / "curve.json"
+    main(["--shape", "8b", "--slots", "64", "--json", str(curve), "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "'slots': 64" in shown
+    assert "(64, 256)" in shown
+    assert "(256, 256)" not in shown
+    assert not curve.exists()

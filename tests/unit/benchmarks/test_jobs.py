@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks import jobs
+from benchmarks import jobs, training_job
 from benchmarks.jobs import (
     CPU_PROMPT_TOKENS,
     MODES,
@@ -20,7 +20,7 @@ from benchmarks.jobs import (
     Jobs,
     command,
     on_a_gpu,
-    parser,
+    parse,
     settings,
     without_flash_attention,
 )
@@ -113,7 +113,7 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", f"{METRICS}{show}"])
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
-    Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    Jobs(parse(words)).run(tmp_path / "inputs")
     stored = read_result(tmp_path / "jobs.json")
     found = {job["mode"]: job["gpus"] for job in stored["jobs"]}
     assert sorted(found.values()) == [[3], [5]]
@@ -128,19 +128,19 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
 def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monkeypatch, tmp_path):
     given = []
 
-    def run(_words, folder, _limit_s, _lane, **_):
+    def run(_words, folder, _limit_s, _lane, *_, **__):
         given.append(folder.name)
         return job_of([{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2)
 
-    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(training_job, "run_job", run)
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--out", str(tmp_path), "--resume"]
-    Jobs(parser().parse_args([*words, "--modes", "sync"])).run(tmp_path / "inputs")
-    Jobs(parser().parse_args([*words, "--modes", "sync", "flag"])).run(tmp_path / "more_inputs")
+    Jobs(parse([*words, "--modes", "sync"])).run(tmp_path / "inputs")
+    Jobs(parse([*words, "--modes", "sync", "flag"])).run(tmp_path / "more_inputs")
     assert given == ["sync-0", "flag-0"]
     assert set(read_result(tmp_path / "jobs.json")["summary"]) == {"sync", "flag"}
     with pytest.raises(SystemExit, match="have another workload than this command"):
-        Jobs(parser().parse_args([*words, "--trace", "uniform"]))
+        Jobs(parse([*words, "--trace", "uniform"]))
 
 
 def job_of(steps: list) -> dict:
@@ -159,17 +159,17 @@ def job_of(steps: list) -> dict:
 def test_a_job_that_ends_with_the_benchmark_is_stored(monkeypatch, tmp_path):
     """Here because the other one fails; SIGTERM ends all of them in the same way."""
 
-    def run(_words, folder, _limit_s, lane, **_):
+    def run(_words, folder, _limit_s, lane, *_, **__):
         if "colocate_async" in str(folder):
             raise RuntimeError("no such GPU")
         assert lane.ended.wait(60.0)
         return job_of([])
 
-    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(training_job, "run_job", run)
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--gpus", "3", "5", "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     with pytest.raises(RuntimeError, match="no such GPU"):
-        Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+        Jobs(parse(words)).run(tmp_path / "inputs")
     assert [job["mode"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == ["sync"]
 
 
@@ -177,15 +177,15 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
     """The limits change no option: all jobs have what was asked for."""
     given, steps = [], [{"timing_s/gen": 1.0, "timing_s/step": 1.0, TOKENS: 9}] * 2
 
-    def run(words, _folder, limit_s, _lane, **_):
+    def run(words, _folder, limit_s, _lane, *_, **__):
         given.append((words, limit_s))
         return job_of(steps)
 
-    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(training_job, "run_job", run)
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--rollout-only", "--out", str(tmp_path)]
     for more in (["--job-s", "7", "--budget-s", "500"], ["--job-s", "700", "--budget-s", "300"], ["--budget-s", "300"]):
-        Jobs(parser().parse_args([*words, *more])).run(tmp_path / "inputs")
+        Jobs(parse([*words, *more])).run(tmp_path / "inputs")
     assert given[0][1] == 7
     assert all(0 < limit_s <= 300 for _, limit_s in given[1:])
     assert all(set(ROLLOUT_ONLY) < set(words) for words, _ in given)
@@ -193,7 +193,7 @@ def test_a_job_has_no_more_than_its_own_seconds_or_what_is_left(monkeypatch, tmp
     assert stored["options"]["rollout_only"]
     assert stored["engine"] == {"shape": "tiny", "prompt_tokens": CPU_PROMPT_TOKENS}
     words.remove("--rollout-only")
-    Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+    Jobs(parse(words)).run(tmp_path / "inputs")
     assert not set(ROLLOUT_ONLY) & set(given[-1][0])
 
 
@@ -237,7 +237,7 @@ def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
     words = ["--shape", "tiny", "--modes", "sync", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="no job got to a measured step"):
-        Jobs(parser().parse_args(words)).run(tmp_path / "inputs")
+        Jobs(parse(words)).run(tmp_path / "inputs")
     assert [job["code"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == [7]
 
 

@@ -12,40 +12,59 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks import bench_packing_wall
-from benchmarks.bench_packing_wall import repeats_whole, spread, summary, whole
-from benchmarks.packing_steps import (
+from benchmarks.bench_packing_wall import (
     LOSS_CHUNK,
     SMALL,
     Training,
+    batches,
+    parse,
     policy_gradient,
+    result_of,
+    spread,
+    summary,
     training,
 )
 
-PACKED = {"strided", "verl", "fixed", "budget", "global"}
-PADDED = {"strided", "verl", "fixed", "global (by length)"}
-FEW = ["--shape=tiny", "--shrink=32", "--per-rank=4", "--per-row=2"]
-TINY = [*FEW, "--token-budget=256", "--batches=1", "--repeats=1"]
+PADDED = {"strided", "verl", "global (by length)"}
+TINY = [
+    "--shape=tiny", "--shrink=32", "--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--repeats=1",
+]  # fmt: skip
 
 
-def row(method: str, number: int, batch: int = 0, seconds: float = 1.0) -> dict[str, Any]:
-    return {"method": method, "repeat": number, "batch": batch, "seconds": seconds} | {
-        "micro_batches": 2,
-        "padding_share_if_padded": 0.5,
-    }
+def record(number: int, batch: int = 0, *, part: str = "packed", names: set[str] | None = None) -> dict[str, Any]:
+    """Each method takes as many seconds as there are before it, and one more."""
+    ordered = ["strided", *sorted((names or {"strided", "ours"}) - {"strided"})]
+    numbers = {"micro_batches": 2, "padding": 0.5}
+    methods = {name: {"seconds": 1.0 + at} | numbers for at, name in enumerate(ordered)}
+    return {"part": part, "repeat": number, "batch": batch, "methods": methods}
 
 
-def test_a_comparison_that_was_cut_off_counts_where_all_methods_ran():
-    methods = ("strided", "ours")
-    kept = [row(method, 1, batch) for batch in (0, 1) for method in methods] + [row(name, 2) for name in methods]
-    records = [row(name, 0) for name in methods] + kept + [row("strided", 2, 1, seconds=100.0)]
-    assert whole(records, len(methods)) == kept
-    assert repeats_whole(kept, num_batches=2) == 1
-    assert summary(kept)["ours"]["seconds"]["q3"] == 1.0
+def test_a_comparison_that_was_cut_off_counts_whole_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["bench_packing_wall", "--batches=2", "--repeats=3", "--parts=packed"])
+    records = [record(number, batch) for number in (0, 1) for batch in (0, 1)] + [record(2)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(each) + "\n" for each in records))
+    result = result_of(parse(), rows, "")
+    assert (result["ended"], result["whole_repeats"]) == ("limit", {"packed": 1})
+    assert result["packed"]["ours"]["ratio_to_strided"] == {"median": 2.0, "q1": 2.0, "q3": 2.0}
+
+
+def test_the_warm_up_does_not_count():
+    slow = record(0)
+    slow["methods"]["ours"]["seconds"] = 100.0
+    assert summary([slow, record(1), record(2)])["ours"]["seconds"]["q3"] == 2.0
+
+
+def test_batches_have_a_tenth_of_their_responses_at_the_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["bench_packing_wall", "--batches=100", "--per-rank=32", "--shrink=1"])
+    drawn = [length for batch in batches(parse()) for length in batch]
+    assert len(drawn) == 100 * 64
+    assert sum(length > 4096 for length in drawn) / len(drawn) == pytest.approx(0.1, abs=0.02)
 
 
 def test_a_failed_rank_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def ranks(_run: Any, arguments: tuple[Any, ...], nprocs: int) -> None:
-        rows = [{"part": "padded"} | row(name, 1) for name in PADDED] + [{"part": "packed"} | row("strided", 0)]
+        rows = [record(1, part="padded", names=PADDED), record(0)]
         Path(arguments[-1]).write_text("".join(json.dumps(each) + "\n" for each in rows))
         raise ProcessRaisedException(f"one of {nprocs}\nOutOfMemoryError: full\n", error_index=0, error_pid=1)
 
@@ -56,8 +75,18 @@ def test_a_failed_rank_leaves_what_was_measured(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit, match="OutOfMemoryError: full"):
         bench_packing_wall.main()
     result = json.loads(out.read_text())
-    assert (result["ended"], result["repeats_whole"]) == ("OutOfMemoryError: full", {"packed": 0, "padded": 1})
+    assert (result["ended"], result["whole_repeats"]) == ("OutOfMemoryError: full", {"packed": 0, "padded": 1})
     assert (set(result["padded"]), result["packed"]) == (PADDED, {})
+
+
+def test_a_dry_run_shows_methods_and_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["bench_packing_wall", *TINY, "--dry-run"])
+    monkeypatch.setattr(bench_packing_wall, "spawn", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bench_packing_wall.main()
+    packed, padded = capsys.readouterr().out.splitlines()
+    assert "['strided', 'verl', 'global']" in packed
+    assert "['strided', 'verl', 'global (by length)']" in padded
 
 
 def test_a_limit_that_is_over_leaves_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,7 +96,7 @@ def test_a_limit_that_is_over_leaves_a_result(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     bench_packing_wall.main()
     result = json.loads(out.read_text())
-    assert (result["ended"], result["repeats_whole"], result["padded"]) == ("limit", {"padded": 0}, {})
+    assert (result["ended"], result["whole_repeats"], result["padded"]) == ("limit", {"padded": 0}, {})
     assert "packed" not in result
 
 

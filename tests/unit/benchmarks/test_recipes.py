@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks import recipes
-from benchmarks.lanes import Lane
-from benchmarks.recipes import RECIPES, command, parser, variables, write_problems
+from benchmarks import jobs
+from benchmarks.jobs import RECIPES, Recipes, main, parse, variables, write_problems
 from partial_rollout.advise.result import read_result
 from partial_rollout.settings.flag import is_enabled
 from tests.unit.benchmarks.test_jobs import CONFIGS, WRITE
@@ -44,12 +43,11 @@ def test_problems_are_those_of_the_recipe_s_own_script(recipe, tmp_path):
     ("recipe", "baseline"), [*((name, False) for name in RECIPES), ("qwen3-0.6b_gsm8k_grpo", True)]
 )
 def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
-    places = {name: tmp_path / name for name in ("model", "data", "out")}
-    write_problems(places["data"], recipe, 5)
-    places["model"].mkdir()
-    words = ["--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--set", "trainer.nnodes=2"]
-    options = parser().parse_args([*words, "--group", "4", "--retain-kv", *["--baseline"] * baseline])
-    line = command(options, recipe, places)
+    write_problems(tmp_path / recipe, recipe, 5)
+    (tmp_path / RECIPES[recipe]).mkdir()
+    words = ["--recipes", recipe, "--gpus", "0", "1", "--tensor-parallel", "2", "--out", str(tmp_path), "--steps", "3"]
+    options = parse([*words, "--group", "4", "--set", "trainer.nnodes=2", *["--baseline"] * baseline])
+    line = Recipes(options).commands(tmp_path)[recipe]
     environment = os.environ | {"PARTIAL_ROLLOUT_DRY_RUN": "1"}
     shown = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
     given = [word for word in shlex.split(shown)[3:] if not word.startswith("hydra.")]
@@ -62,9 +60,8 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
     assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (2, 2)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert (rollout.tensor_model_parallel_size, rollout.n) == (2, 4)
-    assert rollout.free_cache_engine is False
-    assert (data.train_batch_size, data.max_response_length) == (options.batch, options.response_tokens)
-    assert config.trainer.total_training_steps == options.steps
+    assert (data.train_batch_size, data.max_response_length) == (jobs.RECIPE_BATCH, jobs.RECIPE_RESPONSE_TOKENS)
+    assert config.trainer.total_training_steps == 3
     assert config.actor_rollout_ref.model.override_config.attn_implementation == "varlen_sdpa"
     assert config.actor_rollout_ref.model.use_fused_kernels == (RECIPES[recipe] != "8b")
 
@@ -73,29 +70,40 @@ def test_a_recipe_s_configuration_is_accepted(recipe, baseline, tmp_path):
 def test_a_recipe_knows_every_variable_that_it_is_given(recipe, tmp_path):
     """A variable of another name would be ignored, and the recipe's own default stay."""
     known = shell(f"run_{recipe}.sh", "--help").stdout.split()
-    assert not set(variables(parser().parse_args(["--out", "out"]), tmp_path, tmp_path)) - set(known)
+    assert not set(variables(parse(["--out", "out"]), tmp_path, tmp_path)) - set(known)
 
 
-def test_a_recipe_s_steps_are_stored_with_what_is_read_of_them(monkeypatch, tmp_path):
-    """All of them, the first ones too; here a job that only writes metrics stands for the recipe."""
-    monkeypatch.setattr(recipes, "write_weights", lambda *_: None)
-    monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", WRITE])
-    options = parser().parse_args(["--shape", "tiny", "--out", str(tmp_path / "out"), "--gpus", "3"])
-    run = recipes.run_recipe(options, "qwen3-0.6b_gsm8k_grpo", tmp_path, 60.0, Lane(gpus=(3,)))
+@pytest.fixture
+def instead(monkeypatch):
+    """Lets a script stand for every recipe, without a model."""
+
+    def replace(script):
+        for name in ("write_model", "write_weights"):
+            monkeypatch.setattr(jobs, name, lambda *_: None)
+        monkeypatch.setattr(Recipes, "_command", lambda *_: [sys.executable, "-c", script])
+
+    return replace
+
+
+def test_a_recipe_s_steps_are_stored_with_what_is_read_of_them(instead, tmp_path):
+    """All of them, the first ones too."""
+    instead(WRITE)
+    main(["--recipes", "qwen3-0.6b_gsm8k_grpo", "--out", str(tmp_path / "out"), "--gpus", "3"])
+    result = read_result(tmp_path / "out/recipes.json")
+    (run,), (row,) = result["runs"], result["summary"]
     assert (run["code"], run["gpus"], len(run["steps"])) == (0, [3], 4)
+    assert (row["recipe"], row["num_steps"]) == ("qwen3-0.6b_gsm8k_grpo", 4)
     training = {"training/rollout_probs_diff_mean", "training/off_policy/x"}
     assert set(run["steps"][0]) == {"timing_s/gen", "partial_rollout/drain_ms", *training}
 
 
-def test_a_recipe_that_is_interrupted_is_stored_with_its_steps(monkeypatch, tmp_path):
+def test_a_recipe_that_is_interrupted_is_stored_with_its_steps(instead, tmp_path):
     """Ctrl-C, here by the job itself once it has ended its steps, comes to the thread that waits."""
-    stop = f"{WRITE}\nimport signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
-    monkeypatch.setattr(recipes, "write_weights", lambda *_: None)
-    monkeypatch.setattr(recipes, "command", lambda *_: [sys.executable, "-c", stop])
+    instead(f"{WRITE}\nimport signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)")
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(KeyboardInterrupt):
-            recipes.main(["--shape", "tiny", "--out", str(tmp_path), "--budget-s", "300"])
+            main(["--recipes", *RECIPES, "--out", str(tmp_path), "--budget-s", "300"])
     finally:
         signal.signal(signal.SIGTERM, before)
     (run,) = read_result(tmp_path / "recipes.json")["runs"]
@@ -103,7 +111,7 @@ def test_a_recipe_that_is_interrupted_is_stored_with_its_steps(monkeypatch, tmp_
 
 
 def test_a_dry_run_shows_the_command_of_every_recipe(tmp_path, capsys):
-    recipes.main(["--out", str(tmp_path / "out"), "--dry-run", "--set", "a.b=1"])
+    main(["--recipes", *RECIPES, "--out", str(tmp_path / "out"), "--dry-run", "--set", "a.b=1"])
     lines = capsys.readouterr().out.splitlines()
     assert [f"run_{name}.sh" in line for name, line in zip(RECIPES, lines, strict=True)] == [True] * len(RECIPES)
     assert all(line.endswith(" a.b=1") for line in lines)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from partial_rollout.packing import CostModel, FixedCountPlanner, imbalance
+from partial_rollout.packing import CostModel, GlobalPlanner, imbalance
 from partial_rollout.packing.balance import TOLERANCE
 from tests.unit.packing.test_planners import published_lengths
 
@@ -19,7 +19,7 @@ def test_rows_are_at_least_as_even_as_verls(seed: int, per_rank: int, cost: Cost
     lengths = published_lengths(8 * per_rank, seed)
     workload = calculate_workload(torch.tensor(lengths)).tolist()
     theirs = [get_seqlen_balanced_partitions(weights, 8, equal_size=True) for weights in (lengths, workload)]
-    (ours,) = FixedCountPlanner(per_rank, cost).plan(lengths, 8).micro_batches
+    (ours,) = GlobalPlanner(sum(lengths), cost).plan(lengths, 8).micro_batches
     own, *others = (imbalance([cost.cost(lengths[i] for i in row) for row in rows]) for rows in (ours, *theirs))
     assert own <= max(min(others), TOLERANCE)
 

@@ -13,10 +13,9 @@ from transformers import Qwen3Config
 from verl.trainer.ppo.v1 import PPOTrainer
 
 from partial_rollout.errors import InternalError
-from partial_rollout.packing import FixedCountPlanner, GlobalPlanner, Plan, TokenBudgetPlanner
+from partial_rollout.packing import GlobalPlanner, PaddedPlanner, Plan
 from partial_rollout.packing import batch as packing
 from partial_rollout.packing.batch import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
-from partial_rollout.packing.planners import PaddedPlanner
 from partial_rollout.settings.block import PackingConfig, PartialRolloutConfig
 from partial_rollout.train.trainer import PartialRolloutTrainer
 
@@ -54,7 +53,7 @@ def arrange(planner: Any) -> KVBatchMeta:
 
 
 def test_the_order_gives_each_rank_its_rows(stored: dict[str, int]):
-    planner = GlobalPlanner(token_budget=60, mini_batch_size=4, equal_counts=True, cost=packing.CostModel.verl())
+    planner = GlobalPlanner(token_budget=60, mini_batch_size=4)
     plan = planner.plan(LENGTHS, 2)
     batch = arrange(planner)
     for rank, part in enumerate(batch.chunk(2)):
@@ -66,13 +65,13 @@ def test_the_order_gives_each_rank_its_rows(stored: dict[str, int]):
 
 def test_mini_batches_are_cut_from_the_sampled_order(stored: dict[str, int]):
     """verl cuts each rank's part into equal mini-batches: the first holds the first samples, whatever verl's order."""
-    batch = arrange(TokenBudgetPlanner(token_budget=60, mini_batch_size=4, equal_counts=True))
+    batch = arrange(GlobalPlanner(token_budget=60, mini_batch_size=4))
     first = {key for part in batch.chunk(2) for key in part.keys[:2]}
     assert first == set(KEYS[:4])
 
 
 def test_samples_that_verl_added_come_last(stored: dict[str, int]):
-    planner = FixedCountPlanner(per_rank_batch_size=2, mini_batch_size=4)
+    planner = GlobalPlanner(token_budget=60, mini_batch_size=4)
     batch = batch_of(KEYS)
     BatchPacker(planner, 2, False, call_timeout_s=5.0).arrange(batch, KEYS[2:], {})
     last = {key for part in batch.chunk(2) for key in part.keys[2:]}
@@ -83,7 +82,7 @@ def test_samples_that_verl_added_come_last(stored: dict[str, int]):
 def test_the_step_reports_the_plan(stored: dict[str, int], monkeypatch, pads_rows: bool, padding_share: float):
     """Rows of 10 + 30 and 20 + 20 tokens, then of 7 and 9."""
 
-    class Given(FixedCountPlanner):
+    class Given(GlobalPlanner):
         def plan(self, lengths: Sequence[int], num_ranks: int) -> Plan:
             return Plan((((0, 1), (2, 3)), ((4,), (5,))), (1, 1), rows_over_budget=3)
 
@@ -104,7 +103,7 @@ def test_the_step_reports_the_plan(stored: dict[str, int], monkeypatch, pads_row
 def test_plans_are_for_the_ranks_that_verl_sends_batches_to(stored: dict[str, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda _, batch, metrics: batch)
     trainer = object.__new__(PartialRolloutTrainer)
-    trainer.packer = BatchPacker(FixedCountPlanner(2), 2, False, call_timeout_s=5.0)
+    trainer.packer = BatchPacker(GlobalPlanner(60), 2, False, call_timeout_s=5.0)
     trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
     assert len(trainer._balance_batch(batch_of(KEYS), {}).keys) == len(KEYS)
     trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1, 2, 3]})
@@ -173,7 +172,6 @@ def test_verls_own_path_is_left_alone(monkeypatch: pytest.MonkeyPatch):
 def test_the_planner_fits_the_rows(monkeypatch: pytest.MonkeyPatch, name: str, remove_padding: bool, kind: type):
     packer = made(monkeypatch, {"model.use_remove_padding": remove_padding}, planner=name)
     assert type(packer.planner) is kind
-    assert getattr(packer.planner, "equal_counts", True), "verl cuts ranks equally"
     assert packer.planner.mini_batch_size == 32
     assert packer.pads_rows is not remove_padding
 

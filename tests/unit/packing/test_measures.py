@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from partial_rollout.errors import ConfigError
-from partial_rollout.packing import CostModel, Plan, plan_statistics, step_cost
+from partial_rollout.packing import CostModel, Plan, plan_statistics
 
 LENGTHS = [3, 1, 2, 2]
 PLAN = Plan((((0,), (1, 2)), ((3,), (2,))), (2,), 1)
@@ -53,17 +53,4 @@ def test_statistics_by_hand():
     """Rows of 3 and 1 + 2 tokens, then 2 and 2: squares 9 and 5, then 4 and 4."""
     statistics = plan_statistics(PLAN, LENGTHS)
     assert statistics.square_imbalance == pytest.approx((4 / 7 + 0) / 2)
-    assert statistics.rank_square_imbalance == pytest.approx(4 / 11)
     assert statistics.token_imbalance == 0
-    assert statistics.padding_share == 0
-    assert statistics.num_micro_batches == 2
-
-
-def test_padding_is_counted_up_to_the_longest_row_of_each_micro_batch():
-    plan = Plan((((0,), (1,)), ((2,), (3,))), (2,))
-    assert plan_statistics(plan, LENGTHS).padding_share == pytest.approx(2 / (3 + 3 + 2 + 2))
-
-
-def test_a_step_takes_its_slowest_rows():
-    assert step_cost(PLAN, LENGTHS, CostModel.squares()) == 9 + 4
-    assert step_cost(PLAN, LENGTHS, CostModel(1, 0), per_micro_batch=0.5) == 3 + 2 + 2 * 0.5

@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 from partial_rollout.errors import ConfigError, PackingError
 from partial_rollout.packing import (
     CostModel,
-    FixedCountPlanner,
     GlobalPlanner,
     Plan,
     Planner,
-    TokenBudgetPlanner,
-    plan_statistics,
-    step_cost,
 )
 
 if TYPE_CHECKING:
@@ -30,16 +26,13 @@ COSTS = st.sampled_from([CostModel.squares(), CostModel.verl(), CostModel(1, 0)]
 
 @st.composite
 def planners(draw: st.DrawFn, mini_batch_size: int | None = None) -> Planner:
-    cost = draw(COSTS)
-    if draw(st.booleans()):
-        return FixedCountPlanner(draw(st.integers(1, 6)), cost, mini_batch_size=mini_batch_size)
-    return TokenBudgetPlanner(draw(BUDGETS), cost, draw(st.booleans()), mini_batch_size=mini_batch_size)
+    return GlobalPlanner(draw(BUDGETS), draw(COSTS), mini_batch_size=mini_batch_size)
 
 
 def plan_of(planner: Planner, lengths: list[int], num_ranks: int) -> Plan:
     """The plan; under a budget there may be none, but only for samples that are no multiple of the ranks."""
     assume(len(lengths) >= num_ranks)
-    if len(lengths) % num_ranks == 0 or isinstance(planner, FixedCountPlanner):
+    if len(lengths) % num_ranks == 0:
         return planner.plan(lengths, num_ranks)
     try:
         return planner.plan(lengths, num_ranks)
@@ -52,8 +45,7 @@ def rows_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def test_contract_of_positional_arguments():
-    assert FixedCountPlanner(2).per_rank_batch_size == 2
-    assert TokenBudgetPlanner(100).cost == CostModel.squares()
+    assert GlobalPlanner(100).cost == CostModel.verl()
     assert GlobalPlanner(100, CostModel(1, 2), mini_batch_size=4).cost == CostModel(1, 2)
 
 
@@ -79,9 +71,9 @@ def test_every_rank_has_the_same_number_of_micro_batches(planner, lengths, num_r
     assert sum(plan.micro_batches_per_mini_batch) == plan.num_micro_batches
 
 
-@given(BUDGETS, COSTS, st.booleans(), LENGTHS, RANKS)
-def test_a_row_over_the_budget_is_one_longer_sample_and_is_counted(budget, cost, equal_counts, lengths, num_ranks):
-    plan = plan_of(TokenBudgetPlanner(budget, cost, equal_counts), lengths, num_ranks)
+@given(BUDGETS, COSTS, LENGTHS, RANKS)
+def test_a_row_over_the_budget_is_one_longer_sample_and_is_counted(budget, cost, lengths, num_ranks):
+    plan = plan_of(GlobalPlanner(budget, cost), lengths, num_ranks)
     over = [row for row in rows_of(plan) if sum(lengths[i] for i in row) > budget]
     assert all(len(row) == 1 for row in over)
     assert plan.rows_over_budget == len(over) == sum(length > budget for length in lengths)
@@ -96,12 +88,12 @@ def tight_batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return lengths, num_ranks, draw(st.integers((longest + 1) // 2, 3 * longest))
 
 
-@given(tight_batches(), COSTS, st.booleans())
-@example(([281, 106, 16, 190, 66, 55, 105, 323, 383, 114], 2, 508), CostModel.squares(), True)
-@example(([12, 1, 12, 6, 3, 2, 6, 8, 9], 3, 21), CostModel.squares(), True)
-def test_exchanges_stay_under_the_budget(batch, cost, equal_counts):
+@given(tight_batches(), COSTS)
+@example(([281, 106, 16, 190, 66, 55, 105, 323, 383, 114], 2, 508), CostModel.squares())
+@example(([12, 1, 12, 6, 3, 2, 6, 8, 9], 3, 21), CostModel.squares())
+def test_exchanges_stay_under_the_budget(batch, cost):
     lengths, num_ranks, budget = batch
-    plan = TokenBudgetPlanner(budget, cost, equal_counts).plan(lengths, num_ranks)
+    plan = GlobalPlanner(budget, cost).plan(lengths, num_ranks)
     over = [row for row in rows_of(plan) if sum(lengths[i] for i in row) > budget]
     assert all(len(row) == 1 for row in over)
     assert plan.rows_over_budget == len(over)
@@ -120,39 +112,9 @@ def test_nothing_moves_across_mini_batches(data, lengths, num_ranks, size):
     assert parts == [list(range(len(lengths)))[at : at + size] for at in range(0, len(lengths), size)]
 
 
-@given(st.integers(1, 6), LENGTHS, RANKS)
-def test_fixed_rows_have_equal_counts_and_consecutive_samples(count, lengths, num_ranks):
-    plan = plan_of(FixedCountPlanner(count), lengths, num_ranks)
-    full = len(lengths) // (count * num_ranks)
-    for number, rows in enumerate(plan.micro_batches[: full - 1]):
-        assert {len(row) for row in rows} == {count}
-        first = number * count * num_ranks
-        assert sorted(i for row in rows for i in row) == list(range(first, first + count * num_ranks))
-    for rows in plan.micro_batches:
-        assert max(map(len, rows)) - min(map(len, rows)) <= 1
-    if count > 1:
-        assert max(map(len, rows_of(plan))) <= count
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "count", "num_ranks", "sizes"),
-    [
-        (16, 2, 4, [8, 8]),
-        (14, 2, 4, [8, 6]),  # a partial micro-batch with a sample for everyone
-        (17, 2, 4, [8, 5, 4]),  # fewer than ranks: shared with the one before
-        (9, 2, 8, [9]),  # the same, with nothing before
-        (9, 1, 4, [4, 5]),  # no micro-batch can give one away: merged
-        (3, 8, 3, [3]),
-    ],
-)
-def test_sizes_of_fixed_micro_batches(num_samples, count, num_ranks, sizes):
-    plan = FixedCountPlanner(count).plan([10] * num_samples, num_ranks)
-    assert [sum(map(len, rows)) for rows in plan.micro_batches] == sizes
-
-
 @given(BUDGETS, LENGTHS, RANKS)
-def test_equal_counts_gives_every_rank_as_many_samples(budget, lengths, num_ranks):
-    plan = plan_of(TokenBudgetPlanner(budget, equal_counts=True), lengths, num_ranks)
+def test_every_rank_has_as_many_samples(budget, lengths, num_ranks):
+    plan = plan_of(GlobalPlanner(budget), lengths, num_ranks)
     counts = [sum(map(len, plan.for_rank(rank))) for rank in range(num_ranks)]
     assert max(counts) - min(counts) == (len(lengths) % num_ranks > 0)
 
@@ -164,11 +126,11 @@ def test_equal_counts_gives_every_rank_as_many_samples(budget, lengths, num_rank
         ([100] * 10, 400, 2, 2),
         ([500, 500, 10, 10], 100, 2, 2),  # two longer than the budget: one row each
         ([1] * 100, 1000, 4, 1),
-        ([6, 6, 5, 5, 4, 4, 3, 3, 3], 10, 4, 1),  # the greedy does not find it, best fit does
+        ([6, 6, 5, 5, 4, 4, 3, 3, 3], 10, 1, 4),  # the greedy does not find it, best fit does
     ],
 )
 def test_as_few_micro_batches_as_the_budget_allows(lengths, budget, num_ranks, expected):
-    assert TokenBudgetPlanner(budget).plan(lengths, num_ranks).num_micro_batches == expected
+    assert GlobalPlanner(budget).plan(lengths, num_ranks).num_micro_batches == expected
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -181,31 +143,25 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
         yield from ([*rows[:at], [items[0], *rows[at]], *rows[at + 1 :]] for at in range(len(rows)))
 
 
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 13), st.integers(1, 3))
-def test_small_batches_against_exhaustive_search(lengths, budget, num_ranks):
-    """As few micro-batches as possible, and an error only where nothing is possible: checked for all of these."""
-    assume(len(lengths) >= num_ranks)
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 13))
+def test_small_batches_of_one_rank_against_exhaustive_search(lengths, budget):
+    """As few micro-batches as possible: checked for all of these."""
     fitting = [len(rows) for rows in partitions(lengths) if max(map(sum, rows)) <= budget]
-    possible = [number // num_ranks for number in fitting if number % num_ranks == 0]
-    if possible:
-        assert TokenBudgetPlanner(budget).plan(lengths, num_ranks).num_micro_batches == min(possible)
-    else:
-        with pytest.raises(PackingError, match="no way found"):
-            TokenBudgetPlanner(budget).plan(lengths, num_ranks)
+    assert GlobalPlanner(budget).plan(lengths, 1).num_micro_batches == min(fitting)
 
 
 def test_tight_rows_are_split_until_nobody_is_idle():
-    """Best fit needs 20 rows where the greedy finds no 21; three ranks need 21."""
-    lengths = [25] * 6 + [21, 20, 16, 16, 16, 15, 14, 14, 13, 12, 12, 12, 11] + [10] * 4 + [9] + [8] * 4
-    lengths += [7] * 4 + [6] * 3 + [4, 4, 3, 2, 2, 1, 1, 1, 1]
-    plan = TokenBudgetPlanner(25).plan(lengths, 3)
-    assert [len(rows) for rows in plan.micro_batches] == [3] * 7
+    """One rank needs 21 rows; for the other one the greedy finds no 21, and best fit puts its samples into 20."""
+    lengths = [25] * 11 + [24, 23, 21, 21, 20, 19, 18] + [16] * 6 + [14] * 4 + [13] * 2 + [12] * 6 + [11] * 2
+    lengths += [10] * 9 + [9] * 2 + [8] * 8 + [7] * 8 + [6] * 5 + [4] * 4 + [3] * 2 + [2] * 4 + [1] * 8
+    plan = GlobalPlanner(25).plan(lengths, 2)
+    assert [len(rows) for rows in plan.micro_batches] == [2] * 21
     assert max(sum(lengths[i] for i in row) for row in rows_of(plan)) <= 25
 
 
 @given(LENGTHS)
 def test_a_budget_of_one_token_puts_every_sample_alone(lengths):
-    plan = plan_of(TokenBudgetPlanner(1), lengths, 1)
+    plan = plan_of(GlobalPlanner(1), lengths, 1)
     assert plan.num_micro_batches == len(lengths)
     assert plan.rows_over_budget == sum(length > 1 for length in lengths)
 
@@ -213,7 +169,7 @@ def test_a_budget_of_one_token_puts_every_sample_alone(lengths):
 def test_a_large_plan_ends_with_a_micro_batch_for_every_sample_if_it_must():
     """Steps over numbers of micro-batches must not step over the last one, which always works."""
     lengths = [51] * 400
-    assert TokenBudgetPlanner(100).plan(lengths, 2).num_micro_batches == 200
+    assert GlobalPlanner(100).plan(lengths, 2).num_micro_batches == 200
 
 
 def published_lengths(num: int, seed: int) -> list[int]:
@@ -223,25 +179,23 @@ def published_lengths(num: int, seed: int) -> list[int]:
     return [1 + int(completion) + int(rng.lognormvariate(5.545, 0.4)) for completion in completions]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_imbalance_at_the_published_lengths(seed: int):
-    lengths = published_lengths(8 * 16, seed)
-    assert plan_statistics(FixedCountPlanner(16).plan(lengths, 8), lengths).square_imbalance <= 0.01
+def step_cost(plan: Plan, lengths: list[int], cost: CostModel) -> float:
+    """Time of a step in which ranks wait for each other in every micro-batch: the sum of the slowest rows."""
+    return sum(max(cost.cost(lengths[i] for i in row) for row in rows) for rows in plan.micro_batches)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("per_rank", "budget", "share"), [(16, 16_384, 0.005), (128, 8192, 0.01)])
-@pytest.mark.parametrize("equal_counts", [False, True])
-def test_global_rows_cost_the_same_in_the_model_they_are_told(seed: int, per_rank, budget, share, equal_counts):
+def test_global_rows_cost_the_same_in_the_model_they_are_told(seed: int, per_rank, budget, share):
     """The slowest rows of all micro-batches add up to hardly more than a perfect split."""
     lengths, cost = published_lengths(8 * per_rank, seed), CostModel(10_000, 1)
-    plan = GlobalPlanner(budget, cost, equal_counts).plan(lengths, 8)
+    plan = GlobalPlanner(budget, cost).plan(lengths, 8)
     assert step_cost(plan, lengths, cost) <= (1 + share) * cost.cost(lengths) / 8
 
 
 def test_ranks_even_out_over_micro_batches():
     """Rows of 10 and 8 tokens in both micro-batches: nobody has the longer one twice."""
-    plan = TokenBudgetPlanner(10).plan([10, 8, 10, 9], 2)
+    plan = GlobalPlanner(10).plan([10, 8, 10, 9], 2)
     totals = [sum([10, 8, 10, 9][i] for row in plan.for_rank(rank) for i in row) for rank in range(2)]
     assert sorted(totals) == [18, 19]
 
@@ -249,14 +203,12 @@ def test_ranks_even_out_over_micro_batches():
 @pytest.mark.parametrize(
     ("planner", "lengths", "num_ranks", "message"),
     [
-        (FixedCountPlanner(2), [], 1, "no samples"),
-        (TokenBudgetPlanner(9), [], 1, "no samples"),
-        (FixedCountPlanner(2), [5, 5], 3, "2 samples from index 0 on for 3 data-parallel ranks"),
-        (TokenBudgetPlanner(9), [5, 5], 3, "2 samples from index 0 on for 3 data-parallel ranks"),
-        (TokenBudgetPlanner(9, mini_batch_size=2), [5] * 5, 2, "1 samples from index 4 on for 2"),
-        (TokenBudgetPlanner(9), [5, 0], 1, "sample 1 has 0 tokens"),
-        (FixedCountPlanner(1, mini_batch_size=2), [5, 5, -1, 5], 2, "sample 2 has -1 tokens"),
-        (TokenBudgetPlanner(5), [5, 5, 5], 2, "3 samples of 5 to 5 tokens into rows of at most 5.*multiple of 2"),
+        (GlobalPlanner(9), [], 1, "no samples"),
+        (GlobalPlanner(9), [5, 5], 3, "2 samples from index 0 on for 3 data-parallel ranks"),
+        (GlobalPlanner(9, mini_batch_size=2), [5] * 5, 2, "1 samples from index 4 on for 2"),
+        (GlobalPlanner(9), [5, 0], 1, "sample 1 has 0 tokens"),
+        (GlobalPlanner(9, mini_batch_size=2), [5, 5, -1, 5], 2, "sample 2 has -1 tokens"),
+        (GlobalPlanner(5), [5, 5, 5], 2, "3 samples of 5 to 5 tokens into rows of at most 5.*multiple of 2"),
     ],
 )
 def test_samples_without_a_plan_are_refused(planner: Planner, lengths, num_ranks, message):
@@ -267,11 +219,10 @@ def test_samples_without_a_plan_are_refused(planner: Planner, lengths, num_ranks
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FixedCountPlanner(0), "per_rank_batch_size=0"),
-        (lambda: TokenBudgetPlanner(0), "token_budget=0"),
-        (lambda: TokenBudgetPlanner(-5), "token_budget=-5"),
+        (lambda: GlobalPlanner(0), "token_budget=0"),
+        (lambda: GlobalPlanner(-5), "token_budget=-5"),
         (lambda: GlobalPlanner(5, mini_batch_size=0), "mini_batch_size=0"),
-        (lambda: FixedCountPlanner(1).plan([1], 0), "num_ranks=0"),
+        (lambda: GlobalPlanner(1).plan([1], 0), "num_ranks=0"),
         (lambda: CostModel(0, 0), "linear=0, quadratic=0"),
         (lambda: CostModel(-1, 1), "linear=-1"),
     ],

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import draft_price
-from benchmarks.draft_price import (
+from partial_rollout.advise.drafts import (
     DRAFT_TOKENS,
     ENGINES,
     NOTE,
     FixedDrafts,
     Note,
+    Prices,
+    Running,
     drafted,
     gains,
     main,
+    parser,
     prices_table,
     surcharge,
 )
@@ -128,7 +130,7 @@ def test_an_engine_that_ends_is_named(tmp_path, monkeypatch):
 
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
-    options = draft_price.parser().parse_args(["--shape", "tiny", "--json", str(tmp_path / "prices.json")])
-    measured = draft_price.Prices(options)
-    measured._each(draft_price.Running("plain", SimpleNamespace(terminate=lambda: None), ours))
+    options = parser().parse_args(["--shape", "tiny", "--json", str(tmp_path / "prices.json")])
+    measured = Prices(options)
+    measured._each(Running("plain", SimpleNamespace(terminate=lambda: None), ours))
     assert measured.result["failed"] == {"plain": "the engine plain has ended, waiting for its start"}

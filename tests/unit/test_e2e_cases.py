@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import matrix
-from benchmarks.matrix import run_case, table
 from partial_rollout.doctor import diagnose
-from tests.e2e import conftest
+from tests.e2e import conftest, matrix
 from tests.e2e.cases import CASES, Case
 from tests.e2e.conftest import FLAG, Job
+from tests.e2e.matrix import run_case, table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,8 +1,8 @@
 """What speculative decoding costs an engine, apart from how many drafts are accepted.
 
-    python -m benchmarks.draft_price --shape 8b --json prices.json           # random weights, one GPU, 6 minutes
-    python -m benchmarks.draft_price --shape tiny --json prices.json         # a CPU, in its shortest form
-    python -m benchmarks.draft_price --predict prices.json --curve CURVE     # what drafts would gain, from the prices
+    python -m partial_rollout.advise.drafts --shape 8b --json PRICES        # random weights, one GPU, 6 minutes
+    python -m partial_rollout.advise.drafts --shape tiny --json PRICES      # a CPU, in its shortest form
+    python -m partial_rollout.advise.drafts --predict PRICES --curve CURVE  # what drafts would gain
 
 Engines, each in a process of its own, started `--at-once` at a time and measured one after the other:
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NOTE = "DRAFT_PRICE_NOTE"
 """Variable with the path of the file that the proposer reads and counts in."""
 DRAFT_TOKENS = (4, 5, 6, 7, 8)
-PROPOSER = "benchmarks.draft_price.FixedDrafts"
+PROPOSER = "partial_rollout.advise.drafts.FixedDrafts"
 READY_S, ROW_S, END_S = 300.0, 180.0, 60.0
 """At most: until an engine has started, until the next row of it, until its process has ended."""
 CELLS = ((16, 256), (64, 256), (1, 256), (256, 256), (16, 3584), (64, 1536))
@@ -436,7 +436,9 @@ def predict_gains(path: Path, curve_path: Path, trace: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line = argparse.ArgumentParser(
+        "partial_rollout.advise.drafts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     line.add_argument("--shape", choices=list(SHAPES), default="8b", help="of the model (%(default)s)")
     line.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="(all)")
     line.add_argument("--at-once", type=int, default=2, help="engines in the GPU's memory at a time (%(default)s)")

@@ -1,11 +1,11 @@
 """Which algorithms and models run with partial rollout: whole short jobs on a CPU, interrupted and started again.
 
-    python -m benchmarks.matrix [--cases gae lora] --json benchmarks/results/matrix.json        (make matrix)
+    python -m tests.e2e.matrix [--cases gae lora] --json benchmarks/results/matrix.json        (make matrix)
 
 A case is a chain of jobs of three steps on one folder of checkpoints, so that all but the first start from one. Every
-third prompt has long responses: each job has interrupted ones, and trains them in a later step. Cases, model, data and
-the way to start a job are those of tests/e2e. A case that does not run is started once more without the flag: where
-verl's own trainer ends with an error too, the table has it. Each case is stored as soon as it ends.
+third prompt has long responses: each job has interrupted ones, and trains them in a later step. A case that does not
+run is started once more without the flag: where verl's own trainer ends with an error too, the table has it. Each case
+is stored as soon as it ends.
 """
 
 from __future__ import annotations

@@ -1,39 +1,29 @@
-"""What the prompt manager costs with many replicas: a million prompts on 1,000 of them, in virtual time.
+"""`bench_queue --rows replicas`: the production prompt manager with many replicas, in virtual time.
 
-    python -m benchmarks.many_replicas --json benchmarks/results/many_replicas.json
-
-The manager is the production one, without Ray: `RolloutPromptManager` with its queue, long polls and waits. Engines are
-a clock: each trajectory takes its length times `--token-s`, and a worker for each replica has `--slots` places for
-trajectories. Time stands still while the model trains, since no engine generates then. A row is one number of replicas
-with batches and prompts in proportion, once with all groups trained and once with `--filtered` of them dropped, as
-`algorithm.filter_groups` drops groups without spread: each of these is replaced at once.
-
-A transition is one prompt admitted, claimed, finished or taken. `manager_us` is the manager's time for one, on this
-machine, with asyncio's and without the transport of calls, which `bench_queue` measures. Whatever is done for each
-replica at each event would let it grow with the number of replicas.
+The manager is `RolloutPromptManager` without Ray, with its queue, long polls and waits. Engines are a clock: each
+trajectory takes its length times `--token-s`, and a worker for each replica has `--slots` places for trajectories. Time
+stands still while the model trains, since no engine generates then.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import heapq
 import itertools
-import json
 import random
 import selectors
 import statistics
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from partial_rollout.advise.result import circumstances, store
+from partial_rollout.advise.workload import Workload, lengths
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import Claim, PromptMeta, TrajectorySummary
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from partial_rollout.types import FinishResult
@@ -41,12 +31,9 @@ if TYPE_CHECKING:
 FOREVER_S = 1e9
 TICK_REPLICA_S = 100.0
 """Virtual seconds whose events are told together, times replicas: about as many events in each row."""
-POOL = 1 << 16
-LIMIT_TOKENS = 4096
-AT_LIMIT = 0.12
-"""As in the 8B result: share of responses that are as long as they may be."""
-MEDIAN_TOKENS = 450
-SPREAD = 0.8
+POOL = Workload(group=1, median=450, sigma=0.8, longest=4096, long_share=0.1)
+"""Of the lengths: 12 % are as long as they may be, as in the 8B result."""
+POOL_SIZE = 1 << 16
 
 
 class Jumping(selectors.DefaultSelector):
@@ -99,12 +86,12 @@ class Run:
         self.batch = max(1, replicas * options.slots // options.group)
         """As many groups as all slots hold."""
         self.tick_s = TICK_REPLICA_S / replicas
-        self.num_prompts = max(self.batch, options.prompts * replicas // max(options.replicas))
+        self.num_prompts = max(self.batch, options.replica_prompts * replicas // max(options.replicas))
         clock = asyncio.get_running_loop().time
         self.manager = RolloutPromptManager(Partial(int(options.prefetch * self.batch)), 2, clock)
         self.workers = [Worker(f"w{number}", options.slots) for number in range(replicas)]
         self.draw = random.Random(options.seed)
-        self.lengths = [self._length() for _ in range(POOL)]
+        self.lengths: list[int] = lengths(replace(POOL, seed=options.seed), POOL_SIZE)[:, 0].tolist()
         self.ends: list[tuple[float, int, Worker, Group]] = []
         """A heap of trajectories that run, by the time of their end."""
         self.numbers: Iterator[int] = itertools.count()
@@ -131,24 +118,17 @@ class Run:
         await asyncio.gather(*(worker.poll for worker in self.workers if worker.poll is not None))
         transitions = now.admitted + (now.admitted - now.pending) + (now.done + now.taken + now.num_dropped) + now.taken
         return {
-            "replicas": len(self.workers),
-            "workers": len(self.workers),
-            "slots": len(self.workers) * self.options.slots,
-            "batch": self.batch,
-            "filtered": self.filtered,
-            "prompts_trained": now.taken,
-            "prompts_dropped": now.num_dropped,
-            "conserved": now.conserved,
-            "steps": self.version,
-            "staleness_mean": round(statistics.fmean(self.ages), 2),
-            "staleness_max": max(self.ages),
+            "replicas": len(self.workers), "slots": len(self.workers) * self.options.slots, "batch": self.batch,
+            "filtered": self.filtered, "prompts_trained": now.taken, "prompts_dropped": now.num_dropped,
+            "conserved": now.conserved, "steps": self.version,
+            "staleness_mean": round(statistics.fmean(self.ages), 2), "staleness_max": max(self.ages),
             "idle_share": round(1 - self.used_slot_s / (self.now_s * len(self.workers) * self.options.slots), 3),
             "transitions": transitions,
             "manager_us": round(self.manager_s / transitions * 1e6, 1),
             "transitions_per_s": round(transitions / self.manager_s),
             "transitions_per_virtual_s": round(transitions / self.now_s),
             "wall_s": round(time.perf_counter() - started_s, 1),
-        }
+        }  # fmt: skip
 
     async def _train(self) -> None:
         while self.num_taken < self.num_prompts:
@@ -213,43 +193,15 @@ class Run:
             for session in range(group.claim.num_trajectories)
         ]
 
-    def _length(self) -> int:
-        if self.draw.random() < AT_LIMIT:
-            return LIMIT_TOKENS
-        return max(1, min(LIMIT_TOKENS, round(MEDIAN_TOKENS * self.draw.lognormvariate(0.0, SPREAD))))
 
+def measure(options: argparse.Namespace, replicas: int, filtered: float) -> dict[str, Any]:
+    """One number of replicas, with batches and prompts in proportion."""
+    loop = VirtualLoop()
 
-async def measure(options: argparse.Namespace, replicas: int, filtered: float) -> dict[str, Any]:
-    """One row."""
-    return await Run(options, replicas, filtered).measure()
+    async def run() -> dict[str, Any]:
+        return await Run(options, replicas, filtered).measure()
 
-
-def parse() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[100, 300, 1000], help="one row each (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=1_000_000, help="of the largest row (default: %(default)s)")
-    parser.add_argument("--slots", type=int, default=64, help="trajectories of a replica (default: %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="trajectories per prompt (default: %(default)s)")
-    parser.add_argument("--prefetch", type=float, default=3.0, help="prompts in flight, in batches (%(default)s)")
-    parser.add_argument("--token-s", type=float, default=0.02, help="seconds of a token (default: %(default)s)")
-    parser.add_argument("--filtered", type=float, default=0.3, help="share of groups without spread (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Run all rows and print them."""
-    options = parse()
-    rows: list[dict[str, Any]] = []
-    for replicas, filtered in itertools.product(options.replicas, (0.0, options.filtered)):
-        loop = VirtualLoop()
-        rows.append(loop.run_until_complete(measure(options, replicas, filtered)))
+    try:
+        return loop.run_until_complete(run())
+    finally:
         loop.close()
-        print(json.dumps(rows[-1]), flush=True)
-    store({**circumstances(options), "rows": rows}, options.json)
-
-
-if __name__ == "__main__":
-    main()
