@@ -37,6 +37,7 @@ from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.compose import explain
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.retention import may_save
+from partial_rollout.types import MANAGER_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -142,7 +143,7 @@ def run(prepared: Prepared) -> None:
     except RayError as error:
         raise runner.explain(error) from None
     except KeyboardInterrupt:
-        end_with_checkpoint(runner.runs, block.manager.name, block.timeouts.stop_s)
+        end_with_checkpoint(runner.runs, block.timeouts.stop_s)
         raise
     except (OSError, RuntimeError, ValueError) as error:  # another Ray or Python version there is a RuntimeError
         raise ClusterError(f"Ray could not be started or joined with ray_kwargs.ray_init: {error}") from error
@@ -158,7 +159,7 @@ def _require_estimator(name: str) -> None:
         raise ConfigError(f"algorithm.adv_estimator={name} is unknown to verl; known: {known}")
 
 
-def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], manager_name: str, stop_s: float) -> None:
+def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], stop_s: float, manager_name: str = MANAGER_NAME) -> None:
     """Ask the trainer to save a checkpoint and end, and wait for it; returns after `stop_s` in any case.
 
     A run that has not begun to train, and one without the flag, is not waited for. A second Ctrl-C ends the wait.

@@ -20,7 +20,7 @@ from partial_rollout.observability.events import EventReader
 from partial_rollout.observability.record import events_folder_of
 from partial_rollout.observability.status_view import format_status, status_json
 from partial_rollout.observability.waits import Waits, format_waits
-from partial_rollout.settings.block import ManagerConfig
+from partial_rollout.types import MANAGER_NAME
 
 if TYPE_CHECKING:
     from partial_rollout.types import ManagerStatus
@@ -49,12 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = ManagerConfig()
     parser = argparse.ArgumentParser(
         prog="python -m partial_rollout.status", description="Show the prompt queues of a running partial-rollout job."
     )
     parser.add_argument("--address", default="auto", help="Ray cluster, host:port (default: the one on this machine)")
-    parser.add_argument("--name", default=defaults.name, help="partial_rollout.manager.name (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
     parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help="draw it again until interrupted")
     parser.add_argument(
@@ -114,8 +112,8 @@ def _text(options: argparse.Namespace) -> str:
         return _waits(events_folder_of(Path(options.why)))
     status = _fetch(options)
     if options.json:
-        return status_json(status, options.name)
-    shown = format_status(status, options.name)
+        return status_json(status, MANAGER_NAME)
+    shown = format_status(status, MANAGER_NAME)
     if options.why is None:
         return shown
     if not status.events:
@@ -137,12 +135,12 @@ def _fetch(options: argparse.Namespace) -> ManagerStatus:
 
     from partial_rollout.runtime.prompt_manager import find_manager
 
-    manager = find_manager(options.name)
+    manager = find_manager()
     try:
         return ray.get(manager.status.remote(), timeout=ANSWER_TIMEOUT_S)
     except (RayActorError, GetTimeoutError) as error:
         raise ClusterError(
-            f"prompt manager {options.name!r} gave no answer in {ANSWER_TIMEOUT_S:g} s: {type(error).__name__}: {error}"
+            f"the prompt manager gave no answer in {ANSWER_TIMEOUT_S:g} s: {type(error).__name__}: {error}"
         ) from error
 
 

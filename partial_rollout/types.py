@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
+MANAGER_NAME = "rollout_prompt_manager"
+"""Name of the prompt manager's actor: a Ray cluster carries one run."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptMeta:

@@ -73,7 +73,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         settings = read_settings(self.config)
         self._settings, self._slot_shares = settings.block, settings.slot_shares
-        self._prompt_manager = find_manager(self._settings.manager.name)
+        self._prompt_manager = find_manager()
         self._validations: list[_Validation] = []
         self.loops: dict[ray.ObjectRef, str] = {}
         self._init_restarts()

@@ -65,7 +65,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     def __init__(self, worker_id: str, settings: PartialRolloutConfig, num_slots: int, *args: Any) -> None:
         super().__init__(*args)
         self._worker_id = worker_id
-        handle, call_s = find_manager(settings.manager.name), settings.timeouts.call_s
+        handle, call_s = find_manager(), settings.timeouts.call_s
         manager = RemoteActor(handle, manager_limit_s(call_s), who_waits=f"{worker_id} waits for the prompt manager")
         self._claim_loop = ClaimLoop(
             worker_id,

@@ -54,7 +54,7 @@ from partial_rollout.runtime.heartbeat import Silence, begin_beats
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
-from partial_rollout.types import Death, ManagerStatus
+from partial_rollout.types import MANAGER_NAME, Death, ManagerStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -533,7 +533,9 @@ async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], tim
         return predicate()  # the change may have come while the lock was taken again
 
 
-def create_manager(config: PartialRolloutConfig, train_batch_size: int, place: Any = "DEFAULT") -> ActorHandle:
+def create_manager(
+    config: PartialRolloutConfig, train_batch_size: int, place: Any = "DEFAULT", name: str = MANAGER_NAME
+) -> ActorHandle:
     """Start the manager as a named actor that lives as long as its creator; Ray must be initialised.
 
     `place` is Ray's scheduling strategy.
@@ -541,7 +543,6 @@ def create_manager(config: PartialRolloutConfig, train_batch_size: int, place: A
     Raises:
         ClusterError: another manager with this name is running in the namespace.
     """
-    name = config.manager.name
     options = {"name": name, "namespace": NAMESPACE, "scheduling_strategy": place, **ACTOR_OPTIONS, **RESTARTED}
     actor_class: Any = ray.remote(RolloutPromptManager).options(**options)
     policy = make_policy(config, train_batch_size)
@@ -573,14 +574,13 @@ def ray_call_id() -> str:
     return ray.get_runtime_context().get_task_id() or NOBODY
 
 
-def find_manager(name: str) -> ActorHandle:
+def find_manager(name: str = MANAGER_NAME) -> ActorHandle:
     """The running manager of that name; raises ActorLost if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
         raise ActorLost(
-            f"no prompt manager named {name!r} in namespace {NAMESPACE!r}: the run has not started, has ended, "
-            "or was started with another partial_rollout.manager.name"
+            f"no prompt manager named {name!r} in namespace {NAMESPACE!r}: the run has not started or has ended"
         ) from error
 
 

@@ -436,7 +436,7 @@ def _has_no_statistics(config: DictConfig, given: ByHand) -> bool:
 def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str, full: str) -> Iterator[Choice]:
     if block.slots.adaptive != AUTO:
         return
-    start, bounded = read_settings(config).num_slots, block.slots.least or block.slots.most
+    start, bounded = read_settings(config).num_slots, block.slots.least
     if block.tail.policy != "partial":
         yield _adaptive(
             False, f"{BLOCK}.tail.policy={block.tail.policy}", "a round starts no more than there are slots"

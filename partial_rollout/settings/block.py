@@ -27,7 +27,13 @@ logger = logging.getLogger(__name__)
 BLOCK = "partial_rollout"
 RETIRED_KEYS = {
     "event_log": f"set {BLOCK}.events to a folder, or leave it out: the run's event stream has what the log had",
-    "manager.namespace": f"leave it out: a Ray cluster carries one run, and {BLOCK}.manager.name names it",
+    "manager": "leave the block out: a Ray cluster carries one run, whose prompt manager has one name",
+    "slots.most": f"leave it out: {BLOCK}.prefetch_factor bounds the prompts in flight, tail.max_staleness the age of "
+    "their tokens, and slots.adaptive=false with num_slots keeps the number of slots as it is",
+    "tail.max_deferrals": "leave it out: a prompt that was deferred 8 times is trained next, and "
+    f"{BLOCK}.tail.max_staleness bounds how old trained tokens become",
+    "weights.timeout_s": f"set {BLOCK}.timeouts.resume_s to ten times as much: an engine waits a tenth of it for a "
+    "silent training rank",
     "slots.kv_high": "leave it out: the KV cache counts as full when 90 % are in use",
     "tail.boundary": "leave it out: the end of a step interrupts what is unfinished, as tail.boundary=now did",
     "packing.per_rank_batch_size": f"leave it out: {BLOCK}.packing.token_budget bounds what a row holds",
@@ -61,8 +67,6 @@ MAX_OVER_SAMPLING = 2
 """A round that generates more than this many batches leaves more groups behind than it trains."""
 CLOSE = 0.8
 """Two names that are at least this alike (difflib's ratio) are taken for a slip of the pen."""
-DEFERRAL_LIMIT = 8
-"""Rounds leave a batch of groups behind in 4 rounds at best; twice as many let most groups get a long round."""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -80,26 +84,14 @@ def _key(default: Any, means: str, *, who: str, evidence: str, **limits: Any) ->
     return Field(default, description=means, json_schema_extra={"who": who, "evidence": evidence}, **limits)
 
 
-def _bound_s(default: float, means: str, *, who: str) -> Any:
-    return _key(default, means, who=who, evidence="every wait has a bound and an error with a name", gt=0)
+def _bound_s(default: float, means: str, *, who: str, evidence: str) -> Any:
+    return _key(default, means, who=who, evidence=evidence, gt=0)
 
 
 class _Block(BaseModel):
     """A block of keys, which may not change and has no others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ManagerConfig(_Block):
-    """Name under which the prompt manager is found from any shell."""
-
-    name: str = _key(
-        "rollout_prompt_manager",
-        "Name of the Ray actor that holds the queues; `python -m partial_rollout.status --name` finds it.",
-        who="whoever wants another name in Ray's dashboard; a Ray cluster carries one run in any case",
-        evidence="a need: status and workers find the actor by it",
-        min_length=1,
-    )
 
 
 class TimeoutConfig(_Block):
@@ -110,25 +102,41 @@ class TimeoutConfig(_Block):
         "Ray's first worker process must run this long after Ray, and all processes must have started, with the first "
         "weights in the engines, so long after that. After a tenth of it a warning says what has not started.",
         who="slow disks, very large models",
+        evidence="docs/results/gpu.md: first steps of recipes came 163 to 301 s after the start; larger models take "
+        "longer",
     )
     resources_s: float = _bound_s(
-        30.0, "Cluster resources must be there this long after the start.", who="clusters that add nodes on demand"
+        30.0,
+        "Cluster resources must be there this long after the start.",
+        who="clusters that add nodes on demand, which takes minutes",
+        evidence="a need: too few GPUs should be told in half a minute, and a cluster that grows should be waited for",
     )
-    drain_s: float = _bound_s(60.0, "From closing the gate to an empty engine.", who="very large engines")
+    drain_s: float = _bound_s(
+        60.0,
+        "From closing the gate to an empty engine.",
+        who="very large engines",
+        evidence="measured drains take at most 3 % of a step, docs/results/gpu.md",
+    )
     resume_s: float = _bound_s(
-        600.0, "A weight update of all engines, relaunching engines, opening the gates: each.", who="large models"
+        600.0,
+        "A weight update of all engines, relaunching engines, opening the gates: each. Within an update an engine "
+        "waits a tenth of it for a silent training rank, a rank half as long for a silent engine.",
+        who="large models, whose engines take longer to start or whose largest tensor takes longer to gather",
+        evidence="a measured update of 4B takes 0.3 s, the start of an 8B engine 106 to 203 s, docs/results/gpu.md",
     )
     batch_s: float = _bound_s(
         7200.0,
         "One training batch. A prompt that is with a worker for longer, while batches fill from others, is named once "
         "in a warning.",
         who="very long responses, slow tools or rewards",
+        evidence="a need: a batch of long responses may take an hour, and one that never fills must end",
     )
     stall_s: float = _bound_s(
         30.0,
         "An engine that holds requests may be silent for so long beyond its longest pause so far, and for ten times as "
         "long (300 s by default) until its first tokens; then it is ended as a dead one.",
         who="engines that pause for longer on purpose",
+        evidence="frozen engines in `make faults`; a sound engine hands tokens over every second or so",
     )
     claim_s: float = _bound_s(
         300.0,
@@ -136,6 +144,7 @@ class TimeoutConfig(_Block):
         "does not turn and none of its trajectories goes on. Then it is killed, and the run goes the way of a killed "
         "one (docs/troubleshooting.md). After a tenth of it a warning names the process.",
         who="agent loops whose code blocks their event loop for longer in one piece",
+        evidence="frozen workers and managers in `make faults`",
     )
     tool_s: float = _bound_s(
         1800.0,
@@ -143,19 +152,32 @@ class TimeoutConfig(_Block):
         "prompt fails, and max_attempts says whether there is another one. After a tenth of it a warning names the "
         "prompt.",
         who="lower: runs in which a tool may hang. Higher: tools that take longer, or are waited for in a line",
+        evidence="a need: tools run code and call services, which hang or queue",
     )
     reward_s: float = _bound_s(
         1800.0,
         "The reward of a response, from the end of its agent loop until it is scored and stored; past it as with "
         "tool_s.",
         who="lower: runs in which a reward may hang. Higher: rewards that take longer, as those of another model may",
+        evidence="a need: rewards call judges and sandboxes, which hang or queue",
     )
-    call_s: float = _bound_s(60.0, "Any other call between our actors.", who="busy clusters")
+    call_s: float = _bound_s(
+        60.0,
+        "Any other call between our actors.",
+        who="busy clusters",
+        evidence="under a saturating load 99 % of the manager's calls take less than 0.1 s, docs/results/cpu.md",
+    )
     stop_s: float = _bound_s(
         60.0,
         "The end of a run from Ctrl-C, SIGTERM, an error or a dead process on, a last checkpoint included.",
         who="runs whose end takes longer",
+        evidence="a need: the last checkpoint of a large model on a slow file system takes minutes",
     )
+
+    @property
+    def weights_s(self) -> float:
+        """How long an engine waits in a weight update for a silent training rank."""
+        return self.resume_s / 10
 
 
 class PackingConfig(_Block):
@@ -234,13 +256,6 @@ class TailConfig(_Block):
         evidence="docs/design/0006: the bound on deferrals with and without it; a benchmark mode",
         ge=1,
     )
-    max_deferrals: int | None = _key(
-        None,
-        "For policy=reorder. A prompt deferred so often must be trained in the next round that can; null: 8.",
-        who="runs that bound how old a sample may become",
-        evidence="docs/design/0006: nothing starves",
-        ge=1,
-    )
     max_staleness: int | None = _key(
         None,
         "Tokens sampled by weights that are older than so many updates are past the bound; null: there is none.",
@@ -290,7 +305,7 @@ class TailConfig(_Block):
         past, bound = self.past_staleness, self.max_staleness
         unbounded = f"train without a bound: set {BLOCK}.tail.max_staleness as well"
         _require(past == "train" or bound is not None, "tail.past_staleness", past, unbounded)
-        for name in ("gen_batch_size", "max_deferred_per_round", "max_deferrals"):
+        for name in ("gen_batch_size", "max_deferred_per_round"):
             value = getattr(self, name)
             unused = f"null with {BLOCK}.tail.policy={self.policy}, which defers nothing: policy=reorder uses it"
             _require(value is None or self.policy == "reorder", f"tail.{name}", value, unused)
@@ -302,11 +317,6 @@ class TailConfig(_Block):
         given = f"a number of GiB with {BLOCK}.tail.interrupt_mode=offload_kv, and null with any other but auto"
         _require(mode == AUTO or (size is not None) == (mode == "offload_kv"), "tail.offload_gib", size, given)
         return self
-
-    @property
-    def deferral_limit(self) -> int:
-        """Deferrals after which a group must be trained."""
-        return self.max_deferrals or DEFERRAL_LIMIT
 
     def groups_per_round(self, train_batch_size: int) -> int:
         """Prompt groups in generation at the same time, by default."""
@@ -344,16 +354,9 @@ class SlotsConfig(_Block):
     least: int | None = _key(
         None,
         "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker, with auto the number to start "
-        "with.",
+        "with. The upper bound is all prompts that may be in flight x rollout.n.",
         who="runs that must not fall below a rate",
-        evidence="a need: bounds of what changes by itself",
-        ge=1,
-    )
-    most: int | None = _key(
-        None,
-        "Upper bound of an adaptive number; null: all prompts that may be in flight x rollout.n.",
-        who="runs that bound how old tokens become: more slots mean older ones",
-        evidence="a need: bounds of what changes by itself; no measured run set it",
+        evidence="auto sets it: below the slots of a batch, steps would wait for slots; docs/design/0010",
         ge=1,
     )
     interval_s: float = _key(
@@ -368,9 +371,7 @@ class SlotsConfig(_Block):
     def _check(self) -> SlotsConfig:
         """Refuse a bound of a number that does not move."""
         unused = f"null with {BLOCK}.slots.adaptive=false: the number of slots is {BLOCK}.num_slots"
-        for name in ("least", "most"):
-            value = getattr(self, name)
-            _require(value is None or self.adaptive is not False, f"slots.{name}", value, unused)
+        _require(self.least is None or self.adaptive is not False, "slots.least", self.least, unused)
         return self
 
     @property
@@ -388,11 +389,6 @@ class WeightsConfig(_Block):
         "that the run needs.",
         who="`verl`: a doubt about the channel",
         evidence="docs/design/0005: what the channel is measured against",
-    )
-    timeout_s: float = _bound_s(
-        60.0,
-        "An engine waits so long for a silent training rank, a rank half as long for a silent engine.",
-        who="gathering a very large tensor",
     )
     bucket_mb: int | None = _key(
         None,
@@ -451,7 +447,7 @@ class PartialRolloutConfig(_Block):
         "Trajectories generated at the same time over all agent-loop workers, which share them in whole groups of "
         "rollout.n; null: train_batch_size x rollout.n.",
         who="engines with room for more requests than a batch has, or for fewer",
-        evidence="slots decide how full the engines are",
+        evidence="docs/design/0010: slots decide how full the engines are",
         ge=1,
     )
     max_attempts: int = _key(
@@ -467,7 +463,7 @@ class PartialRolloutConfig(_Block):
         "The engine streams every so many tokens: what an engine death can lose, against the cost per token. "
         "tail.interrupt_mode=keep_kv streams every token.",
         who="runs that trade speed for less lost work",
-        evidence="the cost per hand-over was measured in benchmarks",
+        evidence="docs/design/0002: what a hand-over costs",
         ge=1,
     )
     events: str | None = _key(
@@ -520,7 +516,6 @@ class PartialRolloutConfig(_Block):
         evidence="verl dumps every step; a step of 32 x 8 responses of 1,300 tokens is about 2 MB",
         ge=1,
     )
-    manager: ManagerConfig = ManagerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     packing: PackingConfig = PackingConfig()
     tail: TailConfig = TailConfig()

@@ -57,17 +57,12 @@ class Settings:
         """The least and the most slots of an adaptive number, in whole prompt groups.
 
         Raises:
-            ConfigError: the bounds leave no room for the number to start with, or for a group in each worker.
+            ConfigError: the least is above the number to start with, or has no group for each worker.
         """
         group, slots, start = self.group, self.block.slots, self.num_slots
         fewest = group * self.num_workers
         least = slots.least or fewest
-        most = slots.most or max(groups_in_flight(self.block.depths[1], self.batch) * group, start)
-        if most < start:
-            raise ConfigError(
-                f"{BLOCK}.slots.most={most} is not allowed: must be at least the {start} slots to start with "
-                f"(raise it, or set {BLOCK}.num_slots={most})"
-            )
+        most = max(groups_in_flight(self.block.depths[1], self.batch) * group, start)
         if not fewest <= least <= start:
             raise ConfigError(
                 f"{BLOCK}.slots.least={least} is not allowed: must be at least {fewest}, rollout.n={group} for each of "

@@ -74,7 +74,7 @@ class ChannelAdapter(ServerAdapter):
         """Take what ServerAdapter takes."""
         super().__init__(*args, **kwargs)
         settings = PartialRolloutConfig.from_rollout(self.config.custom)
-        self._settings = settings.weights
+        self._settings = settings
         self.failure: Exception | None = None
         """Why the engine could not take this update; the rank goes on without it."""
         self._update_number = 0
@@ -158,16 +158,16 @@ class ChannelAdapter(ServerAdapter):
             sender.send(weights)
         if update is not None:
             # The worker has received everything; what is left is the engine's own work on it.
-            await self._bounded(asyncio.wrap_future(update), self._settings.timeout_s, "load new weights")
+            await self._bounded(asyncio.wrap_future(update), self._settings.timeouts.weights_s, "load new weights")
 
     def _sender(self, address: ChannelAddress, check: Any) -> WeightSender:
         return WeightSender(
             address,
             self.zmq_handle,
             update_number=self._update_number,
-            buffer_bytes=self._settings.buffer_bytes,
+            buffer_bytes=self._settings.weights.buffer_bytes,
             device=torch.device(get_device_name()),
-            timeout_s=SENDER_SHARE * self._settings.timeout_s,
+            timeout_s=SENDER_SHARE * self._settings.timeouts.weights_s,
             check=check,
         )
 
@@ -185,7 +185,7 @@ class ChannelAdapter(ServerAdapter):
         return self._server if self.node_rank == 0 and self._server is not None else self._find_server(0)
 
     async def _answer(self, answer: Any, what: str) -> Any:
-        return await self._bounded(answer, ANSWER_SHARE * self._settings.timeout_s, what)
+        return await self._bounded(answer, ANSWER_SHARE * self._settings.timeouts.weights_s, what)
 
     async def _bounded(self, answer: Any, timeout_s: float, what: str) -> Any:
         who_waits = f"training worker waits for replica {self.replica_rank} to {what}"

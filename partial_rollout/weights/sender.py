@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 SENDER_SHARE = 0.5
 """How long a rank waits for its engine's worker: for its hello, a free buffer, its confirmation.
 
-A share of `weights.timeout_s`, which is how long an engine waits. Ranks gather every tensor together, so while one rank
-waits, the healthy engines of the other ranks wait too. All that a rank can wait for in a row must therefore take less
-time than an engine waits, or a healthy engine would fail together with a stuck one.
+A share of `timeouts.weights_s`, which is how long an engine waits. Ranks gather every tensor together, so while one
+rank waits, the healthy engines of the other ranks wait too. All that a rank can wait for in a row must therefore take
+less time than an engine waits, or a healthy engine would fail together with a stuck one.
 """
 ANSWER_SHARE = 0.25
 """How long a rank waits for its server to tell its address, wake the engine up, or take notice of a lost update."""

@@ -84,8 +84,8 @@ class ChannelServer(vLLMHttpServer):
             EngineDead: the update before this one failed, and the engine was not relaunched.
         """
         self._weights.require_receivable(self._name)
-        weights = self.settings.weights
-        options = {"update_number": update_number, "timeout_s": weights.timeout_s, "validate": weights.validate_values}
+        timeout_s, validate = self.settings.timeouts.weights_s, self.settings.weights.validate_values
+        options = {"update_number": update_number, "timeout_s": timeout_s, "validate": validate}
         update = f"weight update {update_number} (version {version})"
         self._weights.begun(update_number, update)
         take = _take_weights(self.engine, options | {"peft_config": peft_config})
@@ -116,11 +116,11 @@ class ChannelServer(vLLMHttpServer):
         """Give the engine its memory back, as verl does around a weight update; so a failure fails the update.
 
         Raises:
-            WeightUpdateError: the engine has died or did not answer within ANSWER_SHARE of `weights.timeout_s`.
+            WeightUpdateError: the engine has died or did not answer within ANSWER_SHARE of `timeouts.weights_s`.
         """
         call = while_healthy(self.engine, vLLMHttpServer.wake_up(self, tags))
         try:
-            await asyncio.wait_for(call, ANSWER_SHARE * self.settings.weights.timeout_s)
+            await asyncio.wait_for(call, ANSWER_SHARE * self.settings.timeouts.weights_s)
         except Exception as error:
             why = self._why_dead if isinstance(error, EngineDeadError) else repr(error)
             reason = f"the engine did not wake up ({tags}): {why}"

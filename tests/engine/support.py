@@ -108,7 +108,7 @@ def make_config(model_path: Path, **overrides: Any) -> DictConfig:
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 1,
         f"+{rollout}.enable_sleep_mode": False,
         f"+{rollout}.engine_kwargs.vllm.block_size": BLOCK_SIZE,
-        f"+{rollout}.custom.partial_rollout.weights.timeout_s": SILENCE_S,
+        f"+{rollout}.custom.partial_rollout.timeouts.resume_s": 10 * SILENCE_S,
         "actor_rollout_ref.model.path": str(model_path),
         **overrides,
     }
@@ -253,7 +253,8 @@ class Rank:
         adapter._has_server, adapter._server, adapter.node_rank = rank == 0, replica.server_handle, 0
         settings = PartialRolloutConfig.from_rollout(replica.config.custom)
         # No setting makes buffers so small that a stuck worker of this model stops its sender.
-        adapter._settings = SimpleNamespace(timeout_s=settings.weights.timeout_s, buffer_bytes=BUFFER_BYTES)
+        weights = SimpleNamespace(buffer_bytes=BUFFER_BYTES)
+        adapter._settings = SimpleNamespace(timeouts=settings.timeouts, weights=weights)
         adapter.failure, adapter._update_number = None, first_update_number - 1
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -84,7 +84,7 @@ def make_worker(
         self.rollout_config = SimpleNamespace(**ROLLOUT, enable_rollout_routing_replay=False)
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
-    monkeypatch.setattr(worker_module, "find_manager", lambda name: None)
+    monkeypatch.setattr(worker_module, "find_manager", lambda: None)
     monkeypatch.setattr(worker_module, "report_to", lambda writer: None)
 
     def make(agent: ToolAgent) -> PartialRolloutAgentLoopWorker:

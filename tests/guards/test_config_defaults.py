@@ -48,3 +48,8 @@ def test_a_key_says_what_it_means_who_needs_it_and_what_speaks_for_it(key: str):
     assert item.description
     assert isinstance(item.json_schema_extra, dict)
     assert all(item.json_schema_extra[name] for name in ("who", "evidence"))
+
+
+def test_no_two_keys_have_the_same_evidence():
+    evidence = [item.json_schema_extra["evidence"] for item in field_keys().values()]
+    assert [said for said in sorted(set(evidence)) if evidence.count(said) > 1] == []

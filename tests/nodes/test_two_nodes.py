@@ -33,11 +33,10 @@ import ray
 from partial_rollout.runtime.death_watch import describe
 from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.prompt_manager import create_manager
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 ray.init()
 names = [f"manager_{number}" for number in range(4)]
-settings = [PartialRolloutConfig(manager=ManagerConfig(name=name)) for name in names]
-managers = [create_manager(each, 8, on_this_node()) for each in settings]
+managers = [create_manager(PartialRolloutConfig(), 8, on_this_node(), name) for name in names]
 found = ray.get([manager.__ray_call__.remote(describe) for manager in managers], timeout=120)
 print("placed on", *sorted({process.node for process in found}))
 """

@@ -18,7 +18,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Rank:
 @pytest.fixture
 def manager(request: pytest.FixtureRequest) -> Iterator[ActorHandle]:
     timeouts = TimeoutConfig(claim_s=CLAIM_S)
-    handle = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=request.node.name), timeouts=timeouts), 8)
+    handle = create_manager(PartialRolloutConfig(timeouts=timeouts), 8, name=request.node.name)
     yield handle
     ray.kill(handle)
 

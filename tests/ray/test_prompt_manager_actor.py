@@ -15,7 +15,7 @@ import ray
 
 from partial_rollout.errors import ActorLost, ClusterError, DuplicateUid, WaitTimeout
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
@@ -36,10 +36,13 @@ def cluster(ray_cluster: Any) -> str:
     return ray_cluster.get_runtime_context().gcs_address
 
 
+SETTINGS = PartialRolloutConfig()
+
+
 @pytest.fixture
-def settings(cluster: str, request: pytest.FixtureRequest) -> PartialRolloutConfig:
+def name(cluster: str, request: pytest.FixtureRequest) -> str:
     """A manager name per test."""
-    return PartialRolloutConfig(manager=ManagerConfig(name=request.node.name))
+    return request.node.name
 
 
 def prompts(step: int, num: int = BATCH) -> list[PromptMeta]:
@@ -68,16 +71,16 @@ def work(name: str, worker_id: str) -> int:
     return finished
 
 
-def test_conserved_at_every_moment_and_trained_once(settings: PartialRolloutConfig) -> None:
-    manager = create_manager(settings, BATCH)
+def test_conserved_at_every_moment_and_trained_once(name: str) -> None:
+    manager = create_manager(SETTINGS, BATCH, name=name)
     trained: list[str] = []
     samples: list[QueueStatistics] = []
     with ThreadPoolExecutor(NUM_WORKERS) as pool:
-        workers = [pool.submit(work, settings.manager.name, f"w{i}") for i in range(NUM_WORKERS)]
+        workers = [pool.submit(work, name, f"w{i}") for i in range(NUM_WORKERS)]
         try:
             for step in range(NUM_BATCHES):
                 samples.append(call(manager.statistics.remote()))
-                room = settings.capacity(BATCH) - samples[-1].in_flight
+                room = SETTINGS.capacity(BATCH) - samples[-1].in_flight
                 call(manager.admit.remote(prompts(step, room)))
                 samples.append(call(manager.statistics.remote()))
                 trained += [group.uid for group in call(manager.take_batch.remote(BATCH, CALL_TIMEOUT_S)).groups]
@@ -93,15 +96,15 @@ def test_conserved_at_every_moment_and_trained_once(settings: PartialRolloutConf
     assert end.taken > 0
 
 
-def test_errors_keep_their_type_across_processes(settings: PartialRolloutConfig) -> None:
-    manager = create_manager(settings, BATCH)
+def test_errors_keep_their_type_across_processes(name: str) -> None:
+    manager = create_manager(SETTINGS, BATCH, name=name)
     call(manager.admit.remote(prompts(0)))
     with pytest.raises(DuplicateUid, match="0-0"):
         call(manager.admit.remote(prompts(0)))
     with pytest.raises(WaitTimeout, match="pending 8"):
         call(manager.take_batch.remote(BATCH, 0.0))
     with pytest.raises(ClusterError, match="already running"):
-        create_manager(settings, BATCH)
+        create_manager(SETTINGS, BATCH, name=name)
     with pytest.raises(ActorLost, match="no prompt manager named 'nobody'"):
         find_manager("nobody")
 
@@ -113,21 +116,22 @@ def run_status(cluster: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_status_command_finds_the_manager_from_another_process(cluster: str, settings: PartialRolloutConfig) -> None:
-    manager = create_manager(settings, BATCH)
+def test_status_command_finds_the_manager_from_another_process(cluster: str) -> None:
+    manager = create_manager(SETTINGS, BATCH)
     call(manager.admit.remote(prompts(0)))
     call(manager.claim.remote("w0", GROUP, 0.0))
     call(manager.report_worker.remote("w0", WorkerStatus(GROUP, 4)))
     call(manager.report_step.remote(1, 0, "open"))
-    text = run_status(cluster, "--name", settings.manager.name)
+    text = run_status(cluster)
     assert (text.returncode, text.stderr) == (0, "")
     assert "7 pending, 1 ongoing, 0 done, 0 taken, 0 dropped = 8 admitted" in text.stdout
-    as_json = run_status(cluster, "--name", settings.manager.name, "--json")
+    as_json = run_status(cluster, "--json")
     assert json.loads(as_json.stdout)["slots_total"] == 4
+    ray.kill(manager)
 
 
 def test_status_command_without_manager_says_so_in_one_line(cluster: str) -> None:
-    answer = run_status(cluster, "--name", "nobody")
+    answer = run_status(cluster)
     assert (answer.returncode, answer.stdout) == (2, "")
     (line,) = answer.stderr.splitlines()
-    assert "no prompt manager named 'nobody'" in line
+    assert "no prompt manager named 'rollout_prompt_manager'" in line

@@ -17,7 +17,7 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, get_router_h
 
 from partial_rollout.rollout.balancer import make_restarted
 from partial_rollout.runtime.prompt_manager import create_manager
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,9 +73,8 @@ def test_it_is_started_again_with_its_servers_and_requests_wait(
     balancer = servers.global_load_balancer
     with pytest.raises(RayActorError):  # verl's own
         call(before.get_all_servers.remote())
-    name = f"balancer-{number}"
-    settings = PartialRolloutConfig(manager=ManagerConfig(name=name), timeouts=TimeoutConfig(claim_s=5.0))
-    manager = create_manager(settings, 8)
+    settings = PartialRolloutConfig(timeouts=TimeoutConfig(claim_s=5.0))
+    manager = create_manager(settings, 8, name=f"balancer-{number}")
     call(manager.watch.remote([("load balancer", "load-balancer", balancer)]))
     struck = pid(balancer)
     os.kill(struck, number)

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from partial_rollout.runtime.death_watch import describe
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta, TrajectorySummary
 
 if TYPE_CHECKING:
@@ -32,10 +32,13 @@ NUM_DEATHS = 3
 LIMIT_S = 120.0
 
 
+SETTINGS = PartialRolloutConfig()
+
+
 @pytest.fixture
-def settings(request: pytest.FixtureRequest) -> PartialRolloutConfig:
+def name(request: pytest.FixtureRequest) -> str:
     """A manager name per test."""
-    return PartialRolloutConfig(manager=ManagerConfig(name=request.node.name))
+    return request.node.name
 
 
 def call(ref: ray.ObjectRef) -> Any:
@@ -65,17 +68,17 @@ def work(name: str, worker_id: str) -> int:
 
 
 def test_nothing_is_lost_or_made_twice_when_its_process_is_killed_again_and_again(
-    settings: PartialRolloutConfig,
+    name: str,
 ) -> None:
-    manager = create_manager(settings, BATCH)
+    manager = create_manager(SETTINGS, BATCH, name=name)
     trained: list[str] = []
     samples: list[QueueStatistics] = []
     pids = [where(manager).pid]
     with ThreadPoolExecutor(NUM_WORKERS) as pool:
-        workers = [pool.submit(work, settings.manager.name, f"w{i}") for i in range(NUM_WORKERS)]
+        workers = [pool.submit(work, name, f"w{i}") for i in range(NUM_WORKERS)]
         try:
             for step in range(NUM_BATCHES):
-                room = settings.capacity(BATCH) - call(manager.statistics.remote()).in_flight
+                room = SETTINGS.capacity(BATCH) - call(manager.statistics.remote()).in_flight
                 fresh = [PromptMeta(f"{step}-{i}", GROUP, global_step=step) for i in range(room)]
                 call(manager.admit.remote(fresh))
                 samples.append(call(manager.statistics.remote()))
@@ -97,9 +100,9 @@ def test_nothing_is_lost_or_made_twice_when_its_process_is_killed_again_and_agai
 
 
 def test_a_new_process_tells_of_the_death_of_the_one_before_and_is_not_started_again_at_the_end(
-    settings: PartialRolloutConfig,
+    name: str,
 ) -> None:
-    manager = create_manager(settings, BATCH)
+    manager = create_manager(SETTINGS, BATCH, name=name)
     before = where(manager)
     poll = manager.next_death.remote(LIMIT_S, before)
     os.kill(before.pid, signal.SIGKILL)
@@ -115,8 +118,8 @@ def test_a_new_process_tells_of_the_death_of_the_one_before_and_is_not_started_a
         call(manager.status.remote())
 
 
-def test_a_manager_without_its_journal_is_dead_for_good_and_says_why(settings: PartialRolloutConfig) -> None:
-    manager = create_manager(settings, BATCH)
+def test_a_manager_without_its_journal_is_dead_for_good_and_says_why(name: str) -> None:
+    manager = create_manager(SETTINGS, BATCH, name=name)
     before = where(manager)
     folder = call(manager.__ray_call__.remote(forget_journal))
     os.kill(before.pid, signal.SIGKILL)
@@ -138,8 +141,8 @@ class Frozen:
         return os.getpid()
 
 
-def test_the_beats_of_an_actor_go_on_to_the_next_process(settings: PartialRolloutConfig) -> None:
-    manager: Any = create_manager(settings, BATCH)
+def test_the_beats_of_an_actor_go_on_to_the_next_process(name: str) -> None:
+    manager: Any = create_manager(SETTINGS, BATCH, name=name)
     actor: Any = ray.remote(num_cpus=0)(Frozen).remote()
     call(manager.watch.remote([("reward worker", "reward-0", actor)]))
     os.kill(where(manager).pid, signal.SIGKILL)

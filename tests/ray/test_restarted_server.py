@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from partial_rollout.rollout.replica import KeptArguments
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.prompt_manager import create_manager
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -43,8 +43,8 @@ class Server:
 def test_a_server_that_dies_or_is_frozen_is_started_again_with_its_arguments(
     request: pytest.FixtureRequest, number: signal.Signals
 ) -> None:
-    settings = PartialRolloutConfig(manager=ManagerConfig(name=request.node.name), timeouts=TimeoutConfig(claim_s=5.0))
-    manager = create_manager(settings, 8)
+    settings = PartialRolloutConfig(timeouts=TimeoutConfig(claim_s=5.0))
+    manager = create_manager(settings, 8, name=request.node.name)
     as_actor: Any = ray.remote(num_cpus=0, **RESTARTED)
     kept: list[ray.ObjectRef[Any]] = []  # without it the second process finds no `config`
     server: Any = KeptArguments(as_actor(Server), kept).remote(config=bytes(LARGE))

@@ -22,7 +22,7 @@ from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.runner_watch import RunnerWatch, Sign, send_signs
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta
 
 TIMEOUT_S = 60.0
@@ -155,15 +155,15 @@ class Trainer:
 
 def test_a_driver_that_is_interrupted_waits_for_the_last_checkpoint(request: pytest.FixtureRequest) -> None:
     name = request.node.name
-    manager = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=name)), 8)
+    manager = create_manager(PartialRolloutConfig(), 8, name=name)
     starting = StartedRunner(actor_class(Trainer), TIMEOUT_S)
     ref = starting.remote().run.remote(name)
     while wait_for(manager.status.remote(), timeout_s=TIMEOUT_S, who_waits="the test").step != 3:
         assert ray.wait([ref], timeout=0.1)[0] == []
-    end_with_checkpoint(starting.runs, name, TIMEOUT_S)
+    end_with_checkpoint(starting.runs, TIMEOUT_S, name)
     assert "Ctrl-C" in ray.get(ref, timeout=0.1)
     ray.kill(manager)
 
 
 def test_a_driver_does_not_wait_for_a_run_that_has_no_manager() -> None:
-    end_with_checkpoint([], "nobody", TIMEOUT_S)
+    end_with_checkpoint([], TIMEOUT_S, "nobody")

@@ -120,7 +120,7 @@ def make_bound(tail: TailConfig, policy: TailPolicy, train_batch_size: int) -> S
     if policy.max_steps is not None and tail.max_staleness < policy.max_steps - 1:
         raise ConfigError(
             f"{given} is not allowed: tail.policy={tail.policy} may train a prompt {policy.max_steps} steps after its "
-            f"start, so it must be at least {policy.max_steps - 1}; raise it, lower partial_rollout.tail.max_deferrals "
+            f"start, so it must be at least {policy.max_steps - 1}; raise it "
             "or set partial_rollout.tail.past_staleness=train"
         )
     most = (tail.max_staleness + 1) * train_batch_size

@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from partial_rollout.errors import ConfigError
 
+DEFERRAL_LIMIT = 8
+"""Rounds leave a batch of groups behind in 4 rounds at best; twice as many let most groups get a long round."""
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -228,5 +231,5 @@ def make_policy(config: PartialRolloutConfig, train_batch_size: int) -> TailPoli
         return Partial(config.capacity(train_batch_size))
     gen_batch = tail.groups_per_round(train_batch_size)
     if tail.max_deferred_per_round is None:
-        return Reorder(train_batch_size, gen_batch, tail.deferral_limit)
-    return FewAtATime(train_batch_size, gen_batch, tail.deferral_limit, tail.max_deferred_per_round)
+        return Reorder(train_batch_size, gen_batch, DEFERRAL_LIMIT)
+    return FewAtATime(train_batch_size, gen_batch, DEFERRAL_LIMIT, tail.max_deferred_per_round)

@@ -181,7 +181,7 @@ async def connected(monkeypatch, tmp_path):
         self.tokenizer = WordTokenizer()
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
-    monkeypatch.setattr(worker_module, "find_manager", lambda name: None)
+    monkeypatch.setattr(worker_module, "find_manager", lambda: None)
     monkeypatch.setattr(worker_module, "report_to", lambda writer: None)  # it would stay for later tests
     return PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(events=str(tmp_path)), 4), client
 

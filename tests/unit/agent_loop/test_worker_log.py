@@ -215,7 +215,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PartialRolloutAge
         self.reward_loop_worker_handles, self.tokenizer = None, WordTokenizer()
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
-    monkeypatch.setattr(worker_module, "find_manager", lambda name: None)
+    monkeypatch.setattr(worker_module, "find_manager", lambda: None)
     monkeypatch.setattr(worker_module, "report_to", lambda writer: None)
     made: Any = PartialRolloutAgentLoopWorker("worker-0", PartialRolloutConfig(events=str(tmp_path / "events")), 4)
     made.rollout_config = SAMPLING

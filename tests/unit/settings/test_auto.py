@@ -606,9 +606,9 @@ def test_adaptive_slots_set_by_hand_stay(composed: Composed, by_hand: bool):
     assert (told.slots.adaptive, told.slots.least) == (by_hand, None)
 
 
-def test_bounds_set_by_hand_are_those_of_an_adaptive_number(composed: Composed):
-    told = started(composed({"partial_rollout.num_slots": 32, "partial_rollout.slots.most": 48}))
-    assert (told.slots.adaptive, told.slots.least, told.slots.most) == (True, 32, 48)
+def test_a_least_number_of_slots_lets_a_number_set_by_hand_move(composed: Composed):
+    told = started(composed({"partial_rollout.num_slots": 32, "partial_rollout.slots.least": 24}))
+    assert (told.slots.adaptive, told.slots.least) == (True, 24)
 
 
 def test_the_least_number_of_slots_set_by_hand_stays(composed: Composed):

@@ -11,7 +11,7 @@ import zmq
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
-from partial_rollout.settings.block import WeightsConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter
 from tests.unit.weights.support import SHORT_S, make_weights, receive_all
 
@@ -44,7 +44,9 @@ class Method:
 def make_adapter(channels, *, leads: bool = True, timeout_s: float = 20.0) -> ChannelAdapter:
     adapter = object.__new__(ChannelAdapter)  # its parent's constructor needs Ray
     adapter.zmq_handle, adapter.replica_rank, adapter._has_server = "test", 0, leads
-    adapter._settings, adapter.node_rank = WeightsConfig(bucket_mb=1, timeout_s=timeout_s), 0
+    timeouts = TimeoutConfig(resume_s=10 * timeout_s)
+    adapter._settings = PartialRolloutConfig(timeouts=timeouts, weights=WeightsConfig(bucket_mb=1))
+    adapter.node_rank = 0
     adapter.failure, adapter._update_number = None, 0
     adapter._server = SimpleNamespace(receive_weights=Method(), give_up_update=Method(), weight_channel=Method())
     adapter._server.weight_channel.answer.set_result(channels.address)

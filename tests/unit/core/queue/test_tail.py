@@ -91,7 +91,7 @@ def test_few_at_a_time(seen: RoundView, plan: RoundPlan) -> None:
         (TailConfig(), Partial(16)),
         (TailConfig(policy="wait"), Wait(8)),
         (TailConfig(policy="reorder"), Reorder(8, 10, 8)),
-        (TailConfig(policy="reorder", gen_batch_size=12, max_deferrals=2), Reorder(8, 12, 2)),
+        (TailConfig(policy="reorder", gen_batch_size=12), Reorder(8, 12, 8)),
         (TailConfig(policy="reorder", max_deferred_per_round=3), FewAtATime(8, 10, 8, 3)),
     ],
 )
