@@ -69,16 +69,14 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     the run. A worker that dies is started again by `restart`, which another thread calls.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, prompt_manager: ActorHandle | None = None, **kwargs: Any) -> None:
+        """As verl calls it; without `prompt_manager` the one of the cluster is found."""
         super().__init__(*args, **kwargs)
         settings = read_settings(self.config)
         self._settings, self._slot_shares = settings.block, settings.slot_shares
-        self._prompt_manager = find_manager()
+        self._prompt_manager = prompt_manager or find_manager()
         self._validations: list[_Validation] = []
         self.loops: dict[ray.ObjectRef, str] = {}
-        self._init_restarts()
-
-    def _init_restarts(self) -> None:
         self._oldest_version: int | None = None
         self._log_folder: LogFolder | None = None
         self._is_running = False

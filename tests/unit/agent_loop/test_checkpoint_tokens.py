@@ -19,6 +19,7 @@ from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import GenerationState, ResumableGeneration, Segment
 from partial_rollout.types import Claim, VersionSpan
+from tests.unit.agent_loop.support import make_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -88,11 +89,7 @@ class World:
 
     @property
     def manager(self) -> PartialRolloutAgentLoopManager:
-        manager = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-        manager.agent_loop_workers = [worker.handle for worker in self.workers]
-        manager._slot_shares = [1] * len(self.workers)
-        manager._init_restarts()
-        return manager
+        return make_workers([worker.handle for worker in self.workers], num_workers=len(self.workers))
 
     def checkpoint(self) -> Saved:
         self.answers.clear()

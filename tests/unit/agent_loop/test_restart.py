@@ -12,14 +12,15 @@ from ray.exceptions import RayActorError
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as manager_module
-from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.agent_loop.rollout_log import LogFolder
 from partial_rollout.errors import ActorLost, EngineDead
 from partial_rollout.runtime import remote_call
-from partial_rollout.settings.block import PartialRolloutConfig
+from tests.unit.agent_loop.support import make_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 
 DEAD = RayActorError(error_msg="killed")
 
@@ -71,17 +72,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
-    manager = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-    manager._settings, manager._slot_shares, manager._validations = PartialRolloutConfig(), [12, 8], []
-    manager._init_restarts()
-    manager.loops = {}
-    manager.rollout_config = cast("Any", SimpleNamespace(n=4))
-    manager.agent_loop_workers = cast("Any", [Worker("w0", calls), Worker("w1", calls, DEAD)])
     prompts = SimpleNamespace(
         fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or ["u1", "a_b"]),
         release_worker=SimpleNamespace(remote=lambda name: calls.append(f"release {name}") or ["u1", "a_b"]),
     )
-    manager._prompt_manager = cast("Any", prompts)
+    manager = make_workers([Worker("w0", calls), Worker("w1", calls, DEAD)], prompt_manager=prompts)
     spawned: Callable[..., Any] = lambda rank, node, share: Worker(f"new{rank}:{share}", calls)  # noqa: E731
     manager._spawn = spawned  # type: ignore[method-assign]
     return manager

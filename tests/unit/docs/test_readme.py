@@ -37,8 +37,8 @@ def test_the_readme_says_how_long_the_second_command_takes() -> None:
     said = [re.search(r"(?:no GPU:|takes) about (\d+) minutes on 2 quiet cores", page) for page in pages]
     numbers = {found.group(1) for found in said if found}
     assert all(said)
-    assert len(numbers) == 1
-    assert announced is None or announced.group(1) in numbers
+    assert announced is not None
+    assert numbers == {announced.group(1)}
 
 
 def test_the_exact_change_is_the_same_in_readme_and_documents() -> None:

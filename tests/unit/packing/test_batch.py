@@ -17,7 +17,7 @@ from partial_rollout.packing import GlobalPlanner, PaddedPlanner, Plan
 from partial_rollout.packing import batch as packing
 from partial_rollout.packing.batch import MICRO_BATCH_FIELD, BatchPacker, layout, make_batch_packer
 from partial_rollout.settings.block import PackingConfig, PartialRolloutConfig
-from partial_rollout.train.trainer import PartialRolloutTrainer
+from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,8 +102,7 @@ def test_the_step_reports_the_plan(stored: dict[str, int], monkeypatch, pads_row
 
 def test_plans_are_for_the_ranks_that_verl_sends_batches_to(stored: dict[str, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PPOTrainer, "_balance_batch", lambda _, batch, metrics: batch)
-    trainer = object.__new__(PartialRolloutTrainer)
-    trainer.packer = BatchPacker(GlobalPlanner(60), 2, False, call_timeout_s=5.0)
+    trainer = bare_trainer(packer=BatchPacker(GlobalPlanner(60), 2, False, call_timeout_s=5.0))
     trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
     assert len(trainer._balance_batch(batch_of(KEYS), {}).keys) == len(KEYS)
     trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1, 2, 3]})

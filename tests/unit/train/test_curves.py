@@ -11,8 +11,8 @@ from verl.utils.tracking import Tracking
 
 from partial_rollout.observability.report import CHARTS
 from partial_rollout.train.metrics import CURVES, FIRST
-from partial_rollout.train.trainer import PartialRolloutTrainer
 from partial_rollout.types import QueueStatistics
+from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ MEASURED = {metric: float(number) for number, metric in enumerate(CURVES.values(
 def step_of(monkeypatch: pytest.MonkeyPatch, measured: dict[str, float]) -> tuple[dict[str, Any], list[Any]]:
     """The metrics that verl would log of a step in which it measured these, and the events."""
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: metrics.update(measured))
-    trainer: Any = object.__new__(PartialRolloutTrainer)  # its constructor starts actors
+    trainer = bare_trainer()
     trainer.manager = SimpleNamespace(statistics=SimpleNamespace(remote=lambda: QueueStatistics(9, 10, 0, 0, 0)))
     trainer._ask = lambda answer: answer
     trainer._round_kind, trainer.total_training_steps = "open", 9

@@ -105,14 +105,13 @@ def test_a_bound_on_staleness_keeps_two_batches():
 
 def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("vllm")
-    from partial_rollout.train.trainer import PartialRolloutTrainer
+    from tests.unit.train.support import bare_trainer
 
     told: list[int] = []
     method = lambda answer: SimpleNamespace(remote=answer)  # noqa: E731
     pending = SimpleNamespace(pending=0)
     block = PartialRolloutConfig(tail=TailConfig(interrupt_mode="reuse_kv"))
-    trainer: Any = object.__new__(PartialRolloutTrainer)  # its constructor starts actors
-    trainer.settings = SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS)
+    trainer = bare_trainer(settings=SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS))
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
     trainer.manager = SimpleNamespace(statistics=method(lambda: pending), set_capacity=method(told.append))
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])

@@ -12,7 +12,6 @@ import pytest
 from fake_transfer_queue import FakeTransferQueue
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventReader, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
@@ -30,6 +29,7 @@ from partial_rollout.types import (
     TrajectorySummary,
     VersionSpan,
 )
+from tests.unit.agent_loop.support import make_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,12 +129,10 @@ class World:
     def buffer(self, *answers: Ref, loops: dict[Ref, str] | None = None, **timeouts: float):
         buffer = PartialRolloutReplayBuffer("partial_rollout", cast("Any", {}), None, "drop", cast("Any", {}))
         buffer.refill_fn = self.refills.append
-        workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
         settings = PartialRolloutConfig(timeouts=TimeoutConfig(batch_s=100.0, **timeouts), tail=self.tail)
-        workers._settings, workers._slot_shares = settings, [4, 4]
-        workers._init_restarts()
+        holding = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
+        workers = make_workers(holding, settings=settings)
         workers.loops = cast("Any", loops or {Ref(ready=False): "agent-loop worker 0"})
-        workers.agent_loop_workers = [SimpleNamespace(hold=SimpleNamespace(remote=self.hold)) for _ in range(2)]
         buffer.bind(cast("Any", Manager(list(answers))), workers, settings, mini_batch=1, events=self.events)
         return buffer
 

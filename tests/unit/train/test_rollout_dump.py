@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from verl.trainer.ppo.v1 import PPOTrainer
 
-from partial_rollout.train.trainer import PartialRolloutTrainer
+from tests.unit.train.support import bare_trainer
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]
 
 
 def test_every_third_step_is_written_with_versions_and_a_padding_row_has_none(written: list[Any]) -> None:
-    trainer: Any = object.__new__(PartialRolloutTrainer)  # its constructor starts actors
-    trainer.settings = SimpleNamespace(block=SimpleNamespace(dump_every=3))
+    trainer = bare_trainer(settings=SimpleNamespace(block=SimpleNamespace(dump_every=3)))
     trainer.replay_buffer = SimpleNamespace(version_spans={"a_0_0": [[2, 5], [3, 1]]})
     for trainer.global_steps in range(1, 7):
         trainer._log_rollout_data(["a_0_0", "pad"], {}, "d")

@@ -18,9 +18,9 @@ from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train import rollout_log
 from partial_rollout.train.rollout_log import RunLog, logs_rollouts
-from partial_rollout.train.trainer import PartialRolloutTrainer
 from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
 from tests.unit.core.test_rollout_log import finished
+from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -256,8 +256,7 @@ def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
 
 @pytest.mark.parametrize("is_replaying", [True, False])
 def test_no_checkpoint_is_saved_by_time_within_a_replay(is_replaying: bool) -> None:
-    trainer: Any = object.__new__(PartialRolloutTrainer)
-    trainer.global_steps, trainer.total_training_steps = 5, 9
+    trainer = bare_trainer(global_steps=5, total_training_steps=9)
     looked: list[str] = []
     trainer._cadence = SimpleNamespace(is_due=lambda step, is_last: True, put_off=lambda: looked.append("put off"))
     trainer._checkpoints = SimpleNamespace(lack_of_room=lambda: "no room")

@@ -7,17 +7,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.slots import EngineLoad, SlotBounds
-from partial_rollout.settings.block import PartialRolloutConfig
-from partial_rollout.settings.derived import Settings
 from partial_rollout.train.slot_tuning import SlotTuner
+from tests.unit.agent_loop.support import make_workers
 
 if TYPE_CHECKING:
     from partial_rollout.core.slots import SlotDecision
@@ -92,11 +89,7 @@ def test_preemptions_of_a_validation_lower_no_slots_and_are_not_counted():
 def test_workers_share_whole_groups(monkeypatch: pytest.MonkeyPatch, num_slots: int, shares: list[int]):
     given: list[int] = []
     monkeypatch.setattr(agent_loop_manager, "settle_all", lambda refs, **_: given.extend(refs) or refs)
-    workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-    workers._settings, workers._slot_shares = PartialRolloutConfig(), [0, 0]
-    workers._init_restarts()
-    workers.rollout_config = cast("Any", SimpleNamespace(n=4))
-    workers.agent_loop_workers = [SimpleNamespace(resize=SimpleNamespace(remote=lambda share: share))] * 2
+    workers = make_workers([SimpleNamespace(resize=SimpleNamespace(remote=lambda share: share))] * 2)
     workers.resize(num_slots)
     assert given == workers._slot_shares == shares
 
@@ -112,15 +105,5 @@ async def test_workers_start_with_the_shares_that_a_resize_to_the_same_number_gi
     node = {"NodeID": "ab" * 28, "Alive": True, "Resources": {"CPU": 1.0}}
     monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(nodes=lambda: [node], remote=lambda _: options))
     monkeypatch.setattr(agent_loop_manager, "wait_for_all", lambda refs, **_: refs)
-    workers = object.__new__(PartialRolloutAgentLoopManager)  # its constructor starts the actors
-    rollout = {"n": 4, "agent": {"num_workers": 2}}
-    config = {"data": {"train_batch_size": 5}, "actor_rollout_ref": {"rollout": rollout}, "partial_rollout": {}}
-    workers.config = OmegaConf.create(config)
-    workers.rollout_config = workers.config.actor_rollout_ref.rollout
-    settings = Settings(PartialRolloutConfig(), batch=5, group=4, num_workers=2, uses_channel=False)
-    workers._slot_shares = settings.slot_shares
-    workers._init_restarts()
-    for name in ("_settings", "llm_client", "teacher_client", "reward_loop_worker_handles"):
-        setattr(workers, name, None)
-    await workers._init_agent_loop_workers()
+    await make_workers(batch=5, group=4, num_workers=2)._init_agent_loop_workers()
     assert started == [12, 8]

@@ -14,7 +14,7 @@ from partial_rollout.errors import DataError
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.train.task_runner import TaskRunner
-from partial_rollout.train.trainer import PartialRolloutTrainer
+from tests.unit.train.support import bare_trainer
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ def fails(*_: object) -> None:
 
 def test_the_end_begins_with_the_trainers_error(watch: RunWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PPOTrainer, "init", fails)
-    trainer: Any = object.__new__(PartialRolloutTrainer)  # its constructor starts actors
-    trainer.watch = watch
+    trainer = bare_trainer(watch=watch)
     with pytest.raises(DataError):
         trainer.init()
     assert watch._stopped.is_set()

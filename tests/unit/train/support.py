@@ -1,0 +1,15 @@
+"""The trainer between two calls of verl's, for tests of one of its methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partial_rollout.train.trainer import PartialRolloutTrainer
+
+
+def bare_trainer(**attributes: Any) -> Any:
+    """A trainer with these attributes and no others: its constructor starts actors."""
+    trainer = object.__new__(PartialRolloutTrainer)
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    return trainer
