@@ -169,7 +169,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tiny_qwen_image, tmp_pat
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_qwen_image, tmp_path):
     make_actor(tiny_qwen_image, lora_rank=4).save_state(tmp_path)
-    with pytest.raises(DataError, match=r"is of another model: .*lora_A.* has shape \(4, \d+\), here \(8, \d+\)"):
+    with pytest.raises(DataError, match=r"lora_A.* has shape \(4, \d+\), here \(8, \d+\)"):
         make_actor(tiny_qwen_image, lora_rank=8).load_state(tmp_path)
     (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:100])
     with pytest.raises(DataError, match="cannot be read"):

@@ -180,7 +180,7 @@ async def test_an_engine_that_failed_to_wake_is_not_used(sleeper):
     with pytest.raises(EngineError, match="sleeps"):
         await sleeper.resume()
     FakeOmni.instance.ack_error, FakeOmni.instance.death = None, "the orchestrator died"
-    with pytest.raises(EngineError, match="'wake_up' failed in the diffusion engine: the orchestrator died"):
+    with pytest.raises(EngineError, match="'wake_up' failed .*: the orchestrator died"):
         await sleeper.wake()
     FakeOmni.instance.death = None
     await sleeper.wake()

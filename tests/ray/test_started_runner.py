@@ -70,7 +70,7 @@ def test_a_started_runner_is_the_actor() -> None:
 def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
     other = actor_class(Runner).options(num_cpus=1).remote()
     ray.get(other.__ray_ready__.remote(), timeout=TIMEOUT_S)
-    with pytest.raises(ClusterError, match=r"task runner's process to start.*within 0\.5 s.*timeouts\.start_s"):
+    with pytest.raises(ClusterError, match=r"task runner's process .*within 0\.5 s.*timeouts\.start_s"):
         StartedRunner(actor_class(Runner), 0.5).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     ray.kill(other)
 

@@ -38,7 +38,7 @@ def test_a_tool_that_never_returns_ends_its_trajectory_and_is_named(caplog: pyte
         trajectory, task = started(limits, hung())
         await settle()
         limits.enter(trajectory, "tool")
-        with pytest.raises(CallOverdue, match=r"trajectory 3 of prompt a, .* has waited 600 s for a tool .*tool_s=600"):
+        with pytest.raises(CallOverdue, match=r"trajectory 3 of prompt a, .* 600 s for a tool .*tool_s=600"):
             await task
         assert asyncio.get_running_loop().time() == TOOL_S
         limits.enter(trajectory, "reward")  # what has ended has no deadline
@@ -101,7 +101,7 @@ def test_an_agent_loop_that_swallows_its_cancellation_does_not_keep_its_slot(cap
         trajectory, task = started(limits, stubborn())
         await settle()
         limits.enter(trajectory, "reward")
-        with pytest.raises(CallOverdue, match=r"for its reward, longer than partial_rollout\.timeouts\.reward_s=60"):
+        with pytest.raises(CallOverdue, match=r"for its reward, longer than .*timeouts\.reward_s=60"):
             await task
         assert asyncio.get_running_loop().time() == REWARD_S + CANCEL_S
 

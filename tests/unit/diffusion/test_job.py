@@ -326,9 +326,7 @@ async def test_a_reward_that_hangs_is_named_and_engines_go_on_meanwhile(tmp_path
     job = make_job(FakeReplicas(ready=4), writer, reward=reward, trainer={"reward_s": 0.2})
     step = asyncio.ensure_future(job.step())
     await within(begun.wait())
-    with pytest.raises(
-        CallOverdue, match=r"trainer.reward=a.b of prompt row \d \('\w+'\) has .* \(set trainer.reward_s"
-    ):
+    with pytest.raises(CallOverdue, match=r"reward=a.b of prompt row \d .* \(set trainer.reward_s"):
         await within(step)
     overdue = [event for event in EventReader(tmp_path).read() if isinstance(event, DeadlinePassed)]
     assert [(each.uid, each.phase, each.limit_s) for each in overdue] == [("group-0", "reward", 0.2)]

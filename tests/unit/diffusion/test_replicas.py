@@ -175,7 +175,7 @@ async def test_a_server_that_does_not_answer_is_an_error():
 async def test_an_image_that_does_not_come_is_named():
     silent = FakeServer("x")
     silent.gate.clear()
-    with pytest.raises(WaitTimeout, match=r"request 'r' for its image by server 0, .* rollout\.timeout_s=0\.01"):
+    with pytest.raises(WaitTimeout, match=r"request 'r' .* by server 0, .* rollout\.timeout_s=0\.01"):
         await replicas(silent, sample_timeout_s=0.01).sample(request())
 
 
@@ -278,7 +278,7 @@ async def test_a_server_that_dies_again_before_the_next_update_ends_the_run(quic
     await within(one._moved.wait_for(lambda: one._servers[0].is_up and one._servers[0].handle is second))
     await asyncio.sleep(0)
     second.die()
-    with pytest.raises(ActorLost, match=r"image server 0 .*died: SIGKILL.*twice since the last update of weights"):
+    with pytest.raises(ActorLost, match=r"image server 0 .*died: SIGKILL.*twice since the last update"):
         await within(image)
     with pytest.raises(ActorLost, match="twice since"):
         await one.hold()

@@ -56,5 +56,5 @@ def test_the_gpu_that_ray_gives_is_found_among_those_that_are_seen(gpu: str, vis
 
 
 def test_a_gpu_that_is_not_seen_is_named():
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0' is not allowed: Ray gives the job GPU 1"):
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0' is .*: Ray gives the job GPU 1"):
         device_of("1", "0")

@@ -67,7 +67,7 @@ def test_our_attention_needs_whole_rows(composed: Composed):
     shared = FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2}
     check(composed(shared))
     check(composed({ATTENTION: "varlen_sdpa"}))
-    with pytest.raises(ConfigError, match=r"=2 for .* with attn_implementation=varlen_sdpa is not allowed"):
+    with pytest.raises(ConfigError, match=r"=2 for .* attn_implementation=varlen_sdpa is not allowed"):
         check(composed(shared | {ATTENTION: "varlen_sdpa"}))
 
 
@@ -75,7 +75,7 @@ def test_our_attention_needs_whole_rows(composed: Composed):
 def test_a_reference_on_other_ranks_is_told(composed: Composed, reference: str):
     """A reference inherits only the actor's deprecated key."""
     actor = {SEQUENCE_PARALLEL.format("actor.fsdp_config."): 2}
-    with pytest.raises(ConfigError, match=r"ref\.fsdp_config\.ulysses_sequence_parallel_size .*=1 .* the actor's 2"):
+    with pytest.raises(ConfigError, match=r"ref\..*ulysses_sequence_parallel_size .*=1 .* the actor's 2"):
         check(composed(FOUR_DEVICES | actor | {reference: True}))
     check(composed(FOUR_DEVICES | actor | {reference: True, SEQUENCE_PARALLEL.format("ref.fsdp_config."): 2}))
     check(composed(FOUR_DEVICES | {SEQUENCE_PARALLEL.format("actor."): 2, reference: True}))

@@ -140,5 +140,5 @@ def test_all_wrong_paths_and_values_are_told_at_once_by_doctor_and_by_the_start(
 
 
 def test_a_text_is_no_size_to_compute_with(composed: Composed):
-    with pytest.raises(Refusal, match="tensor_model_parallel_size=two is not allowed: must be a number"):
+    with pytest.raises(Refusal, match="tensor_model_parallel_size=two .* must be a number"):
         check_counts(composed({f"{ROLLOUT}.tensor_model_parallel_size": "two"}))

@@ -282,7 +282,7 @@ def test_rows_of_groups_that_are_too_old_are_gone_before_the_queue_lets_them_beg
 
 def test_endless_drops_end_the_run_with_their_reason(world: World) -> None:
     buffer = world.buffer(Ref(TakeResult(num_missing=2)))
-    with pytest.raises(AgentLoopBroken, match=r"6 prompts were dropped.*'agent_loop_failed': 6.*u3: RuntimeError: no"):
+    with pytest.raises(AgentLoopBroken, match=r"6 prompts.*'agent_loop_failed': 6.*u3: RuntimeError: no"):
         buffer.sample(STEP, "train", 2)
     assert sum(world.refills) == MAX_REFILL_BATCHES * 2
 

@@ -92,7 +92,7 @@ def test_resources_that_come_free_in_time_are_enough() -> None:
 
 def test_a_second_run_on_a_ray_cluster_is_refused_by_the_name_of_the_first() -> None:
     clock = _Clock()
-    with pytest.raises(ResourcesUnavailable, match=r"Ray job 07 \(process 3 on n\).*One Ray cluster carries one run"):
+    with pytest.raises(ResourcesUnavailable, match=r"Ray job 07 \(process 3 on n\).*carries one run"):
         require_own_transfer_queue(30.0, holder=lambda: "Ray job 07 (process 3 on n)", clock=clock, sleep=clock.sleep)
     assert clock.now == 30.0
 
