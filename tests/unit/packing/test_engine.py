@@ -65,5 +65,5 @@ def test_a_failed_row_leaves_the_engine_as_it_was(engine: Any):
 
 def test_an_engine_that_the_user_chose_is_not_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "acme")
-    with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR=acme .* packing.planner=verl"):
+    with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR=acme .*packing.planner=verl"):
         packed_engine.register_engine()

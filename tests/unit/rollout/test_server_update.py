@@ -13,7 +13,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout import control, http_server
 from partial_rollout.rollout.server import PartialRolloutServer
-from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeEngine, FakeServer
 from tests.unit.rollout.servers import launched, let_run, start
 
@@ -91,7 +91,7 @@ async def test_an_engine_that_dies_while_it_forgets_its_caches_is_noticed(monkey
 @pytest.mark.parametrize("fault", ["dead", "stuck"])
 async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched(monkeypatch, fault):
     monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
-    server = await launched(PartialRolloutConfig(weights=WeightsConfig(timeout_s=20.0 if fault == "dead" else 0.05)))
+    server = await launched(PartialRolloutConfig(timeouts=TimeoutConfig(resume_s=200.0 if fault == "dead" else 0.5)))
     server.fake.answers_wake_up, server.fake.is_dead = False, fault == "dead"
     why = r"the engine \(pid .*\) died" if fault == "dead" else "TimeoutError"
     with pytest.raises(WeightUpdateError, match=rf"did not wake up \(\['weights'\]\): {why}"):

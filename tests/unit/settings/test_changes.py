@@ -62,7 +62,7 @@ def test_a_default_that_was_typed_is_a_wish(composed: Composed):
     with pytest.raises(ConfigError, match=r"trainer_mode=sync \(set on the command line\)"):
         apply(composed({}), "trainer.v1.trainer_mode=sync")
     adaptive = composed({"partial_rollout.slots.adaptive": True})
-    with pytest.raises(ConfigError, match="disable_log_stats=True .* slots.adaptive=false"):
+    with pytest.raises(ConfigError, match="disable_log_stats=True .*slots.adaptive=false"):
         apply(adaptive, "actor_rollout_ref.rollout.disable_log_stats=True")
 
 

@@ -193,7 +193,7 @@ def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
     config = composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 20}})
     check(config)
     assert read_settings(config).num_slots == 20 * 4
-    with pytest.raises(ConfigError, match=r"gen_batch_size=16 .* train_batch_size=16 and at most 32"):
+    with pytest.raises(ConfigError, match=r"gen_batch_size=16 .*train_batch_size=16 and at most 32"):
         check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
 
 
