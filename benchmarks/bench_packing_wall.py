@@ -70,12 +70,12 @@ NUM_RANKS = 2
 SMALL = "small"
 MAX_POSITIONS = 8192
 GPU_TIMEOUT = timedelta(seconds=60)
-"""Of a barrier: when one rank has failed, the other does not wait for long. A CPU may be shared, and slow."""
+"""A barrier waits no longer when the other rank has failed. On a CPU, which may be shared and slow, it has no limit."""
 LOSS_CHUNK = 8192
 """Tokens whose log-probs are computed at once; with 151,936 logits each, fewer than 2**31 numbers."""
 WARM_UP_REPEATS = 1
 RESPONSES = replace(LARGE, long_share=0.0771)
-"""With those that are cut there a tenth has 4,096 tokens."""
+"""A tenth of the responses has 4,096 tokens, those that are cut there included."""
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
 PARTS = ("packed", "padded")
 STRIDED, VERL, GLOBAL = "strided", "verl", "global"
@@ -295,7 +295,7 @@ def timed(trainee: Trainee, step: Step, rows: list[list[Sample]]) -> float:
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all records of a part after its warm-up, by method."""
+    """Seconds and ratios of each method, over all records of a part after its warm-up."""
     taken = [record["methods"] for record in records if record["repeat"] >= WARM_UP_REPEATS]
     return {
         name: {

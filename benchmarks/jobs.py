@@ -73,12 +73,12 @@ RECIPES = {
     "qwen3-0.6b_two_small_gpus": "qwen3-0.6b",
     "qwen3-8b_reorder": "8b",
 }
-"""And the shape of the model of each."""
+"""Recipes, and the shape of the model of each."""
 RECIPE_POSITIONS, RECIPE_PROMPT_TOKENS, RECIPE_RESPONSE_TOKENS = 4096, 768, 512
 RECIPE_BATCH, RECIPE_GROUP = 16, 8
 STEPS, RECIPE_STEPS = 6, 4
 SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
-"""Of a recipe's run, in the summary; its steps are beside it."""
+"""Columns of the summary of recipes; the steps of each are beside it."""
 FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
 """Nothing is chosen by the run, unless a mode says another value."""
 

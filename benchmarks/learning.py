@@ -58,7 +58,7 @@ STEPS = {"quickstart": 60, "smollm2": 200}
 QUICKSTART_SLOTS = 64
 """16 prompts x 4."""
 WARMUP_STEPS = 5
-"""In which the quickstart's learning rate rises, so that a schedule can go wrong."""
+"""Steps in which the quickstart's learning rate rises, so that a schedule can go wrong."""
 BASE = "sync"
 WINDOW = 10
 """Steps of a mean: the reward of one batch of 256 responses varies by 0.06."""
@@ -102,12 +102,12 @@ def task_folder(options: argparse.Namespace) -> Path:
 
 
 def seconds(job: Job, number: int) -> float:
-    """Of a job's first steps; verl does not count validation in them."""
+    """Seconds of a job's first steps; verl does not count validation in them."""
     return sum(step[STEP_S] for step in job["steps"][:number])
 
 
 def rewards(job: Job, window: int = WINDOW) -> list[float]:
-    """Of each step, the mean of its reward and those before it."""
+    """Mean reward of each step and the steps before it."""
     found = [step[REWARD] for step in job["steps"]]
     return [statistics.fmean(found[max(0, end - window) : end]) for end in range(1, len(found) + 1)]
 
@@ -141,7 +141,7 @@ def compared_with(job: Job, base: Job | None, common: int) -> Job:
 
 
 def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Of each job how far it came, and the time for equal steps, and to the last reward of `sync` in each seed."""
+    """How far each job came, and the time for equal steps, and to the last reward of `sync` in each seed."""
     common = min(len(job["steps"]) for job in jobs)
     first = BASE if any(job["mode"] == BASE for job in jobs) else jobs[0]["mode"]
     bases = {job["seed"]: job for job in jobs if job["mode"] == first}

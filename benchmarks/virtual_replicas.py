@@ -32,7 +32,7 @@ FOREVER_S = 1e9
 TICK_REPLICA_S = 100.0
 """Virtual seconds whose events are told together, times replicas: about as many events in each row."""
 POOL = Workload(group=1, median=450, sigma=0.8, longest=4096, long_share=0.1)
-"""Of the lengths: 12 % are as long as they may be, as in the 8B result."""
+"""Lengths: 12 % are as long as they may be, as in the 8B result."""
 POOL_SIZE = 1 << 16
 
 

@@ -360,17 +360,6 @@ def test_the_manager_changes_its_queue_by_the_journal_only() -> None:
     assert asked <= READS
 
 
-def test_what_the_manager_hands_to_the_journal_is_a_method_of_the_books() -> None:
-    """By its name, which no type checker follows, and with as many arguments."""
-    tree = ast.parse(inspect.getsource(prompt_manager.RolloutPromptManager))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._do"]
-    assert len(calls) > 10
-    for call in calls:
-        name, *arguments = call.args
-        assert isinstance(name, ast.Constant)
-        inspect.signature(getattr(Books, str(name.value))).bind(None, *arguments)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_asking_the_queue_changes_nothing(name: str) -> None:
     calls, clock = Calls(5), ManualClock()
