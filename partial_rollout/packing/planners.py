@@ -198,6 +198,7 @@ class BudgetPacker:
     def _least_rows(self, samples: list[int]) -> int:
         """A number of rows below which no packing exists."""
         tokens = sum(min(self.lengths[i], self.token_budget) for i in samples)
+        # No two samples of more than half the budget fit one row. A sample over the budget fills a row of its own.
         num_halves = sum(2 * self.lengths[i] > self.token_budget for i in samples)
         return max(1, num_halves, ceil(tokens / self.token_budget))
 
