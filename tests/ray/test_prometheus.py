@@ -1,0 +1,119 @@
+"""Debian's Prometheus with our configuration reads a run on a Ray cluster that is up, and answers for the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from tests.ray.exporting_run import READY, RUN
+from tests.unit.observability.test_monitoring import (
+    MONITORING,
+    NEEDS_PROMETHEUS,
+    panel_expressions,
+    rules,
+    start_prometheus,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 240.0
+DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
+SEEN = """
+groups: [{name: seen, rules: [{alert: Seen, expr: 'count_over_time(ray_partial_rollout_steps_total[1m]) > 2'}]}]
+"""
+"""Fires when there are samples enough for a rate."""
+NEVER = ("failed_attempts", "restarted_attempts")
+"""Counters that have counted nothing in this run, so Ray does not export them."""
+
+
+@NEEDS_PROMETHEUS
+async def test_a_prometheus_that_reads_a_running_ray_answers_every_expression_and_alert(tmp_path: Path) -> None:
+    """The alert of a first relaunch fires, though its counter was not there before."""
+    seen = asyncio.Event()
+
+    async def take_alerts(request: web.Request) -> web.Response:
+        if any(alert["labels"]["alertname"] == "Seen" for alert in await request.json()):
+            seen.set()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/api/v2/alerts", take_alerts)
+    async with running_ray() as folder, TestServer(app) as receiver, ClientSession() as session:
+        (tmp_path / "seen.yml").write_text(SEEN)
+        (tmp_path / "p.yml").write_text(configuration(folder, f"{receiver.host}:{receiver.port}"))
+        process, address = await start_prometheus(tmp_path)
+        # Else its messages would fill the pipe.
+        messages = asyncio.create_task(process.stderr.read(), name="messages")  # pyright: ignore[reportOptionalMemberAccess]
+        try:
+            await asyncio.wait_for(seen.wait(), WAIT_S)
+
+            async def ask(path: str, **query: str) -> Any:
+                async with session.get(f"{address}/api/v1/{path}", params=query) as answered:
+                    found = await answered.json()
+                assert found["status"] == "success", (query, found)
+                return found["data"]
+
+            up = (await ask("query", query="up"))["result"]
+            assert [target["value"][1] for target in up] == ["1"] * len(up)
+            for expression in panel_expressions():
+                found = (await ask("query", query=expression))["result"]
+                assert found or any(part in expression for part in NEVER), expression
+            steps = (await ask("query", query=f'ray_partial_rollout_steps_total{{run="{RUN}"}}'))["result"]
+            assert [each["value"][1] for each in steps] == ["2"]
+            groups = (await ask("rules"))["groups"]
+            told = {rule["name"]: rule for group in groups for rule in group["rules"] if rule["name"] != "Seen"}
+            assert {name: rule["health"] for name, rule in told.items()} == {rule["alert"]: "ok" for rule in rules()}
+            assert told["EngineStartedAgain"]["state"] == "firing"
+            assert told["DroppedPrompts"]["state"] == "pending"  # one of eight, for less than two minutes
+            assert {told[name]["state"] for name in ("NoBatch", "NoFirstStep", "OldPrompt")} == {"inactive"}
+        finally:
+            process.terminate()
+            await messages
+            await process.wait()
+
+
+def configuration(ray_folder: Path, receiver: str) -> str:
+    """Our file, for another folder of Ray, with a receiver of alerts, and more often than every 10 s."""
+    text = (MONITORING / "prometheus.yml").read_text()
+    for ours, here in (
+        (DISCOVERY, str(ray_folder / Path(DISCOVERY).name)),
+        ("  - alerts.yml", f"  - {MONITORING / 'alerts.yml'}\n  - seen.yml"),
+        ("10s", "1s"),
+    ):
+        assert ours in text
+        text = text.replace(ours, here)
+    return f"{text}\nalerting: {{alertmanagers: [{{static_configs: [{{targets: ['{receiver}']}}]}}]}}\n"
+
+
+@asynccontextmanager
+async def running_ray() -> AsyncIterator[Path]:
+    """A Ray cluster with the metrics of a run, in a process of its own; gives Ray's folder."""
+    folder = Path(tempfile.mkdtemp(prefix="pr-ray-", dir="/tmp"))  # short: Ray's socket paths are limited to 107 bytes
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.ray.exporting_run", str(folder)),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        while READY not in (line := (await asyncio.wait_for(process.stdout.readline(), WAIT_S)).decode()):
+            assert line, "the run ended before it exported"
+        yield folder
+    finally:
+        process.stdin.close()
+        await asyncio.wait_for(process.wait(), WAIT_S)
+        shutil.rmtree(folder, ignore_errors=True)
