@@ -2,13 +2,14 @@
 
 Runs the command and shows it as `watch` does, then some steps of the same command without the flag, with the same seed,
 in RUN/baseline. Then it prints both side by side, what can be said of them, and last the path of a page with charts.
-A run that goes on from a checkpoint keeps the baseline that it has.
+A run that goes on from a checkpoint keeps the baseline that it has, if that has reached its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,8 @@ FIRST_START_S = {
 SHARE, LEAST = 3, 4
 """A short run gets a baseline of a third of its steps; below 4 steps nothing is left without the first ones."""
 WITHOUT = "without the flag"
+WHOLE = "whole"
+"""An empty file in the baseline's folder: the baseline has reached its end."""
 
 
 def num_baseline_steps(command: Sequence[str], most: int) -> int:
@@ -102,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         code = follow(command, run, screen, FIRST_START_S)
         steps = num_baseline_steps(command, options.baseline_steps)
-        if code == 0 and steps and not any(baseline.glob("metrics*.jsonl")):
+        if code == 0 and steps and not _is_whole(baseline, screen):
             code = _run_baseline(command, baseline, steps, screen)
         if code == 0:
             side_by_side(run, baseline if steps else run, screen)
@@ -112,12 +115,27 @@ def main(words: list[str] | None = None) -> int:
     return code
 
 
+def _is_whole(baseline: Path, screen: Screen) -> bool:
+    """Whether an earlier start has run the baseline to its end; what is left of one that was interrupted is removed."""
+    if not baseline.exists():
+        return False
+    if (baseline / WHOLE).exists():
+        return True
+    screen.line("")
+    screen.line(f"the run without the flag in {baseline} did not reach its end: it is removed, and starts again")
+    shutil.rmtree(baseline)
+    return False
+
+
 def _run_baseline(command: Sequence[str], baseline: Path, steps: int, screen: Screen) -> int:
     screen.line("")
     screen.line(f"now {steps} steps of the same job without the flag, to compare (BASELINE_STEPS=0 leaves them out)")
     os.environ[METRICS_VARIABLE] = str(baseline / "metrics.jsonl")
     first_s = usual_seconds(events_folder_of(baseline.parent), before_s=time.time())
-    return follow(without_the_flag(command, baseline, steps), baseline, screen, first_s)
+    code = follow(without_the_flag(command, baseline, steps), baseline, screen, first_s)
+    if code == 0:
+        (baseline / WHOLE).touch()
+    return code
 
 
 if __name__ == "__main__":

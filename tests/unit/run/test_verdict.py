@@ -77,6 +77,20 @@ def test_equal_steps_stand_side_by_side_and_the_page_is_the_last_line(tmp_path: 
     assert again.stdout.splitlines()[-1] == lines[-1]
 
 
+def test_a_baseline_that_was_interrupted_is_run_again(tmp_path: Path) -> None:
+    """Nothing could ever be said of the two steps that it had."""
+    baseline = tmp_path / "baseline"
+    baseline.mkdir()
+    (baseline / "metrics.jsonl").write_text('{"step": 1, "data": {}}\n')
+    (baseline / "checkpoints").mkdir()
+    done = run(tmp_path, f"{STEPS}=60")
+    assert done.returncode == 0, done.stderr
+    assert "did not reach its end: it is removed, and starts again" in done.stdout
+    assert starts(baseline) == 1
+    assert not (baseline / "checkpoints").exists()
+    assert "with it is faster than without the flag" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("total", "baseline", "told"), [(8, 4, "not enough steps to tell (2 and 2 counted"), (2, 0, "not enough")]
 )
