@@ -98,6 +98,8 @@ class Admission:
         self._request_moved = Broadcast()
         self._running = TimeWeightedMean(clock())
         self._mean_running_at_close = 0.0
+        self._has_begun = False
+        """Whether any request was admitted."""
         self.last_drain_s = 0.0
 
     @property
@@ -122,6 +124,10 @@ class Admission:
             return None
         # No await since the verdict: the gate may move at any await.
         self._gate.admit(ticket, self._clock())
+        if not self._has_begun:
+            # The gate is open from the server's start on: the time until the trainer begins is no time of idle slots.
+            self._has_begun = True
+            self._running.restart(self._clock())
         self._running.change(+1, self._clock())
         return ticket
 
@@ -207,7 +213,10 @@ class Admission:
         return self._gate.statistics(self._clock())
 
     def mean_running(self) -> float:
-        """Mean number of admitted requests from the last opening until now, or until the gate was shut."""
+        """Mean number of admitted requests from the last opening until now, or until the gate was shut.
+
+        Before the gate was first shut it counts from the first request on.
+        """
         is_open = self._gate.state is GateState.OPEN
         return self._running.mean(self._clock()) if is_open else self._mean_running_at_close
 

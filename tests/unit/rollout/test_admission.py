@@ -122,6 +122,20 @@ async def test_reject_turns_away_those_who_wait_and_those_who_come():
     assert admission.statistics().parked == 0
 
 
+async def test_before_the_first_request_no_slot_is_idle():
+    """Weights come and training begins while the gate of a new server is open."""
+    clock = Clock()
+    admission = Admission(clock)
+    clock.now_s = 100.0
+    await entered(admission, "a")
+    clock.now_s = 104.0
+    assert admission.mean_running() == 1.0
+    ticket = await entered(admission, "b")
+    admission.leave(ticket)
+    clock.now_s = 108.0
+    assert admission.mean_running() == 1.0
+
+
 async def test_mean_running_counts_from_the_opening_to_the_closing():
     clock = Clock()
     admission = Admission(clock)
