@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @dataclass
-class Group:
+class Claimed:
     """A claimed prompt: what a worker knows of it."""
 
     claim: Claim
@@ -74,7 +74,7 @@ class Worker:
 
     name: str
     free: int
-    finished: list[Group] = field(default_factory=list[Group])
+    finished: list[Claimed] = field(default_factory=list[Claimed])
     poll: asyncio.Task[list[Claim]] | None = None
 
 
@@ -92,7 +92,7 @@ class Run:
         self.workers = [Worker(f"w{number}", options.slots) for number in range(replicas)]
         self.draw = random.Random(options.seed)
         self.lengths: list[int] = lengths(replace(POOL, seed=options.seed), POOL_SIZE)[:, 0].tolist()
-        self.ends: list[tuple[float, int, Worker, Group]] = []
+        self.ends: list[tuple[float, int, Worker, Claimed]] = []
         """A heap of trajectories that run, by the time of their end."""
         self.numbers: Iterator[int] = itertools.count()
         self.reports: list[asyncio.Task[FinishResult]] = []
@@ -163,7 +163,7 @@ class Run:
             claims, worker.poll = worker.poll.result() if worker.poll else [], None
             for claim in claims:
                 worker.free -= claim.num_trajectories
-                group = Group(claim, self.version, claim.num_trajectories)
+                group = Claimed(claim, self.version, claim.num_trajectories)
                 for _ in range(claim.num_trajectories):
                     seconds = self.draw.choice(self.lengths) * self.options.token_s
                     self.used_slot_s += seconds
@@ -183,7 +183,7 @@ class Run:
             touched[worker.name] = worker
         return list(touched.values())
 
-    def _summaries(self, group: Group) -> list[TrajectorySummary]:
+    def _summaries(self, group: Claimed) -> list[TrajectorySummary]:
         shared = self.filtered and self.draw.random() < self.filtered
         uid, version = group.claim.uid, group.version
         return [

@@ -1,8 +1,9 @@
 """The service's scheduling in virtual time: what a step of rollout takes, from an engine's speed and response lengths.
 
-Prompts are admitted, claimed in whole groups, interrupted and trained as the service does it; slots, prompts in flight
-and what an interruption costs are the mode's. A rollout that needs more than the whole KV cache would see preemptions,
-which are not predicted. Pure: no clock, no randomness, no I/O.
+Prompts are admitted, claimed in whole groups and trained by the service's own queue, `PromptQueue`, whose clock is the
+virtual time; what the trainer, the workers and the engines do around it is here. Slots, prompts in flight and what an
+interruption costs are the mode's. A rollout that needs more than the whole KV cache would see preemptions, which are
+not predicted. Pure: no clock, no randomness, no I/O.
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Partial
+from partial_rollout.errors import InternalError
+from partial_rollout.types import PromptMeta, TrajectorySummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from partial_rollout.advise.workload import Workload
+    from partial_rollout.types import Claim
 
+WORKER = "all workers"
+"""Claims for all slots: one agent-loop worker is assumed."""
+MAX_ATTEMPTS = 1
+"""No attempt fails."""
 SENT_PER_S = 130.0
 """New requests that one agent-loop worker brings to an engine, by the samples of the 8B result after a step's end.
 Requests that were interrupted wait at the server, and are all there at once."""
@@ -87,6 +99,7 @@ class Group:
     started: int = 0
     """The training step in which the group was claimed."""
     num_ended: int = 0
+    claim: Claim | None = None
 
 
 class Request(NamedTuple):
@@ -105,10 +118,12 @@ class Rollout:
     load: Workload
     prompt_tokens: int
     prompts: Iterator[Group]
-    pending: deque[Group] = field(default_factory=deque[Group])
+    groups: dict[str, Group] = field(default_factory=dict[str, Group])
+    """Groups in flight, by uid."""
     ongoing: int = 0
-    """Number of groups that have been claimed and are not done."""
-    done: deque[Group] = field(default_factory=deque[Group])
+    """Number of groups whose prompt is in the KV cache: claimed, and not done."""
+    done: dict[str, Group] = field(default_factory=dict[str, Group])
+    """Groups in flight that are complete, in the order of their ends."""
     entering: deque[tuple[float, Request]] = field(default_factory=deque[tuple[float, Request]])
     """Requests on their way to the engine, with the time of their arrival."""
     running: list[tuple[int, int, Request]] = field(default_factory=list[tuple[int, int, Request]])
@@ -124,21 +139,29 @@ class Rollout:
     slot_s: float = 0.0
     number: int = 0
 
+    def __post_init__(self) -> None:
+        """Make the queue."""
+        self.queue = PromptQueue(self._policy, MAX_ATTEMPTS, clock=lambda: self.now_s)
+        self._uids = map(str, itertools.count())
+
+    @property
+    def _policy(self) -> Partial:
+        """Modes that interrupt nothing differ in the engine only: the queue of all of them is this one."""
+        return Partial(max(self.load.batch, int(self.mode.prefetch * self.load.batch)))
+
     def step(self) -> dict[str, float]:
         """Roll out until a batch is done; seconds, tokens, interrupted requests and staleness of this step."""
         self.number += 1
         started_s, started_slot_s = self.now_s, self.slot_s
         interrupted, recomputed = self._interrupt()
-        room = int(self.mode.prefetch * self.load.batch) - len(self.pending) - self.ongoing - len(self.done)
-        self.pending.extend(itertools.islice(self.prompts, max(0, room)))
-        while len(self.done) < self.load.batch:
+        self.queue.resize(self._policy)
+        self._admit(self.queue.begin_round().num_fresh)
+        while not self.queue.has_batch(self.load.batch):
             self._proceed()
         if self.mode.poll_s:
             polls = math.ceil((self.now_s - started_s) / self.mode.poll_s)
             self._proceed_until(started_s + polls * self.mode.poll_s)
-        if self.mode.oldest_first:
-            self.done = deque(sorted(self.done, key=lambda group: group.started))
-        batch = [self.done.popleft() for _ in range(self.load.batch)]
+        batch = self._take()
         ages = [self.number - group.started for group in batch]
         return {
             "seconds": self.now_s - started_s,
@@ -154,6 +177,21 @@ class Rollout:
     def kv(self) -> int:
         """Tokens in the KV cache, where a group has its prompt once, from its claim on."""
         return self.context - self.prompt_tokens * (len(self.running) - self.ongoing)
+
+    def _admit(self, number: int) -> None:
+        fresh = {next(self._uids): group for group in itertools.islice(self.prompts, number)}
+        self.groups |= fresh
+        self.queue.admit([PromptMeta(uid, len(group.lengths), self.number) for uid, group in fresh.items()])
+
+    def _take(self) -> list[Group]:
+        """The batch; where the mode takes the oldest of what is done, as verl does, the queue is told which."""
+        oldest: list[str] = []
+        if self.mode.oldest_first:
+            oldest = sorted(self.done, key=lambda uid: self.done[uid].started)[: self.load.batch]
+        taken = [group.uid for group in self.queue.take(self.load.batch, oldest).groups]
+        for uid in taken:
+            del self.done[uid]
+        return [self.groups.pop(uid) for uid in taken]
 
     def _interrupt(self) -> tuple[int, int]:
         """End a step for running requests; how many were interrupted, and tokens that are computed again."""
@@ -171,10 +209,11 @@ class Rollout:
             self.entering.append((at_s + number / self.speed.sent_per_s, request))
 
     def _claim(self) -> None:
-        """Send whole groups while there are slots for one."""
-        while self.pending and len(self.running) + len(self.entering) + self.load.group <= self.mode.slots:
-            group = self.pending.popleft()
-            group.started = self.number
+        """Send the groups that the queue gives for the free slots."""
+        free_slots = self.mode.slots - len(self.running) - len(self.entering)
+        for claim in self.queue.claim(WORKER, free_slots):
+            group = self.groups[claim.uid]
+            group.claim, group.started = claim, self.number
             self.ongoing += 1
             self._send(Request(length, group) for length in group.lengths)
             self.now_s += self.prompt_tokens / self.speed.prefill_tokens_per_s
@@ -194,7 +233,7 @@ class Rollout:
         self._decode(until_s)
 
     def _proceed_until(self, until_s: float) -> None:
-        while self.now_s < until_s and (self.running or self.entering or self.pending):
+        while self.now_s < until_s and (self.running or self.entering or self.queue.next_group_size):
             self._proceed(until_s)
         self.now_s = max(self.now_s, until_s)
 
@@ -217,5 +256,17 @@ class Rollout:
             self.context -= self.prompt_tokens + request.length
             request.group.num_ended += 1
             if request.group.num_ended == len(request.group.lengths):
-                self.ongoing -= 1
-                self.done.append(request.group)
+                self._finish(request.group)
+
+    def _finish(self, group: Group) -> None:
+        if group.claim is None:
+            raise InternalError("a group is done that nobody has claimed")
+        self.queue.finish(group.claim, _whole(len(group.lengths)))
+        self.ongoing -= 1
+        self.done[group.claim.uid] = group
+
+
+@cache
+def _whole(size: int) -> tuple[TrajectorySummary, ...]:
+    """A whole group for the queue, which asks for the number of its trajectories only."""
+    return tuple(TrajectorySummary(str(session), 0, 0, 0, 0) for session in range(size))

@@ -84,7 +84,10 @@ def _of_dumps(paths: Iterable[Path], count: Callable[[str], int] | None) -> Leng
     groups: dict[str, list[int]] = {}
     number = 0
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if rest.endswith("}"):  # else it is cut: the dump is being written
+            lines.append(rest)
+        for line in filter(None, lines):
             try:
                 row, number = json.loads(line), number + 1
                 uid = str(row.get("uid", f"{path.name}:{number}")).rsplit("_", 2)[0]

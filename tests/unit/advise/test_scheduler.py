@@ -104,12 +104,12 @@ def test_every_prompt_is_trained_once_and_slots_and_prompts_in_flight_are_kept(m
     tokens = 0
     for number in range(1, 30):
         tokens += rollout.step()["tokens"]
-        in_flight = len(rollout.pending) + rollout.ongoing + len(rollout.done)
+        rollout.queue.require_conserved()
+        in_flight = rollout.queue.num_in_flight
         assert len(fed) == in_flight + number * LOAD.batch
         assert len(rollout.running) + len(rollout.entering) <= mode.slots
         assert in_flight + LOAD.batch <= mode.prefetch * LOAD.batch
-    unfinished = [entry[-1].group for entry in (*rollout.running, *rollout.entering)]
-    left = {id(group) for group in (*unfinished, *rollout.pending, *rollout.done)}
+    left = {id(group) for group in rollout.groups.values()}
     assert tokens == sum(sum(group.lengths) for group in fed if id(group) not in left)
 
 

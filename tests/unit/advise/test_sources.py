@@ -39,6 +39,9 @@ def test_a_dump_gives_its_numbers_of_tokens_or_asks_for_a_tokenizer(tmp_path: Pa
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ours))
     assert read_lengths(tmp_path).groups == ((5, 6),)
     assert read_lengths(tmp_path / "1.jsonl").groups == ((5, 6),)
+    with (tmp_path / "1.jsonl").open("ab") as file:
+        file.write(b'{"uid": "w_0_0", "output": "\xf0\x9f')  # it is being written
+    assert read_lengths(tmp_path).groups == ((5, 6),)
     (tmp_path / "2.jsonl").write_text(json.dumps({"uid": "v_0_0", "output": "four"}) + "\n")
     with pytest.raises(DataError, match="give the model's folder with --tokenizer"):
         read_lengths(tmp_path)
