@@ -10,8 +10,9 @@ run only if it is named:
 - `pure`: the queue alone in this process;
 - `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
 - `batched`: the same, with `finish_many` of `--batch` groups;
-- `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One worker writes all
-  events of a step of 256 trajectories, each interrupted once. The step is the shortest stored one of a real model;
+- `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One process writes all
+  events of a step of 256 trajectories, each interrupted once, and the queue's of each second. The step is the shortest
+  stored one of a real model. On a machine that does other work too, seconds by the clock say how busy it is.
 - `log`: what the log of rollouts costs workers in such a step, and how fast a run that is started again reads it.
   Steps with and without the log alternate; the difference is the cost. `loop_ms` is what the worker's event loop waits,
   `cpu_ms` what the process takes, the log's thread and the disk's part in the kernel included;
@@ -32,6 +33,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -53,6 +55,8 @@ from partial_rollout.observability.events import (
     AnyEvent,
     EventWriter,
     PhaseBegan,
+    QueueMoved,
+    RequestSent,
     SegmentEnded,
     TrajectoryEnded,
 )
@@ -239,8 +243,9 @@ def trajectory_events(index: int) -> list[AnyEvent]:
     segment = SegmentEnded(
         uid=uid, session=session, server=uid, version=3, seconds=1.25, prompt_tokens=500, tokens=200, reason="aborted"
     )
+    sent = RequestSent(uid=uid, session=session, server=uid)
     ended = TrajectoryEnded(uid=uid, session=session, seconds=9.5, engine_seconds=9.25, tokens=400, interruptions=1)
-    return [*phases, segment, segment, ended]
+    return [*phases, sent, segment, sent, segment, ended]
 
 
 def short_step_s() -> float:
@@ -252,6 +257,8 @@ def measure_events(options: argparse.Namespace) -> dict[str, float]:
     """Write the events of whole steps, and compare their time with that of a stored job's step."""
     step_s = short_step_s()
     events = [event for index in range(STEP_TRAJECTORIES) for event in trajectory_events(index)]
+    counts = {"pending": 12, "ongoing": 64, "deferred": 0, "done": 12, "taken": 4096}
+    events += [QueueMoved(step=3, slots_in_use=256, slots_total=256, **counts)] * math.ceil(step_s)
     num_steps, started, cpu = 0, time.perf_counter(), time.thread_time()
     with tempfile.TemporaryDirectory() as folder:
         writer = EventWriter(Path(folder), "worker")
@@ -268,6 +275,7 @@ def measure_events(options: argparse.Namespace) -> dict[str, float]:
         "events_per_step": len(events),
         "step_s": step_s,
         "cpu_percent_of_step": round(100 * cpu_s / num_steps / step_s, 3),
+        "percent_of_step": round(100 * elapsed_s / num_steps / step_s, 3),
     }
 
 

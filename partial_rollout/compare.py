@@ -1,7 +1,7 @@
 """`python -m partial_rollout.compare BASE RUN [RUN ...]`: is a run faster than another one, and does it learn the same?
 
 A run is its folder (the event stream, or `metrics*.jsonl` of verl's `file` logger for verl's own modes), or such a
-file. The first one is the base.
+file. The first one is the base. Runs of image jobs are refused: they have none of verl's metrics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m partial_rollout.status`: the prompt queue of a running job, in a shell that reaches its Ray cluster.
 
-`--why` names what has waited longest: which prompt, at which response, for whom. It reads the run's event stream, whose
-folder the job tells; with `--why RUN` it needs no cluster.
+`--why` names the oldest prompts and what they wait for: at which response, for whom, since when. It reads the run's
+event stream, whose folder the job tells; with `--why RUN` it needs no cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partial_rollout.errors import ClusterError, DataError
 from partial_rollout.observability.events import EventReader
 from partial_rollout.observability.record import events_folder_of
 from partial_rollout.observability.status_view import format_status, status_json
-from partial_rollout.observability.waits import Waits, format_waits
+from partial_rollout.observability.waits import Waits, describe
 from partial_rollout.types import MANAGER_NAME
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="RUN",
-        help="name the oldest waits; RUN: a folder, without a cluster",
+        help="name the oldest prompts and what they wait for; RUN: a folder, without a cluster",
     )
     return parser
 
@@ -81,7 +81,8 @@ def _connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ClusterError(
-            f"no Ray cluster at address {address!r}: {reason} (give the job's cluster with --address host:port)"
+            f"no Ray cluster at address {address!r}: {reason} (give the job's cluster with --address host:port; if "
+            "that one asks for a token, set RAY_AUTH_MODE=token, which Ray does by itself only without an address)"
         ) from error
 
 
@@ -126,7 +127,7 @@ def _waits(folder: Path) -> str:
         raise DataError(f"the event stream {folder} is not on this machine: give the run's folder, --why RUN")
     waits = Waits()
     waits.add(EventReader(folder).read())
-    return format_waits(waits.now(), time.time())
+    return describe(waits, time.time())
 
 
 def _fetch(options: argparse.Namespace) -> ManagerStatus:

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -34,8 +35,9 @@ from partial_rollout.observability.waits import WHAT, Waits
 from partial_rollout.observability.why import Interruptions, step_rows, step_why
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from partial_rollout.observability.events import QueueMoved
     from partial_rollout.observability.waits import Wait
 
 logger = logging.getLogger("partial_rollout.view")
@@ -45,6 +47,7 @@ LOOK_S = 1.0
 """The files are read at most once in this time, however many pages are open."""
 NUM_OLDEST = 20
 MAX_PICTURES = 8
+MAX_PORT = 65535
 SILENT_S, SILENT_STEPS = 600.0, 3
 """A run that has told nothing for longer, and for as many steps, stands still or was killed."""
 QUEUE = {state: f"{PREFIX}/queue/{state}" for state in ("pending", "ongoing", "deferred", "done", "taken")}
@@ -131,16 +134,37 @@ class RunState:
         return {
             "name": record.name,
             "head": self._head(step),
-            "flow": [[state, f"{metrics[name]:.0f}"] for state, name in QUEUE.items() if name in metrics],
-            "waiting": self._waiting(len(waits)),
+            "flow": self._flow(metrics),
+            "flow_of": self._flow_of(step, metrics),
+            "waiting": self._waiting(waits),
             "waits": [_row(wait, self._now_s) for wait in waits[:NUM_OLDEST]],
             "steps": [list(row) for row in step_rows(record, self.interruptions)],
             "messages": [list(row) for row in message_rows(record)],
             "pictures": [[path.name, path.stat().st_mtime] for path in pictures(self.run)],
         }
 
-    def _waiting(self, num_waits: int) -> str:
-        told = f"{num_waits} in all" + (", the oldest:" if num_waits > NUM_OLDEST else "")
+    @property
+    def _queue(self) -> QueueMoved | None:
+        """The queue at this moment; None: it is not told, or the run has ended."""
+        return self.record.queue if self.record.ended is None else None
+
+    def _flow(self, metrics: Mapping[str, float]) -> list[list[str]]:
+        if (queue := self._queue) is None:
+            return [[state, f"{metrics[name]:.0f}"] for state, name in QUEUE.items() if name in metrics]
+        counts = {state: getattr(queue, state) for state in QUEUE}
+        return [[state, str(count)] for state, count in counts.items() if count or state != "deferred"]
+
+    def _flow_of(self, step: int, metrics: Mapping[str, float]) -> str:
+        """What the numbers of the flow are of."""
+        if self._queue is not None:
+            return "Prompts now:" if self._goes_on else "Prompts, as it told last:"
+        return f"Prompts at the end of step {step}:" if any(name in metrics for name in QUEUE.values()) else ""
+
+    def _waiting(self, waits: Sequence[Wait]) -> str:
+        number = len({wait.uid for wait in waits})
+        told = f"{number} prompt{'' if number == 1 else 's'}"
+        if len(waits) > NUM_OLDEST:
+            told += f"; the first {NUM_OLDEST} of {len(waits)} rows:"
         if self.record.ended is not None:
             return f"The run has ended: nobody waits. Unfinished at its end: {told}"
         return told
@@ -157,6 +181,18 @@ class RunState:
         """The moment at which the page was looked at; the last moment of a run that has ended."""
         return self.lanes.now_s if self.record.ended is not None else self._looked_s
 
+    @property
+    def drawn_s(self) -> float:
+        """Until when the lanes are drawn: now, while the run goes on."""
+        return max(self._now_s, self.lanes.now_s) if self._goes_on else self.lanes.now_s
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether it has not ended, and has told something not long ago."""
+        times = self.record.values("timing_s/step")[-5:]
+        longest_s = max([SILENT_S, *(SILENT_STEPS * each for each in times)])
+        return self.record.ended is None and self._now_s - self.lanes.now_s <= longest_s
+
     def _head(self, step: int) -> list[list[str]]:
         record = self.record
         ended, times = record.ended, record.values("timing_s/step")[-5:]
@@ -167,23 +203,26 @@ class RunState:
         elif record.stages and not record.steps:
             health = f"starting, {record.stages[-1].name} for {duration(self._now_s - record.stages[-1].t)}"
         else:
-            silent_s = self._now_s - self.lanes.now_s
-            stands = silent_s > max([SILENT_S, *(SILENT_STEPS * each for each in times)])
-            last = f"last event {duration(silent_s)} ago"
-            health = f"{last}: it stands still, or was killed" if stands else f"running, {last}"
+            last = f"last event {duration(self._now_s - self.lanes.now_s)} ago"
+            health = f"running, {last}" if self._goes_on else f"{last}: it stands still, or was killed"
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
-        head = [["step", f"{step}/{record.total or '?'}"]]
+        head = [["steps done", f"{step}/{record.total or '?'}"]]
+        if step and step != record.total and self._goes_on and (since_s := record.steps[step].t):
+            usual = f", usually {duration(median(times))}" if times else ""
+            head += [["now", f"step {step + 1} for {duration(self._now_s - since_s)}{usual}"]]
         if record.gate is not None:  # verl's own modes have none
             head += [["gate", "open" if record.gate.is_open else "closed"], ["weights", str(record.version)]]
+        if self._queue is not None and self._queue.slots_total:
+            head += [["slots in use", f"{self._queue.slots_in_use} of {self._queue.slots_total}"]]
         return [*head, *([["left", f"about {duration(left_s)}"]] if left_s else []), ["health", health]]
 
 
 def _row(wait: Wait, now_s: float) -> list[str]:
     """The uid that a click asks for, then the cells of the table."""
-    since = duration(now_s - wait.since_s)
+    begun, since = duration(now_s - wait.begun_s), duration(now_s - wait.since_s)
     has = ["", ""] if wait.tokens is None else [f"{wait.tokens:,}", str(wait.interruptions)]
     turn = f"response {wait.response}" if wait.response else "before the first"
-    return [wait.uid, wait.row, wait.uid, wait.who, turn, WHAT.get(wait.what, wait.what), since, *has]
+    return [wait.uid, wait.row, wait.uid, f"{begun} ago", wait.who, turn, WHAT.get(wait.what, wait.what), since, *has]
 
 
 def _number(request: web.Request, name: str, default: float) -> float:
@@ -196,6 +235,13 @@ def _number(request: web.Request, name: str, default: float) -> float:
     if not 0 <= number < math.inf:
         raise web.HTTPBadRequest(text=f"{name}={request.query[name]} is not allowed: a number of at least 0")
     return number
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: 0 (a free one) to {MAX_PORT}")
+    return port
 
 
 def pictures(run: Path) -> list[Path]:
@@ -228,7 +274,7 @@ def make_app(state: RunState, token: str) -> web.Application:
         window_s, back_s = _number(request, "window", WINDOW_S), _number(request, "back", 0.0)
         step = int(_number(request, "step", -1.0))
         shown = state.shown | {"why": state.why(step if step >= 0 else None)}
-        shown |= {"lanes": state.lanes.svg(max(MIN_WINDOW_S, window_s), back_s)}
+        shown |= {"lanes": state.lanes.svg(max(MIN_WINDOW_S, window_s), back_s, state.drawn_s)}
         return web.json_response(shown, headers={"Cache-Control": "no-store"})
 
     async def picture(request: web.Request) -> web.FileResponse:
@@ -255,7 +301,7 @@ def main(words: list[str] | None = None) -> int:
     """Serve until Ctrl-C; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m partial_rollout.view", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--port", type=int, default=0, help="of this machine (a free one)")
+    parser.add_argument("--port", type=_port, default=0, help="of this machine (a free one)")
     options = parser.parse_args(words)
     token = secrets.token_urlsafe(24)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s:%(asctime)s:%(message)s")

@@ -28,6 +28,7 @@ from partial_rollout.observability.events import (
     EventWriter,
     PhaseBegan,
     PromptDropped,
+    RequestSent,
     SegmentEnded,
     TrajectoryEnded,
     events_folder,
@@ -92,7 +93,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         client = cast("ResumingLLMServerClient", self.llm_client)
         # One client serves all trajectories of this worker, so its hooks find theirs by CURRENT.
         client.before_segment, client.on_generation = self._before_segment, self._on_generation
-        client.on_segment, client.stop_tokenizer = self._on_segment, self.tokenizer
+        client.on_server, client.on_segment = self._on_server, self._on_segment
+        client.stop_tokenizer = self.tokenizer
         self.llm_client = CountingClient(client, self._enter)
 
     async def ping(self) -> str:
@@ -139,6 +141,13 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = CURRENT.get()
         if trajectory is not None:
             self._trajectories.record(trajectory, generation)
+
+    def _on_server(self, server: str) -> None:
+        """A trajectory's request goes to this engine now: a page shows it there before its end."""
+        trajectory = CURRENT.get()
+        if trajectory is not None:
+            event = RequestSent(uid=trajectory.claim.uid, session=trajectory.session, server=server)
+            self._events.write(event)
 
     def _on_segment(self, generation: ResumableGeneration, segment: Segment, server: str, seconds: float) -> None:
         """An engine has answered a trajectory's request, or given back what it has of the answer."""

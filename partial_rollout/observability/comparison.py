@@ -245,7 +245,7 @@ def table(runs: Sequence[Compared]) -> list[list[str]]:
 
 def lost_in_all(causes: Mapping[str, float], form: str) -> str:
     """Seconds that are lost; where generation is not divided, those of waiting for the longest come on top."""
-    return f"{'at least ' if UNDIVIDED in causes else ''}{lost(causes):{form}}"
+    return f"{'not known: at least ' if UNDIVIDED in causes else ''}{lost(causes):{form}}"
 
 
 def part_names(runs: Iterable[Mapping[str, float]]) -> list[str]:

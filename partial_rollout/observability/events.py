@@ -118,6 +118,33 @@ class CheckpointSaved(Event, frozen=True, tag="saved"):
     """Bytes of all files of the checkpoint; 0: not known, as where several nodes save."""
 
 
+class QueueMoved(Event, frozen=True, tag="queue"):
+    """Prompts by state and slots at this moment, as `status` has them; at most one a second, and only where they moved.
+
+    The prompt manager writes it. The metrics `queue/...` of a step are those of the step's end.
+    """
+
+    step: int
+    """The step that the trainer has reported last; -1 before the first one."""
+    pending: int
+    ongoing: int
+    deferred: int
+    done: int
+    taken: int
+    slots_in_use: int = 0
+    slots_total: int = 0
+    parked: int = 0
+    """Requests that wait at a closed gate."""
+
+
+class RequestSent(Event, frozen=True, tag="request"):
+    """A trajectory's request goes to an engine, where it may wait at the gate; `SegmentEnded` tells its end."""
+
+    uid: str
+    session: int
+    server: str
+
+
 class SegmentEnded(Event, frozen=True, tag="segment"):
     """One request to an engine ended: a whole response, or a part of one that was interrupted."""
 
@@ -300,6 +327,8 @@ AnyEvent = (
     | CommandEnded
     | PhaseBegan
     | DeadlinePassed
+    | QueueMoved
+    | RequestSent
 )
 KINDS: frozenset[str] = frozenset(str(kind.__struct_config__.tag) for kind in AnyEvent.__args__)
 

@@ -14,6 +14,7 @@ from partial_rollout.observability.events import (
     CommandEnded,
     GateMoved,
     PhaseBegan,
+    RequestSent,
     SegmentEnded,
     StageBegan,
     StepEnded,
@@ -23,7 +24,7 @@ from partial_rollout.observability.events import (
 from partial_rollout.observability.record import INTERRUPTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 WINDOW_S = 120.0
 """Seconds that the lanes show, unless asked for others."""
@@ -33,12 +34,18 @@ MAX_SEGMENTS = 4000
 MAX_PROMPTS = 20_000
 """Prompts whose row of the data set is remembered; twice what a run of the largest size has in flight."""
 WIDTH, LABEL, ROW, GAP, TOP = 1120, 90, 5, 18, 42
+LINE = 13
+"""From one line of a lane's label to the next."""
 MAX_ROWS = 64
 """Slots of an engine that are drawn; requests in further ones are counted in the label."""
 RUNNING = "running"
-"""The lane of requests that have not ended: an event says of them when they have, and in which engine they were."""
+"""What a request that has not ended says of its end."""
+NOWHERE = "no engine yet"
+"""The lane of requests that wait until the load balancer names their engine."""
 ENGINE = "engine"
 """The phase of a trajectory that waits for an engine."""
+SILENT_S = 10.0
+"""An engine with requests, of which none has begun or ended for longer, says so beside its lane."""
 STEP_WIDTH = 24
 """From the number of one step above the lanes to the next; steps between them have none."""
 GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
@@ -87,6 +94,8 @@ class Lanes:
         """When steps have ended, and their numbers."""
         self._running: dict[tuple[str, int], float] = {}
         """Since when trajectories have waited for an engine, the gate included."""
+        self._sent: dict[tuple[str, int], str] = {}
+        """Engines that these trajectories' requests went to."""
         self._opened: dict[int, float] = {}
         """When the gate was first opened for a weight version."""
         self._rows: dict[str, str] = {}
@@ -99,11 +108,7 @@ class Lanes:
         self.now_s = max(self.now_s, event.t)
         match event:
             case SegmentEnded():
-                key = (event.uid, event.session)
-                if key in self._running:
-                    self._running[key] = event.t
-                if (bar := self._bar(event)) is not None:
-                    self.bars.append(bar)
+                self._end_request(event)
             case GateMoved(is_open=False):
                 self.closed.append((event.t - event.seconds, None))
                 self.drains.append((event.t - event.seconds, event.t))
@@ -120,21 +125,24 @@ class Lanes:
                 self._end_closed(event.t)
                 self._opened.clear()
                 self._running.clear()
+                self._sent.clear()
+            case RequestSent():
+                key = (event.uid, event.session)
+                self._running[key], self._sent[key] = event.t, event.server
             case PhaseBegan():
                 self._begin_phase(event)
             case TrajectoryEnded():
-                self._running.pop((event.uid, event.session), None)
+                self._leave((event.uid, event.session))
             case _:
                 pass
 
-    def running(self) -> list[Bar]:
-        """Requests that are in an engine at the latest event, or were when the run was killed; not known in which."""
+    def running(self, now_s: float | None = None) -> list[Bar]:
+        """Requests that are in an engine now, by default at the latest event."""
         since = [(key, self._in_engine_since(since_s)) for key, since_s in self._running.items()]
-        is_closed = bool(self.closed) and self.closed[-1][1] is None
-        last_s = self.closed[-1][0] if is_closed else self.now_s
+        last_s = self.closed[-1][0] if self.is_closed else self.now_s if now_s is None else now_s
         return [
             Bar(
-                server=RUNNING,
+                server=self._sent.get((uid, session), NOWHERE),
                 start_s=since_s,
                 end_s=last_s,
                 version=max(self._opened, default=0),
@@ -150,6 +158,11 @@ class Lanes:
             if since_s is not None and since_s < last_s
         ]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the gate is closed, so that no request runs."""
+        return bool(self.closed) and self.closed[-1][1] is None
+
     def _in_engine_since(self, asked_s: float) -> float | None:
         """Since when a request that was made at `asked_s` is in its engine; None: the request waits at the gate."""
         for closed_s, opened_s in reversed(self.closed):
@@ -164,15 +177,27 @@ class Lanes:
         if event.phase == ENGINE:
             self._running[key] = event.t
         else:
-            self._running.pop(key, None)
+            self._leave(key)
         if event.row:
             self._rows.pop(event.uid, None)
             self._rows[event.uid] = event.row
             if len(self._rows) > MAX_PROMPTS:
                 del self._rows[next(iter(self._rows))]
 
+    def _end_request(self, event: SegmentEnded) -> None:
+        key = (event.uid, event.session)
+        self._sent.pop(key, None)
+        if key in self._running:
+            self._running[key] = event.t
+        if (bar := self._bar(event)) is not None:
+            self.bars.append(bar)
+
+    def _leave(self, key: tuple[str, int]) -> None:
+        self._running.pop(key, None)
+        self._sent.pop(key, None)
+
     def _end_closed(self, at_s: float) -> None:
-        if self.closed and self.closed[-1][1] is None:
+        if self.is_closed:
             self.closed[-1] = (self.closed[-1][0], at_s)
 
     def _bar(self, event: SegmentEnded) -> Bar | None:
@@ -202,49 +227,67 @@ class Lanes:
         """
         return self._in_engine_since(max(asked_s, self._opened.get(version, asked_s)))
 
-    def svg(self, window_s: float = WINDOW_S, back_s: float = 0.0) -> str:
-        """The `window_s` seconds that end `back_s` before the latest event; empty if no request ran in them."""
-        return _Drawing(self, window_s, self.now_s - back_s).svg()
+    def svg(self, window_s: float = WINDOW_S, back_s: float = 0.0, now_s: float | None = None) -> str:
+        """The `window_s` seconds that end `back_s` before now; empty if no request ran in them.
+
+        `now_s` is by default the latest event's time: in a run that goes on, one that hangs tells no event.
+        """
+        return _Drawing(self, window_s, back_s, self.now_s if now_s is None else now_s).svg()
 
 
 class _Drawing:
     """The lanes of some seconds as SVG."""
 
-    def __init__(self, lanes: Lanes, window_s: float, last_s: float) -> None:
-        self._lanes, self._window_s = lanes, window_s
-        self._first_s, self._last_s = last_s - window_s, last_s
+    def __init__(self, lanes: Lanes, window_s: float, back_s: float, now_s: float) -> None:
+        self._lanes, self._window_s, self._now_s = lanes, window_s, now_s
+        self._first_s, self._last_s = now_s - back_s - window_s, now_s - back_s
 
     def svg(self) -> str:
-        known = [*self._lanes.bars, *self._lanes.running()]
+        known = [*self._lanes.bars, *self._lanes.running(self._now_s)]
         bars = [bar for bar in known if bar.end_s > self._first_s and bar.start_s < self._last_s]
         if not bars:
             return ""
-        servers = sorted({bar.server for bar in bars}, key=lambda server: (server == RUNNING, server))
+        # All that are known, in every window: an engine keeps its number, and one that does nothing has an empty lane.
+        servers = sorted({bar.server for bar in known}, key=lambda server: (server == NOWHERE, server))
         slots = {server: packed([bar for bar in bars if bar.server == server]) for server in servers}
-        heights = {server: ROW * min(MAX_ROWS, max(slots[server].values()) + 1) for server in servers}
+        labels = {server: self._label(server, number, known, slots[server]) for number, server in enumerate(servers, 1)}
+        heights = {
+            server: max(ROW * min(MAX_ROWS, max(slots[server].values(), default=0) + 1), LINE * len(labels[server]))
+            for server in servers
+        }
         height = TOP + sum(heights.values()) + GAP * len(servers) + 14
         title = f"requests in the engines, {self._window_s:.0f} s, coloured by weight version, pale: not ended"
         svg = make_svg(WIDTH, height, f"{title}; grey: gate closed, red: drain, violet: weight update")
         self._draw_bands(svg, height)
         self._draw_steps(svg, height)
         top = TOP
-        for number, server in enumerate(servers, 1):
-            hidden = sum(slot >= MAX_ROWS for slot in slots[server].values())
-            text(svg, RUNNING if server == RUNNING else f"engine {number}", 8, top + 10, "start")
-            text(svg, f"{hidden} more bars" if hidden else "", 8, top + 24, "start")
-            ElementTree.SubElement(svg[-2], "title").text = server
+        for server in servers:
+            for line, said in enumerate(labels[server]):
+                text(svg, said, 8, top + 10 + LINE * line, "start")
+                ElementTree.SubElement(svg[-1], "title").text = server
             for bar, slot in slots[server].items():
                 if slot < MAX_ROWS:
                     self._draw_bar(svg, bar, top + ROW * slot)
             top += heights[server] + GAP
         for tick in range(TICKS + 1):
             at_s = self._first_s + self._window_s * tick / TICKS
-            before_s = self._lanes.now_s - at_s
+            before_s = self._now_s - at_s
             text(svg, f"-{before_s:.0f} s" if before_s > 0.5 else "now", self._x(at_s), height - 3, "middle")
         return ElementTree.tostring(svg, encoding="unicode")
 
+    def _label(self, server: str, number: int, known: Iterable[Bar], slots: Mapping[Bar, int]) -> list[str]:
+        """Name of an engine; its requests now, and for how long none has begun or ended; bars not drawn."""
+        own = [bar for bar in known if bar.server == server]
+        now = [] if self._lanes.is_closed else [bar for bar in own if bar.reason == RUNNING]
+        said = [NOWHERE if server == NOWHERE else f"engine {number}"]
+        if now and self._last_s == self._now_s:
+            quiet_s = self._now_s - max(bar.start_s if bar.reason == RUNNING else bar.end_s for bar in own)
+            said += [f"{len(now)} running"] + ([f"silent {quiet_s:.0f} s"] if quiet_s >= SILENT_S else [])
+        hidden = sum(slot >= MAX_ROWS for slot in slots.values())
+        return said + ([f"{hidden} more bars"] if hidden else [])
+
     def _draw_bands(self, svg: ElementTree.Element, height: float) -> None:
-        lanes, now_s = self._lanes, self._lanes.now_s
+        lanes, now_s = self._lanes, self._now_s
         bands = [
             (start_s, end_s or now_s, GATE_COLOUR, f"gate closed for {(end_s or now_s) - start_s:.1f} s")
             for start_s, end_s in lanes.closed
@@ -281,7 +324,7 @@ class _Drawing:
         box.attrib |= {"fill": COLOURS[bar.version % len(COLOURS)], "data-uid": bar.uid}
         end = "interrupted" if bar.interrupted else "ended"
         took = f"{bar.tokens} {bar.unit} in {bar.end_s - bar.start_s:.1f} s"
-        if bar.server == RUNNING:
+        if bar.reason == RUNNING:
             end, took = "has not ended", f"for {bar.end_s - bar.start_s:.1f} s"
             box.attrib |= {"fill-opacity": "0.35"}
         ElementTree.SubElement(box, "title").text = f"{bar.label}: {took}, weights {bar.version}, {end}"

@@ -15,18 +15,21 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow-y: auto }
 </style></head><body>
 <div class="top"><h1 id="name"></h1><button id="pause">pause this page</button><span id="lost"></span></div>
-<div class="cards" id="head"></div><div class="cards flow" id="flow"></div>
+<div class="cards" id="head"></div>
+<p id="flow_of"></p><div class="cards flow" id="flow"></div>
 <h2>What to change</h2><p id="advice"></p><table id="helps"></table>
 <h2>Engines</h2>
 <p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
 <button id="later">later</button> <button id="latest">latest</button>
-A click on a bar, or on a prompt below, shows the prompt.</p>
+A click on a bar, or on a prompt below, shows the prompt. A pale bar is a request that has not ended. A row is
+where a request found room in the drawing: it stands for no certain slot of the engine.</p>
 <div id="lanes"></div><figure id="pictures"></figure>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
-<h2>Who has waited longest</h2>
-<p>Unfinished trajectories that workers have begun, with what they have so far; those of one prompt that wait for the
-same stand together. Prompts that are <i>pending</i> wait for a free slot, and are not in the table.</p>
+<h2>Oldest prompts, and what they wait for</h2>
+<p>Prompts that workers have begun and that are not complete, the oldest first: how long ago each was begun, which of
+its trajectories are unfinished, what these wait for and how long already. Those that wait for the same stand together.
+Prompts that are <i>pending</i> wait for a free slot, and are not in the table.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
@@ -37,7 +40,8 @@ same stand together. Prompts that are <i>pending</i> wait for a free slot, and a
 <h2>Warnings, errors and faults</h2><table id="messages"></table>
 <script nonce="NONCE">
 const at = name => document.getElementById(name);
-const WAITS = ["data row", "prompt", "who", "turn", "waits for", "since", "tokens", "interruptions"];
+const WAITS = ["data row", "prompt", "begun", "who", "turn", "waits for", "how long", "tokens",
+  "interruptions"];
 const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it", "slots in use",
   "pending"];
 const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];
@@ -78,7 +82,7 @@ async function look() {
     const now = await ask("state", `&window=${seconds}&back=${back}${which}`);
     at("name").textContent = now.name; at("line").textContent = now.line; at("lost").textContent = "";
     at("advice").textContent = now.advice;
-    pairs("head", now.head); pairs("flow", now.flow);
+    pairs("head", now.head); pairs("flow", now.flow); at("flow_of").textContent = now.flow_of;
     table("waits", now.waits.map(wait => wait.slice(1)), WAITS, now.waits.map(wait => wait[0]));
     at("waiting").textContent = now.waiting;
     at("why").replaceChildren(...now.why.map(said => make("li", said)));

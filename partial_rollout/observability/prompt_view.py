@@ -16,6 +16,7 @@ from partial_rollout.observability.events import (
     EventReader,
     PhaseBegan,
     PromptDropped,
+    RequestSent,
     SegmentEnded,
     TrajectoryEnded,
 )
@@ -70,6 +71,8 @@ def _told(event: AnyEvent) -> list[str]:
             attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
             response = f", response {event.response}" if event.response else ""
             return [f"trajectory {event.session}", f"{what}{response}{attempt}"]
+        case RequestSent():
+            return [f"trajectory {event.session}", f"its request goes to {event.server}"]
         case SegmentEnded():
             end = "was interrupted" if event.reason == INTERRUPTED else "ended"
             took = f"{event.tokens} new {event.unit} by weights {event.version}"
@@ -146,9 +149,12 @@ def _texts(path: Path, uid: str) -> list[list[str]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if uid in line:
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:  # cut, as the last line is while the dump is written
+                continue
             if str(row.get("uid", "")).startswith(uid):
                 versions = ", ".join(
                     f"{count} tokens of weights {version}" for version, count in row.get("weight_versions", [])

@@ -24,6 +24,7 @@ from partial_rollout.observability.events import (
     EventReader,
     Fault,
     GateMoved,
+    QueueMoved,
     SegmentEnded,
     StageBegan,
     StepEnded,
@@ -55,6 +56,8 @@ class RunRecord:
     """Stages of the last start."""
     gate: GateMoved | None = None
     version: int = -1
+    queue: QueueMoved | None = None
+    """Latest event of the last start; None: there is none yet, or the run is of verl's own modes."""
     choices: list[Choice] = field(default_factory=list)
     warnings: deque[Warned] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
     faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
@@ -81,6 +84,8 @@ class RunRecord:
                 self.gate, self.version = event, event.version
             case WeightsUpdated():
                 self.version = event.version
+            case QueueMoved():
+                self.queue = event
             case Choice():
                 self.choices.append(event)
             case Warned():
@@ -106,7 +111,7 @@ class RunRecord:
 
     def _begin(self, event: StageBegan) -> None:
         if event.number == 1:
-            self.stages, self.ended = [event], None
+            self.stages, self.ended, self.queue = [event], None, None
         elif not self.stages or event.number > self.stages[-1].number:
             self.stages.append(event)
 

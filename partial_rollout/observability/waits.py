@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from partial_rollout.observability.events import (
@@ -49,7 +49,9 @@ class Wait:
     """Number of the response that the trajectory is at; of several trajectories the lowest."""
     attempt: int
     since_s: float
-    """Seconds since 1970: when the first of them began to wait."""
+    """Seconds since 1970: when the first of them began to wait for this."""
+    begun_s: float
+    """When a worker first began the prompt, whatever has become of its attempts: this is the prompt's age."""
     sessions: tuple[int, ...]
     """At least one."""
     tokens: int | None = 0
@@ -63,6 +65,15 @@ class Wait:
         return f"{len(others) + 1} trajectories" if others else f"trajectory {first}"
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A prompt that is not complete."""
+
+    at_s: float
+    sessions: set[int] = field(default_factory=set[int])
+    """Trajectories of the prompt that are not complete."""
+
+
 class Waits:
     """Follows the phases of all trajectories; `now` says who waits for what, `left` what a run's end has cut off."""
 
@@ -74,6 +85,10 @@ class Waits:
         """The last phases of trajectories that have failed or were cancelled, and have not begun again."""
         self._segments: dict[tuple[str, int], tuple[int, int]] = {}
         """Tokens and interruptions of each unfinished trajectory."""
+        self._prompts: dict[str, _Begun] = {}
+        """Prompts that have trajectories in `_phases` or `_cut`."""
+        self.ended_s: float | None = None
+        """When the run ended; None: it goes on, or was killed."""
         self._closed_s: float | None = None
         """Since when the gate is closed."""
 
@@ -86,6 +101,7 @@ class Waits:
         match event:
             case PhaseBegan(phase=phase) if phase != ENDED:
                 key = (event.uid, event.session)
+                self._prompts.setdefault(event.uid, _Begun(event.t)).sessions.add(event.session)
                 if phase == "agent":
                     self._segments[key] = (0, 0)
                 if key in self._phases:
@@ -109,11 +125,14 @@ class Waits:
             case CommandEnded():
                 self._cut |= self._phases
                 self._phases.clear()
+                self.ended_s = event.t
             case StageBegan(number=1):  # what earlier starts left unfinished
                 self._phases.clear()
                 self._before.clear()
                 self._cut.clear()
                 self._segments.clear()
+                self._prompts.clear()
+                self.ended_s = None
             case _:
                 pass
 
@@ -129,13 +148,18 @@ class Waits:
     def _forget(self, key: tuple[str, int]) -> None:
         for known in (self._phases, self._before, self._cut, self._segments):
             known.pop(key, None)
+        uid, session = key
+        if (prompt := self._prompts.get(uid)) is not None:
+            prompt.sessions.discard(session)
+            if not prompt.sessions:
+                del self._prompts[uid]
 
     def now(self) -> list[Wait]:
-        """All waits, the oldest first."""
+        """All waits, those of the oldest prompt first."""
         return self._waits(self._phases.values(), self._what)
 
     def left(self) -> list[Wait]:
-        """What the trajectories waited for that the end of a run has cut off, the oldest first."""
+        """What the trajectories waited for that the end of a run has cut off, those of the oldest prompt first."""
         return self._waits(self._cut.values(), lambda phase: phase.phase)
 
     def _waits(self, phases: Iterable[PhaseBegan], what_of: Callable[[PhaseBegan], str]) -> list[Wait]:
@@ -150,6 +174,7 @@ class Waits:
                 response=min(each.response for each in of),
                 attempt=max(each.attempt for each in of),
                 since_s=min(each.t for each in of),
+                begun_s=self._prompts[uid].at_s,
                 sessions=tuple(sorted(each.session for each in of)),
                 tokens=sum(tokens for tokens, _ in seen) if seen else None,
                 interruptions=sum(interruptions for _, interruptions in seen),
@@ -157,7 +182,7 @@ class Waits:
             for (uid, what), of in groups.items()
             for seen in [self._seen(of)]
         ]
-        return sorted(waits, key=lambda wait: wait.since_s)
+        return sorted(waits, key=lambda wait: (wait.begun_s, wait.since_s))
 
     def _seen(self, phases: Iterable[PhaseBegan]) -> list[tuple[int, int]]:
         keys = [(each.uid, each.session) for each in phases]
@@ -167,8 +192,18 @@ class Waits:
         return "gate" if phase.phase == "engine" and self._closed_s is not None else phase.phase
 
 
+def describe(waits: Waits, now_s: float) -> str:
+    """Who waits, as text; of a run that has ended, who was unfinished then."""
+    if waits.ended_s is None:
+        return format_waits(waits.now(), now_s)
+    if not (left := waits.left()):
+        return "the run has ended; no trajectory was unfinished"
+    head, *lines = format_waits(left, waits.ended_s).splitlines()
+    return "\n".join([f"the run has ended; then {head.replace(' wait: ', ' waited: ')}", *lines])
+
+
 def format_waits(waits: Sequence[Wait], now_s: float) -> str:
-    """A line for each of the oldest waits, and how many there are by what is waited for."""
+    """A line for each wait of the oldest prompts, and how many there are by what is waited for."""
     if not waits:
         return "no trajectory is unfinished"
     counts: dict[str, int] = {}
@@ -186,5 +221,5 @@ def _line(wait: Wait, now_s: float) -> str:
     turn = f"at response {wait.response}" if wait.response else "before their first response"
     return (
         f"  {row}prompt {wait.uid}{attempt}: {wait.who}, {turn}, for {WHAT.get(wait.what, wait.what)} "
-        f"since {duration(now_s - wait.since_s)}"
+        f"since {duration(now_s - wait.since_s)}, begun {duration(now_s - wait.begun_s)} ago"
     )

@@ -78,6 +78,8 @@ class ResumingLLMServerClient(LLMServerClient):
     """Called with every new generation; a worker sets it to give a generation the tokens to go on from."""
     on_segment: Callable[[ResumableGeneration, Segment, str, float], None] | None = None
     """Called with every segment before it is added, the server it comes from, and the seconds that it took."""
+    on_server: Callable[[str], None] | None = None
+    """Called with the server that the load balancer has chosen, before the request goes there."""
     stop_tokenizer: Any = None
     """The model's tokenizer, which finds stop strings; a worker sets it."""
 
@@ -155,6 +157,8 @@ class ResumingLLMServerClient(LLMServerClient):
         except RayActorError as error:
             raise ActorLost(f"the load balancer died when request {request_id!r} asked it for a server") from error
         _SERVER_ID.set(server_id)
+        if self.on_server is not None:
+            self.on_server(server_id)
         return server_id, handle
 
     async def _finder_factory(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Callable[[], StopFinder]:

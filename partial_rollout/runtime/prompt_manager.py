@@ -44,7 +44,7 @@ from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.errors import ActorLost, ClusterError, RunStopped, WaitTimeout
-from partial_rollout.observability.events import EventWriter, events_folder
+from partial_rollout.observability.events import EventWriter, QueueMoved, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.books import Books
@@ -82,7 +82,9 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 1.0
-"""Metrics are exported once in this time, so their cost does not grow with the number of events."""
+"""Metrics and the event of the queue are exported once in this time, whatever the number of changes."""
+QUEUE_FILE_BYTES = 4 * 1024 * 1024
+"""The queue's events have files of their own, so that they displace no warning; some hours of them are kept."""
 
 NAMESPACE = "partial_rollout"
 """Ray namespace of the manager, in which `partial_rollout.status` looks for its name."""
@@ -149,6 +151,8 @@ class RolloutPromptManager:
         self._events = "" if events is None else str(events)
         if events is not None:
             report_to(EventWriter(events, "prompt_manager"))
+        self._queue_events = EventWriter(events, "queue", max_file_bytes=QUEUE_FILE_BYTES)
+        self._queue_told: QueueMoved | None = None
         self._batch_s = batch_s
         self._journal = Journal(policy, max_attempts, clock, bound, journal() if journal else None)
         self._books, self._call_id = self._journal.books, call_id
@@ -510,7 +514,7 @@ class RolloutPromptManager:
         )
 
     def _schedule_export(self) -> None:
-        if self._metrics is not None and self._export_timer is None:
+        if self._export_timer is None and (self._metrics is not None or self._events):
             self._export_timer = asyncio.get_running_loop().call_later(METRICS_INTERVAL_S, self._export)
 
     def _export(self) -> None:
@@ -519,8 +523,27 @@ class RolloutPromptManager:
         status = self._status()
         if self._metrics is not None:
             self._metrics.update(status)
+        if (moved := queue_event(status)) != self._queue_told:
+            self._queue_told = moved
+            self._queue_events.write(moved)
         if status.queue.in_flight and not self._closed:
             self._schedule_export()
+
+
+def queue_event(status: ManagerStatus) -> QueueMoved:
+    """What the event stream has of the status."""
+    queue = status.queue
+    return QueueMoved(
+        step=status.step,
+        pending=queue.pending,
+        ongoing=queue.ongoing,
+        deferred=queue.deferred,
+        done=queue.done,
+        taken=queue.taken,
+        slots_in_use=status.slots_in_use,
+        slots_total=status.slots_total,
+        parked=status.parked_requests,
+    )
 
 
 async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], timeout_s: float) -> bool:

@@ -21,7 +21,7 @@ from partial_rollout.agent_loop.worker import CountingClient, PartialRolloutAgen
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ResumableGeneration, Segment
 from partial_rollout.errors import CallOverdue, ClusterError, DataError, StaleClaim, TooStale
-from partial_rollout.observability.events import EventReader, PhaseBegan, SegmentEnded, TrajectoryEnded
+from partial_rollout.observability.events import EventReader, PhaseBegan, RequestSent, SegmentEnded, TrajectoryEnded
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train.replay_buffer import PartialRolloutReplayBuffer
 from partial_rollout.types import VersionSpan
@@ -221,6 +221,7 @@ async def test_segments_of_trajectories_are_events_and_those_of_validation_are_n
 
     async def asks_for_tokens():
         for part, seconds in zip(parts, (2.0, 3.0), strict=True):
+            client.on_server("server-7")
             client.on_segment(call, part, "server-7", seconds)
             call.add(part)
 
@@ -239,6 +240,8 @@ async def test_segments_of_trajectories_are_events_and_those_of_validation_are_n
     assert (first.uid, first.session, first.server, first.version, first.seconds) == ("a", 1, "server-7", 3, 2.0)
     assert (first.prompt_tokens, first.tokens, first.reused_tokens, first.reason) == (2, 1, 0, "aborted")
     assert (second.prompt_tokens, second.tokens, second.reused_tokens, second.version) == (3, 2, 2, 4)
+    sent = [event for event in events if isinstance(event, RequestSent)]
+    assert [(event.uid, event.session, event.server) for event in sent] == [("a", 1, "server-7")] * 2
     (ended,) = (event for event in events if isinstance(event, TrajectoryEnded))
     assert (ended.uid, ended.session, ended.engine_seconds, ended.tokens) == ("a", 1, 5.0, 3)
 

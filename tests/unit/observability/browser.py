@@ -22,6 +22,7 @@ NEEDS_CHROMIUM = pytest.mark.skipif(
     not HAS_CHROMIUM, reason="needs a browser: make setup-browser, or apt-get install chromium"
 )
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1280,1600"]
+FLAGS += ["--no-first-run", "--disable-quic", "--disable-background-networking"]
 UNTIL = """new Promise(done => {{ const look = () => {{ const found = ({expression});
   if (found) {{ watcher.disconnect(); done(found); }} }};
   const watcher = new MutationObserver(look);

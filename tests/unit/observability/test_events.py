@@ -30,6 +30,8 @@ from partial_rollout.observability.events import (
     PhaseBegan,
     ProcessFound,
     PromptDropped,
+    QueueMoved,
+    RequestSent,
     SegmentEnded,
     StageBegan,
     StepEnded,
@@ -61,6 +63,8 @@ ONE_OF_EACH: list[AnyEvent] = [
     DeadlinePassed(
         t=13.0, uid="a", session=1, phase="tool", response=2, row="17", attempt=2, seconds=60.5, limit_s=60.0
     ),
+    QueueMoved(t=14.0, step=1, pending=3, ongoing=2, deferred=0, done=1, taken=8, slots_in_use=8, slots_total=16),
+    RequestSent(t=15.0, uid="a", session=1, server="s"),
 ]
 
 

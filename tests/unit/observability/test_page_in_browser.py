@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,7 +65,10 @@ async def test_five_thousand_prompts_in_flight_are_drawn_and_a_page_that_is_left
     async with TestServer(make_app(state, TOKEN)) as server:  # noqa: SIM117 - the address is the server's
         async with open_page(str(server.make_url(f"/?token={TOKEN}")), tmp_path / "profile") as tab:
             await tab.until("document.body.dataset.step == '300'")
-            assert await tab.value("document.getElementById('waiting').textContent") == "5000 in all, the oldest:"
+            assert (
+                await tab.value("document.getElementById('waiting').textContent")
+                == "5000 prompts; the first 20 of 5000 rows:"
+            )
             waits = await tab.cells("waits")
             assert [row[1] for row in waits[1:]] == [f"p{number}" for number in range(view.NUM_OLDEST)]
             assert await tab.value("document.querySelectorAll('#lanes [data-uid]').length") > 100
@@ -104,7 +108,9 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
             await tab.until("document.getElementById('why').innerText.startsWith('step 4 ')")
     metrics = {number: each.metrics for number, each in load(run).steps.items()}
     last = metrics[7]
-    assert head[:4] == ["step 7/9", "gate closed", "weights 7", "left about 26 s"]  # 2 steps of 13 s, mean of five
+    assert head[0] == "steps done 7/9"
+    assert re.fullmatch(r"now step 8 for \d+ s, usually 13 s", head[1])
+    assert head[2:5] == ["gate closed", "weights 7", "left about 26 s"]  # 2 steps of 13 s, mean of five
     assert flow == [f"{name} {last[f'partial_rollout/queue/{name}']:.0f}" for name in ("pending", "taken")]
     assert [(row[0], row[1]) for row in steps[1:]] == [
         (str(number), f"{metrics[number]['timing_s/step']:.1f}") for number in sorted(metrics, reverse=True)
@@ -132,9 +138,9 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     told = format_waits(found.now(), 0.0)  # status --why
     assert [row[1] for row in waits[1:]] == [wait.uid for wait in found.now()]
     for row in waits[1:]:
-        assert f"row {row[0]}, prompt {row[1]}: {row[2]}" in told
-        assert f"for {row[4]} since" in told
-    assert waits[2][4] == "tokens of an engine (gate closed)"
+        assert f"row {row[0]}, prompt {row[1]}: {row[3]}" in told
+        assert f"for {row[5]} since" in told
+    assert waits[2][5] == "tokens of an engine (gate closed)"
 
 
 def numbers(number: int) -> dict[str, float]:

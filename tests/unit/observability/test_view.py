@@ -24,7 +24,10 @@ from partial_rollout.observability.events import (
     EventWriter,
     GateMoved,
     PhaseBegan,
+    QueueMoved,
+    RequestSent,
     SegmentEnded,
+    StageBegan,
     StepEnded,
     TrajectoryEnded,
     Warned,
@@ -109,8 +112,8 @@ def an_image_run(folder: Path) -> Path:
 
 def test_an_image_job_is_told_nothing_of_language_models(tmp_path: Path) -> None:
     state = RunState(an_image_run(tmp_path), clock=lambda: 100.0)
-    assert state.shown["head"] == [["step", "1/9"], ["gate", "open"], ["weights", "1"], ["left", "about 56 s"], [
-        "health", "running, last event 1 s ago"]]  # fmt: skip
+    assert state.shown["head"] == [["steps done", "1/9"], ["now", "step 2 for 3 s, usually 7 s"], ["gate", "open"],
+        ["weights", "1"], ["left", "about 56 s"], ["health", "running, last event 1 s ago"]]  # fmt: skip
     assert "PARTIAL_ROLLOUT=0" in str(state.shown["advice"])
     assert "async_training" not in str(state.shown["advice"])
     assert state.why(1) == [
@@ -129,7 +132,7 @@ def test_a_run_of_verls_own_modes_has_a_page_without_gate_and_queue(tmp_path: Pa
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": verls}) + "\n")
     now = iter(range(200, 300, 10))
     state = RunState(tmp_path, clock=lambda: float(next(now)))
-    assert state.shown["head"][0] == ["step", "1/?"]  # pyright: ignore[reportIndexIssue]
+    assert state.shown["head"][0] == ["steps done", "1/?"]  # pyright: ignore[reportIndexIssue]
     assert (len(state.shown["head"]), state.shown["flow"]) == (2, [])  # pyright: ignore[reportArgumentType]
     assert "+async_training.partial_rollout=True" in str(state.shown["advice"])
 
@@ -139,7 +142,7 @@ def test_a_run_has_a_page_as_soon_as_it_has_a_log(tmp_path: Path) -> None:
     (tmp_path / "run.log").touch()
     now = iter(range(200, 300, 10))
     state = RunState(tmp_path, clock=lambda: float(next(now)))
-    assert state.shown["head"] == [["step", "0/?"], ["health", "starting, nothing is told yet"]]
+    assert state.shown["head"] == [["steps done", "0/?"], ["health", "starting, nothing is told yet"]]
     write(tmp_path, step(1))
     state.look()
     assert state.shown["step"] == 1
@@ -181,15 +184,53 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
     assert second["summary"] == expected
     assert second["advice"] == next_step(record)
     assert [tuple(row) for row in second["causes"]] == lost_rows(record.series)
-    assert dict(first["head"])["step"] == "2/9"
+    assert dict(first["head"])["steps done"] == "2/9"
     assert dict(first["head"])["left"] == "about 56 s"
     assert first["flow"][0] == ["pending", "3"]
     assert first["waits"][0][:2] == ["a", "row-a"]
-    assert first["waits"][0][5:] == ["a tool or its agent loop", "1 min 56 s", "7", "0"]
+    assert first["waits"][0][3] == "2 min 00 s ago"
+    assert first["waits"][0][6:] == ["a tool or its agent loop", "1 min 56 s", "7", "0"]
     assert first["messages"] == [["warning", EVIL, "", ""]]
     assert (second["step"], dict(second["head"])["health"]) == (3, "ended")
-    assert second["waiting"] == "The run has ended: nobody waits. Unfinished at its end: 1 in all"
-    assert second["waits"][0][:7] == [*first["waits"][0][:6], "16 s"]
+    assert second["waiting"] == "The run has ended: nobody waits. Unfinished at its end: 1 prompt"
+    assert second["waits"][0][:3] == first["waits"][0][:3]
+    assert (second["waits"][0][3], second["waits"][0][7]) == ("20 s ago", "16 s")
+    assert (first["flow_of"], first["flow"]) == (second["flow_of"].replace("3", "2"), second["flow"])
+
+
+def moved(t: float, pending: int, **more: int) -> QueueMoved:
+    counts = {"ongoing": 4, "deferred": 0, "done": 1, "taken": 16, "slots_in_use": 31, "slots_total": 32}
+    return QueueMoved(t=t, step=2, pending=pending, **{**counts, **more})
+
+
+def test_the_flow_is_that_of_the_moment_while_the_run_goes_on_and_of_the_last_step_after_its_end(
+    tmp_path: Path,
+) -> None:
+    now = iter([110.0, 112.0, 114.0, 116.0, 10_000.0])
+    write(tmp_path, moved(90.0, 0), StageBegan(t=91.0, number=1, total=5, name="configuration"), step(1))
+    state = RunState(tmp_path, clock=lambda: next(now))
+    assert state.shown["flow_of"] == "Prompts at the end of step 1:"  # the queue is that of an earlier start
+    assert state.shown["flow"] == [["pending", "3"], ["taken", "16"]]
+    write(tmp_path, moved(111.0, 7), role="queue")
+    state.look()
+    assert (state.shown["flow_of"], "slots in use", "31 of 32") == ("Prompts now:", *state.shown["head"][2])  # pyright: ignore[reportIndexIssue]
+    assert state.shown["flow"] == [["pending", "7"], ["ongoing", "4"], ["done", "1"], ["taken", "16"]]
+    assert ["now", "step 2 for 11 s, usually 8 s"] in state.shown["head"]  # pyright: ignore[reportOperatorIssue]
+    write(tmp_path, moved(113.0, 6, deferred=2), role="queue-2")
+    state.look()
+    assert state.shown["flow"] == [
+        ["pending", "6"], ["ongoing", "4"], ["deferred", "2"], ["done", "1"], ["taken", "16"]]  # fmt: skip
+    write(tmp_path, CommandEnded(t=115.0, code=0), role="driver")
+    state.look()
+    assert state.shown["flow_of"] == "Prompts at the end of step 1:"
+    assert dict(state.shown["head"]).keys() == {"steps done", "health"}  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_a_run_that_stands_still_has_the_flow_that_it_told_last(tmp_path: Path) -> None:
+    state = RunState(write(tmp_path, step(1), moved(102.0, 7)), clock=lambda: 10_000.0)
+    assert state.shown["flow_of"] == "Prompts, as it told last:"
+    assert "now" not in dict(state.shown["head"])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert state.drawn_s == 102.0
 
 
 def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ended_nobody_waits(tmp_path: Path) -> None:
@@ -199,7 +240,7 @@ def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ende
         "running, last event 9 min 57 s ago",
         "last event 10 min 07 s ago: it stands still, or was killed",
     ]
-    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "1 in all"
+    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "1 prompt"
     write(tmp_path, CommandEnded(t=110.0, code=0), role="driver")
     assert str(RunState(run, clock=lambda: 700.0).shown["waiting"]).startswith("The run has ended: ")
 
@@ -263,6 +304,10 @@ def test_what_is_no_run_and_a_port_that_is_taken_are_errors(tmp_path: Path, caps
     with view.socket.create_server((view.HOST, 0)) as taken:
         assert view.main([str(a_run(tmp_path)), "--port", str(taken.getsockname()[1])]) == 2
     assert "error: [Errno 98] Address already in use" in capsys.readouterr().err
+    for port in ("70000", "-1", "http"):
+        with pytest.raises(SystemExit, match="2"):
+            view.main([str(tmp_path), f"--port={port}"])
+    assert "70000 is not allowed: 0 (a free one) to 65535" in capsys.readouterr().err
 
 
 def test_a_run_of_a_later_release_is_refused_and_a_cut_record_is_left_for_later(
@@ -336,6 +381,48 @@ def test_a_request_that_has_not_ended_is_a_pale_bar_from_the_gate_on_until_its_e
     assert lanes.running() == []
 
 
+def sent(uid: str, t: float, server: str) -> RequestSent:
+    return RequestSent(t=t, uid=uid, session=0, server=server)
+
+
+def labels(drawn: str) -> list[str]:
+    """The texts beside the lanes."""
+    return [found for found in re.findall(r'<text x="8.0"[^>]*>([^<]*)(?=<)', drawn) if found]
+
+
+def test_a_request_that_has_not_ended_is_in_the_lane_of_its_engine_so_that_a_hung_one_is_seen() -> None:
+    lanes = Lanes()
+    for event in (
+        segment("a", 5.0, 4.0, "s1"),
+        segment("b", 5.0, 4.0, "s2"),
+        *(phase("c", "engine", 6.0), sent("c", 6.0, "s1")),
+        *(phase("d", "engine", 6.0), sent("d", 6.5, "s2")),
+        *(phase("e", "engine", 6.0), sent("e", 7.0, "s2")),
+        segment("c", 60.0, 54.0, "s1"),
+        *(sent("c", 60.0, "s1"), phase("f", "engine", 70.0)),
+    ):
+        lanes.add(event)
+    running = {(bar.uid, bar.server, bar.start_s) for bar in lanes.running(71.0)}
+    assert running == {("c", "s1", 60.0), ("d", "s2", 6.5), ("e", "s2", 7.0), ("f", "no engine yet", 70.0)}
+    assert labels(lanes.svg(now_s=75.0)) == [
+        *("engine 1", "1 running", "silent 15 s"),
+        *("engine 2", "2 running", "silent 68 s"),
+        *("no engine yet", "1 running"),
+    ]
+    lanes.add(phase("e", "tool", 76.0))
+    lanes.add(msgspec.structs.replace(segment("d", 77.0, 70.0, "s2")))
+    assert "2 running" not in labels(lanes.svg())
+    assert labels(lanes.svg(window_s=20.0, back_s=40.0)) == [
+        "engine 1",
+        "engine 2",
+        "no engine yet",
+    ]  # each keeps its number
+    lanes.add(GateMoved(t=78.0, step=1, version=0, is_open=False))
+    assert labels(lanes.svg()) == ["engine 1", "engine 2", "no engine yet"]  # nothing runs at a closed gate
+    lanes.add(CommandEnded(t=79.0, code=1))
+    assert lanes.running() == []
+
+
 def test_steps_stand_above_the_lanes_where_there_is_room() -> None:
     lanes = Lanes()
     for number in (1, 2, 3, 40):
@@ -364,6 +451,16 @@ def dumped(run: Path) -> Path:
     other = row | {"uid": "b_0_0", "output": "not mine"}
     (run / "rollouts/1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, other)))
     return run
+
+
+async def test_a_line_of_a_dump_that_is_cut_is_left_out(tmp_path: Path) -> None:
+    """As the last one is, while the dump is written."""
+    run = dumped(a_run(tmp_path, taken(96.0)))
+    with (run / "rollouts/1.jsonl").open("ab") as file:
+        file.write(b'{"uid": "a_1_0", "input": "what?", "output": "\xf0\x9f')
+    async with TestClient(TestServer(make_app(RunState(run), TOKEN))) as client:
+        answer = await client.get(f"/prompt?token={TOKEN}&uid=a")
+        assert (answer.status, len((await answer.json())["texts"])) == (200, 1)
 
 
 def taken(t: float) -> BatchTaken:

@@ -276,6 +276,14 @@ async def test_every_segment_is_told_before_it_is_added_with_its_server():
     assert told == [(3, [5], 1, "server-7", True), (4, [6, 7], 2, "server-7", True)]
 
 
+async def test_every_server_is_told_before_the_request_goes_there():
+    script = Script(answer([5], "aborted"), answer([6, 7], "completed", openings=1, version=2))
+    client, told = make_client(script), []
+    client.on_server = lambda server: told.append((server, len(script.requests)))
+    await generate(client)
+    assert told == [("server-7", 0), ("server-7", 1)]
+
+
 async def test_what_an_interrupted_request_has_left_behind_goes_with_the_next_one_only():
     left = [Retained("salt", 1, "kept-1"), Retained("salt", 1, "kept-2")]
     script = Script(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from virtual_time import run_virtual, settle, woken
 
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, RunStopped, StaleClaim, WaitTimeout
+from partial_rollout.observability.events import EventReader, QueueMoved
 from partial_rollout.runtime.journal import Place
-from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager
+from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager, queue_event
 from partial_rollout.types import FinishResult, PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
@@ -470,6 +472,32 @@ def test_metrics_show_the_last_event_and_then_rest() -> None:
         await manager.take_batch(1, 0)
         await asyncio.sleep(HOUR_S)
         assert [status.queue.taken for _, status in sink.seen] == [1]
+
+    run_virtual(main())
+
+
+def test_the_queue_is_an_event_at_most_once_a_second_where_it_moved_and_says_what_status_says(tmp_path: Path) -> None:
+    async def main() -> None:
+        manager = RolloutPromptManager(Partial(16), 2, asyncio.get_running_loop().time, events=tmp_path)
+        await manager.admit(prompts("a", "b"))
+        (claim,) = await manager.claim("w0", GROUP, 0)
+        await manager.report_worker("w0", WorkerStatus(2, 8, requests_in_flight=3))
+        await asyncio.sleep(HOUR_S)  # nothing moves, though ages grow
+        status = await manager.status()
+        (told,) = [event for event in EventReader(tmp_path).read() if isinstance(event, QueueMoved)]
+        assert told == msgspec.structs.replace(queue_event(status), t=told.t)
+        assert (told.pending, told.ongoing, told.done, told.taken) == (1, 1, 0, 0)
+        assert (told.slots_in_use, told.slots_total, told.parked) == (2, 8, status.parked_requests)
+        for _ in range(100):
+            await manager.give_back(claim)
+            (claim,) = await manager.claim("w0", GROUP, 0)
+        await finish(manager, [claim])
+        await asyncio.sleep(2.5 * METRICS_INTERVAL_S)
+        told = [event for event in EventReader(tmp_path, ["queue"]).read() if isinstance(event, QueueMoved)]
+        assert [(event.pending, event.ongoing, event.done) for event in told] == [(1, 1, 0), (1, 0, 1)]
+        assert not [
+            event for event in EventReader(tmp_path, ["prompt_manager"]).read() if isinstance(event, QueueMoved)
+        ]
 
     run_virtual(main())
 
