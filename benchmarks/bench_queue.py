@@ -4,15 +4,13 @@
     python -m benchmarks.bench_queue --rows events --json benchmarks/results/bench_events.json
     python -m benchmarks.bench_queue --rows replicas --json OUT
 
-A transition is one prompt admitted, claimed, finished or taken. The rows, of which `replicas` is
-run only if it is named:
+A transition is one prompt admitted, claimed, finished or taken. The rows (`replicas` runs only if it is named):
 
 - `pure`: the queue alone in this process;
 - `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
 - `batched`: the same, with `finish_many` of `--batch` groups;
 - `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One process writes all
-  events of a step of 256 trajectories, each interrupted once, and the queue's of each second. The step is the shortest
-  stored one of a real model. On a machine that does other work too, seconds by the clock say how busy it is.
+  events of a step of 256 trajectories, each interrupted once, and the queue's of each second;
 - `log`: what the log of rollouts costs workers in such a step, and how fast a run that is started again reads it.
   Steps with and without the log alternate; the difference is the cost. `loop_ms` is what the worker's event loop waits,
   `cpu_ms` what the process takes, the log's thread and the disk's part in the kernel included;
