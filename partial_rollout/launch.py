@@ -42,7 +42,6 @@ from partial_rollout.types import MANAGER_NAME
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from partial_rollout.errors import ActorLost
     from partial_rollout.settings.prepare import Prepared
 
 logger = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ class StartedRunner:
         self._started.append(RunningRunner(runner, watch, RayWatch(place)))
         return self._started[-1]
 
-    def explain(self, error: RayError) -> RayError | ActorLost:
+    def explain(self, error: RayError) -> RayError | ClusterError:
         """The error that names the process of Ray, or the task runner, where one has died while it trained."""
         for death in (runner.ray_watch.death() for runner in self._started):
             if death is not None:

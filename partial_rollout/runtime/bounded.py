@@ -20,6 +20,32 @@ CHECK_INTERVAL_S = 5.0
 """How late the death of the other end is noticed, which sends no event."""
 
 
+class TimeLeft:
+    """The time that the steps of one undertaking share, from `begin` on: together they take no longer.
+
+    >>> seconds = iter([100.0, 100.0, 130.0, 160.0])
+    >>> left = TimeLeft(60.0, clock=lambda: next(seconds))
+    >>> left.begin()
+    >>> left.share(0.5), left.share(0.5, keep=0.25), left.share(1.0)
+    (30.0, 15.0, 0.0)
+    """
+
+    def __init__(self, whole_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.whole_s, self._clock = whole_s, clock
+        self._end_s: float | None = None
+
+    def begin(self) -> None:
+        """The time begins to run; later calls change nothing."""
+        if self._end_s is None:
+            self._end_s = self._clock() + self.whole_s
+
+    def share(self, part: float, *, keep: float = 0.0) -> float:
+        """Seconds for a step that begins now: `part` of the whole at most, so that `keep` of it is left for others."""
+        self.begin()
+        left_s = (self._end_s or 0.0) - self._clock() - keep * self.whole_s
+        return max(0.0, min(part * self.whole_s, left_s))
+
+
 def _healthy() -> None:
     """Nothing to check."""
 

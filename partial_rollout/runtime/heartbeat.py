@@ -6,7 +6,8 @@
 Ray tells nothing of a process that is alive and does nothing. The thread sends the count also while one tool after the
 other keeps the event loop busy; a count that stays the same puts nothing off, so a worker that hangs is silent too.
 Other actors, such as training ranks, may be busy with one thing for minutes: their signs say that the process runs, and
-the deadlines of the calls to them say that it goes on.
+the trainer's watch on its phases (phase_watch.py) says that it goes on. That watch asks where such an actor stands; the
+thread that sends the signs is told so with the answer to one, since the actor itself takes no call while it is busy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
+import traceback
 from concurrent.futures import TimeoutError as LateAnswer
 from typing import TYPE_CHECKING
 
@@ -24,7 +27,7 @@ from partial_rollout.core.deadlines import WARN_SHARE, Deadlines, Late
 from partial_rollout.runtime.death_watch import own_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ray.actor import ActorHandle
 
@@ -90,15 +93,53 @@ def interval_s(claim_s: float) -> float:
 
 def begin_beats(_actor: object, manager: ActorHandle, name: str, claim_s: float) -> Process:
     """Run inside an actor, which `manager` knows as `name`: send signs of life from now on; says where it runs."""
+    calls = threading.get_ident()  # the thread that runs this call runs the others too
 
     def send(count: int) -> None:
-        manager.beat.remote(name, count).future().result(ANSWER_S)
+        if manager.beat.remote(name, count).future().result(ANSWER_S):
+            manager.tell_stack.remote(name, stack_of(calls)).future().result(ANSWER_S)
 
     thread = f"pulse of {name}"
     # A later process of the manager asks again: the handle that this process has stays valid.
     if all(each.name != thread for each in threading.enumerate()):
         Pulse(send, claim_s).begin_alone(thread)
     return own_process("", "")
+
+
+def stack_of(thread_id: int) -> str:
+    """Where a thread of this process is, innermost first, one function a line; empty for one that has ended."""
+    frames = traceback.walk_stack(sys._current_frames().get(thread_id))
+    return "\n".join(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames)
+
+
+class Stacks:
+    """The manager's end: where actors stand that are asked. Lives in an event loop.
+
+    asked for -> the actor's next sign of life is answered with "tell" -> told, or not told in time
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[str, asyncio.Future[str]] = {}
+
+    def is_asked(self, name: str) -> bool:
+        """Whether the actor is to tell."""
+        return name in self._asked and not self._asked[name].done()
+
+    def tell(self, name: str, stack: str) -> None:
+        """The actor stands there."""
+        if self.is_asked(name):
+            self._asked[name].set_result(stack)
+
+    async def of(self, names: Sequence[str], timeout_s: float) -> dict[str, str]:
+        """By name; an actor that does not tell in time is left out."""
+        loop = asyncio.get_running_loop()
+        waits = {name: self._asked.setdefault(name, loop.create_future()) for name in names}
+        if waits:
+            await asyncio.wait(waits.values(), timeout=timeout_s)
+        for name, wait in waits.items():
+            if self._asked.get(name) is wait:
+                del self._asked[name]
+        return {name: wait.result() for name, wait in waits.items() if wait.done()}
 
 
 class Silence:

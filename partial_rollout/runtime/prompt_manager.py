@@ -10,9 +10,10 @@
 |         |                               | or one of its own that goes on    | begin_round                            |
 | worker  | finish_many, fail, expire,    | nothing                           |                                        |
 |         | drop, give_back               |                                   |                                        |
-| actor   | beat                          | nothing                           |                                        |
+| actor   | beat, tell_stack              | nothing                           |                                        |
 | trainer | next_death (long poll)        | the death of a watched actor      | Ray, beats that do not come, close     |
 | trainer | end_silent                    | nothing                           |                                        |
+| trainer | stacks                        | actors to tell where they stand   | tell_stack; at most seconds            |
 | anybody | status, statistics            | nothing                           |                                        |
 
 All methods run on one event loop and change the queue between two awaits, never across one.
@@ -50,7 +51,7 @@ from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.books import Books
 from partial_rollout.runtime.claim_polls import ClaimPolls
 from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing
-from partial_rollout.runtime.heartbeat import Silence, begin_beats
+from partial_rollout.runtime.heartbeat import Silence, Stacks, begin_beats
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER
@@ -166,6 +167,7 @@ class RolloutPromptManager:
         """Calls of `claim` that wait, by worker."""
         self._claim_s = claim_s
         self._silence = Silence(claim_s, clock, self._end_silent, self._call)
+        self._stacks = Stacks()
         self._deaths = DeathWatch(self._park, self._doing, self._ask, on_death=self._silence.forget)
         self._never: ray.ObjectRef[None] | None = None
 
@@ -345,11 +347,19 @@ class RolloutPromptManager:
         self._workers[worker_id] = status
         self._schedule_export()
 
-    async def beat(self, worker_id: str, count: int) -> None:
-        """A sign of life of an actor, which puts off its deadline if `count` is not that of before."""
+    async def beat(self, worker_id: str, count: int) -> bool:
+        """A sign of life of an actor, which puts off its deadline if `count` is not that of before.
+
+        Returns whether the actor is to tell where it stands, by `tell_stack`.
+        """
         if worker_id not in self._books.beating:
             self._journal.do(NOBODY, Books.beats, worker_id)
         self._silence.beat(worker_id, count)
+        return self._stacks.is_asked(worker_id)
+
+    async def tell_stack(self, name: str, stack: str) -> None:
+        """Where the actor's thread for calls stands, innermost function first."""
+        self._stacks.tell(name, stack)
 
     # ---- deaths ----
 
@@ -378,6 +388,10 @@ class RolloutPromptManager:
             if self._end_silent(name, cause):
                 ended.append(f"{who}: {cause}")
         return ended
+
+    async def stacks(self, names: Sequence[str], timeout_s: float) -> dict[str, str]:
+        """Where these watched actors stand, which may be busy; one that does not tell in time is left out."""
+        return await self._stacks.of(names, timeout_s)
 
     async def next_death(self, timeout_s: float, known: Process | None = None) -> Death | None:
         """Long poll: a death that was not told yet; None at the timeout, or when the manager is closed.

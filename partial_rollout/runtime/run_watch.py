@@ -9,8 +9,8 @@ a dead one again, and the RunWatch tells the new process whom to watch; who died
 verl's trainer waits without a bound in many places (for TransferQueue's controller, for training ranks), and none of
 them offers a hook. A signal whose handler raises gets the main thread out of any wait of Python and ZeroMQ. Ray's `get`
 returns with the error when what it waits for is there; so actors that wait for the dead one for ever are ended. Code
-that swallows the error meets it again after `AGAIN_S`, until the end of the run has begun. From then on the run has
-`stop_s` to end; after it the process is ended, and its stacks are in the log.
+that swallows the error meets it again after `AGAIN_S`, until the end of the run has begun. From the first error on the
+run has `stop_s` to end, which all steps of its end share; after it the process is ended, and its stacks are in the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.errors import ActorLost, AgentLoopBroken, ClusterError, EngineError, PartialRolloutError
 from partial_rollout.observability.events import Fault, ProcessFound
+from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
 from partial_rollout.runtime.processes import PROMPT_MANAGER
 from partial_rollout.types import Death, Process
@@ -56,6 +56,8 @@ MANAGER_START_S = 60.0
 AGAIN_S = 5.0
 EXPLAIN_S = 3.0
 """Ray may tell a waiting trainer of a death before it tells the prompt manager."""
+EXPLAIN_SHARE = 0.2
+"""Of `timeouts.stop_s`: for each question who has died or is silent."""
 SIGNAL = signal.SIGUSR1
 ENDED_BY_FORCE = 70
 """Exit code of a process that did not end in time."""
@@ -76,8 +78,11 @@ class Interruption:
     """
 
     def __init__(self, end_s: float, force: Callable[[], None] | None = None) -> None:
-        """Call this in the main thread. `end_s`: how long the run's end may take; `force` ends the process."""
-        self._end_s, self._force = end_s, force or end_by_force
+        """Call this in the main thread. `end_s`: how long the run's end may take; `force` ends the process.
+
+        All steps of the end share `left`.
+        """
+        self.left, self._force = TimeLeft(end_s), force or end_by_force
         self._error: PartialRolloutError | None = None
         self._begun, self._ended = threading.Event(), threading.Event()
         self._before = signal.signal(SIGNAL, self._raise)
@@ -90,16 +95,20 @@ class Interruption:
     def end_by(self, error: PartialRolloutError) -> None:
         """Raise `error` in the main thread and return when the run has ended; for another thread."""
         self._error, main = self._error or error, threading.main_thread()
-        deadline = time.monotonic() + self._end_s
-        while not self._begun.is_set() and time.monotonic() < deadline:
+        while not self._begun.is_set() and (left_s := self.left.share(1.0)):
             if main.ident is not None:
                 signal.pthread_kill(main.ident, SIGNAL)
             # Once may not be enough: code that catches any error may have swallowed this one.
-            self._begun.wait(AGAIN_S)
-        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            self._begun.wait(min(AGAIN_S, left_s))
+        self.bound_end(self._error)
+
+    def bound_end(self, error: BaseException) -> None:
+        """Return when the run has ended, which `error` ends, or end the process at the end of the time."""
+        if not self._ended.wait(self.left.share(1.0)):
             faulthandler.dump_traceback()
             # Last, since whoever tells of this process' death quotes the last lines of its log.
-            print(f"error: {self._error}\nthe run did not end within {self._end_s:g} s", file=sys.stderr, flush=True)
+            text = f"error: {error}\nthe run did not end within {self.left.whole_s:g} s"
+            print(text, file=sys.stderr, flush=True)
             self._force()
 
     def begin_end(self) -> None:
@@ -150,7 +159,7 @@ class RunWatch:
         """Why the manager was killed here."""
         self._reactions: dict[str, Callable[[Death], str]] = {}
         self._releases: dict[str, Callable[[], None]] = {}
-        self._stopped, self._is_fatal = threading.Event(), threading.Event()
+        self._stopped, self._is_fatal, self._ending = threading.Event(), threading.Event(), threading.Lock()
         self._fatal: PartialRolloutError | None = None
         self._lost = ""
         """The role of the process whose death ends the run."""
@@ -202,6 +211,22 @@ class RunWatch:
         self._stopped.set()
         self._interruption.begin_end()
 
+    def wait_stopped(self, timeout_s: float) -> bool:
+        """Wait until the end of the run has begun; False: it has not, within this time."""
+        return self._stopped.wait(timeout_s)
+
+    def end_stuck(self, death: Death, release: Callable[[], None]) -> None:
+        """End the run, because a process that is alive keeps it waiting; for a thread of its own.
+
+        `death` says which process, by its role and, where there are several, its name; `release` kills whoever the
+        trainer waits for.
+        """
+        wanted = death.process
+        found = [known for _, known in self._watched.copy().values() if known.role == wanted.role]
+        process = next((known for known in found if known.name == wanted.name), (*found, wanted)[0])
+        if not self._stopped.is_set():
+            self._end(replace(death, process=process), release)
+
     @contextlib.contextmanager
     def stops_at_an_error(self) -> Iterator[None]:
         """The end of the run begins with an error of this block: what verl closes next does not die."""
@@ -210,6 +235,17 @@ class RunWatch:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def left(self) -> TimeLeft:
+        """What the end of the run has."""
+        return self._interruption.left
+
+    def bound_end(self, error: BaseException) -> None:
+        """The run ends with `error`: from now on its end has `stop_s`, after which the process is ended by force."""
+        self.left.begin()
+        name = "bound of the run's end"
+        threading.Thread(target=self._interruption.bound_end, args=(error,), daemon=True, name=name).start()
 
     def ended(self) -> None:
         """The run has ended."""
@@ -237,9 +273,12 @@ class RunWatch:
         """Kill what is silent, since something has waited for it in vain; returns the error that names it."""
         ended: list[str] = []
         try:
-            ended = ray.get(self._manager.end_silent.remote(str(error)), timeout=ASK_S)
+            ended = ray.get(
+                self._manager.end_silent.remote(str(error)), timeout=min(ASK_S, self.left.share(EXPLAIN_SHARE))
+            )
         except (RayActorError, GetTimeoutError):
-            self._is_fatal.wait(POLL_S + self._answer_s)  # within which the manager is given up, if it is silent itself
+            # Within the first time the manager is given up, if it is silent itself.
+            self._is_fatal.wait(min(POLL_S + self._answer_s, self.left.share(EXPLAIN_SHARE)))
         if ended:
             self._is_fatal.wait(EXPLAIN_S)
         if self._fatal is None and ended:  # others are to replace it, but the training has ended already
@@ -252,7 +291,7 @@ class RunWatch:
             self.watch(first)
 
         self._unless_lost(begin)
-        while not self._stopped.is_set():
+        while not self._stopped.is_set() and not self._is_fatal.is_set():
             death = self._unless_lost(self._next_death)
             if death is not None and not self._stopped.is_set():
                 self._handle(death)
@@ -318,13 +357,16 @@ class RunWatch:
             logger.exception("could not go on without %s", death.process)
             self._end(death)
 
-    def _end(self, death: Death) -> None:
-        self._lost = death.process.role
-        self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
+    def _end(self, death: Death, release: Callable[[], None] | None = None) -> None:
+        with self._ending:
+            if self._fatal is not None:
+                return  # it comes of the first one, whose `release` kills others
+            self._lost = death.process.role
+            self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
         self._note(death, "training ends")
         try:
-            self._releases.get(self._lost, lambda: None)()
+            (release or self._releases.get(self._lost, lambda: None))()
         finally:  # whatever became of it, the main thread is told
             self._interruption.end_by(self._fatal)
             self._stopped.set()

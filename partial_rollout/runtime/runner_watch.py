@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.core.deadlines import Deadlines
-from partial_rollout.errors import TaskRunnerLost
+from partial_rollout.errors import ClusterError, TaskRunnerLost
 from partial_rollout.runtime.death_watch import end_actor, how_it_died, last_lines, own_process
 from partial_rollout.runtime.heartbeat import ANSWER_S, BLOCKED_S, SILENT, Pulse, describe_silence, interval_s
 from partial_rollout.runtime.processes import TASK_RUNNER, WITNESS
@@ -54,6 +54,8 @@ class Sign:
     count: int
     doing: str
     """As a sentence about the past: it is said of a task runner that has died."""
+    ends_with: str = ""
+    """Error that ends the run, if no death is its cause."""
 
 
 class Witness:
@@ -71,14 +73,16 @@ class Witness:
         return own_process(WITNESS.role, WITNESS.role), self._sign
 
 
-def send_signs(witness: ActorHandle, claim_s: float, doing: Callable[[], str]) -> None:
+def send_signs(
+    witness: ActorHandle, claim_s: float, doing: Callable[[], str], ends_with: Callable[[], str] = str
+) -> None:
     """Send signs of life from now on, in a thread; call this in the task runner."""
     process = own_process(TASK_RUNNER.role, TASK_RUNNER.role)
 
     def send(count: int) -> None:
         # A dead witness is started again by Ray.
         with contextlib.suppress(RayActorError):
-            witness.take.remote(Sign(process, count, doing())).future().result(ANSWER_S)
+            witness.take.remote(Sign(process, count, doing(), ends_with())).future().result(ANSWER_S)
 
     Pulse(send, claim_s).begin_alone()
 
@@ -140,11 +144,16 @@ class RunnerWatch:
         with self._asking:
             self._stopped.set()
 
-    def explain(self, error: RayError) -> RayError | TaskRunnerLost:
-        """The error that names the task runner, where `error` says that it has died; otherwise `error`."""
+    def explain(self, error: RayError) -> RayError | ClusterError:
+        """The error that names the task runner, where `error` says that it has died; otherwise `error`.
+
+        A task runner whose run an error had ended, but which did not end in time, is not lost: the error counts.
+        """
         if isinstance(error, RayTaskError) or not isinstance(error, RayActorError):
             return error
         sign = self._silence.sign
+        if sign.ends_with:
+            return ClusterError(f"{sign.ends_with}\n{sign.process} did not end in time after it ({how_it_died(error)})")
         log = sign.process.log
         lines = last_lines(log) if log else ""
         return TaskRunnerLost(Death(sign.process, self._cause or how_it_died(error), sign.doing, lines))

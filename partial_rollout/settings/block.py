@@ -131,6 +131,16 @@ class TimeoutConfig(_Block):
         who="very long responses, slow tools or rewards",
         evidence="a need: a batch of long responses may take an hour, and one that never fills must end",
     )
+    train_s: float = _bound_s(
+        1800.0,
+        "What a step does besides generating and sending weights: training it, saving it, reporting it, and what a "
+        "validation does besides its wait, each. The limit is the larger of this and 20 times the longest time so far; "
+        "until one of its kind has ended, four times this (7,200 s by default). Past it the log has the stacks of the "
+        "training ranks, those that have an open call are killed, and training is started again from its last "
+        "checkpoint. After a tenth of the limit a warning names them.",
+        who="lower: small models. Higher: a first step whose training or saving takes more than two hours",
+        evidence="a job whose loss hangs, in `make faults`; the longest measured training of a step took 25 s",
+    )
     stall_s: float = _bound_s(
         30.0,
         "An engine that holds requests may be silent for so long beyond its longest pause so far, and for ten times as "

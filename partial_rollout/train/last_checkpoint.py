@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from partial_rollout.errors import PartialRolloutError
 from partial_rollout.runtime.bounded import call_bounded
@@ -11,11 +11,18 @@ from partial_rollout.runtime.bounded import call_bounded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from partial_rollout.runtime.bounded import TimeLeft
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SAVE_SHARE = 0.5
-"""Share of `timeouts.stop_s` for the checkpoint; the rest is for the end itself."""
+"""Share of `timeouts.stop_s`, as those below."""
 DRAIN_SHARE = 0.25
+ASK_SHARE = 0.1
+"""For the prompt manager, which answers at once."""
+END_SHARE = 0.25
+"""Left for what follows the checkpoint: workers, engines, actors."""
 
 
 class LastCheckpoint:
@@ -27,9 +34,9 @@ class LastCheckpoint:
     What a step trains has left the queue, and half a step cannot be saved: so there is nothing to save in a step.
     """
 
-    def __init__(self, stop_s: float) -> None:
-        """`stop_s` is how long the end of the run may take."""
-        self._stop_s = stop_s
+    def __init__(self, left: TimeLeft) -> None:
+        """`left` is what the end of the run has."""
+        self._left = left
         self.step: int | None = None
         """The step that can be saved; None: none can."""
         self._saved: int | None = None
@@ -70,18 +77,21 @@ class LastCheckpoint:
         if not self.is_due:
             return False
         try:
-            call_bounded(drain, timeout_s=DRAIN_SHARE * self._stop_s, who_waits="the last checkpoint waits for engines")
+            self._bounded(drain, DRAIN_SHARE, "the last checkpoint waits for engines")
         except PartialRolloutError as error:
             logger.warning("the last checkpoint has no tokens that engines were still generating: %s", error)
         try:
-            given_out = num_taken()
+            given_out = self._bounded(num_taken, ASK_SHARE, "the last checkpoint waits for the prompt manager")
             if given_out != self.num_taken:
                 why = f"{given_out} groups have left the queue, of which {self.num_taken} have come to the trainer"
                 logger.warning("the run ends without a last checkpoint, the one before it stays: %s", why)
                 return False
-            call_bounded(save, timeout_s=SAVE_SHARE * self._stop_s, who_waits="the run's end waits for a checkpoint")
+            self._bounded(save, SAVE_SHARE, "the run's end waits for a checkpoint")
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
             said = f"{type(error).__name__}: {error}"
             logger.warning("the run ends without a last checkpoint, the one before it stays: %s", said)
             return False
         return True
+
+    def _bounded(self, call: Callable[[], T], share: float, who_waits: str) -> T:
+        return call_bounded(call, timeout_s=self._left.share(share, keep=END_SHARE), who_waits=who_waits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -24,6 +25,7 @@ from partial_rollout.train.stale_mask import StaleTokens, mask_stale_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from ray.actor import ActorHandle
 
@@ -80,13 +82,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         events: EventWriter | None = None,
         engines: EngineRecovery | None = None,
         log: RunLog | None = None,
+        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Hand over the prompt manager, the workers, the run's event stream and its log of rollouts.
 
         `on_taken` is told of each batch as soon as it has left the queue; `mini_batch` is the number
         of trajectories in a mini-batch; `look` is called at intervals during waits; `engines` brings engines back that
-        die meanwhile.
+        die meanwhile; `elsewhere` surrounds the wait for validation, which has a limit of its own.
         """
+        self._elsewhere = elsewhere
         self._engines, self._log = engines, log
         self._events = events or EventWriter(None, "trainer")
         self._manager, self._agent_loops, self._settings, self._look = manager, agent_loops, settings, look
@@ -102,7 +106,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             ClusterError: validation ended, but not all of its prompts are in TransferQueue.
         """
         if partition_id == "val":
-            self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
+            with self._elsewhere():
+                self._agent_loops.wait_validation(self._settings.timeouts.batch_s)
             self._require_validated(global_steps, batch_size)
             return super().sample(global_steps, partition_id, batch_size)
         # Step N trains what the weights of step N - 1 have generated last.

@@ -1,4 +1,4 @@
-"""The end of a run: every step is bounded, and no step calls an actor that an earlier step has ended."""
+"""The end of a run: its steps share `timeouts.stop_s`, and no step calls an actor that an earlier step has ended."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def shutdown_run(trainer: Any) -> None:
     trainer.is_shut_down = True
     # First: the deaths of actors that end here must not be taken for the failure of the run.
     trainer.watch.stop()
-    stop_s = trainer.settings.block.timeouts.stop_s
-    for what, share, action in _steps(trainer):
+    for what, share, keep, action in _steps(trainer):
         try:
-            call_bounded(action, timeout_s=share * stop_s, who_waits=f"trainer waits at the end of the run to {what}")
+            limit_s = trainer.watch.left.share(share, keep=keep)
+            call_bounded(action, timeout_s=limit_s, who_waits=f"trainer waits at the end of the run to {what}")
         except Exception as error:  # noqa: BLE001 - the run's own error must reach the user, whatever goes wrong here
             logger.warning("at the end of the run, could not %s: %r", what, error)
     # Killed in any case: an actor whose step was late still has its processes and memory.
@@ -41,14 +41,14 @@ def shutdown_run(trainer: Any) -> None:
         ray.kill(actor)
 
 
-def _steps(trainer: Any) -> Iterator[tuple[str, float, Callable[[], Any]]]:
-    """What to do, its share of the time that the end may take, and how."""
+def _steps(trainer: Any) -> Iterator[tuple[str, float, float, Callable[[], Any]]]:
+    """What to do, its share of the time that the end may take, the share that it leaves for later steps, and how."""
     agent_loops, fleet = getattr(trainer, "agent_loop_manager", None), getattr(trainer, "fleet", None)
     if agent_loops is not None:
-        yield "stop the agent-loop workers", 0.25, agent_loops.stop
+        yield "stop the agent-loop workers", 0.25, 0.15, agent_loops.stop
     if fleet is not None:
-        yield "shut down the engines", 0.5, fleet.shutdown
-    yield "close the prompt manager", 0.05, trainer.close_manager
+        yield "shut down the engines", 0.5, 0.05, fleet.shutdown
+    yield "close the prompt manager", 0.05, 0.0, trainer.close_manager
 
 
 def _actors(trainer: Any) -> list[ActorHandle]:

@@ -42,7 +42,7 @@ class TaskRunner(TaskRunnerBase):
         """
         block = read_block(config)
         if witness is not None:
-            send_signs(witness, block.timeouts.claim_s, doing=self._doing)
+            send_signs(witness, block.timeouts.claim_s, doing=self._doing, ends_with=self._ends_with)
         configure_logging()
         report_to(EventWriter(events_folder(block), "task_runner", keep_all=True))
         note_found(own_process(TASK_RUNNER.role, TASK_RUNNER.role))
@@ -86,6 +86,9 @@ class TaskRunner(TaskRunnerBase):
             super().init_agent_loop_manager()
         if self._start is not None:
             self._start.end()
+
+    def _ends_with(self) -> str:
+        return getattr(self.trainer, "ends_with", "")
 
     def _doing(self) -> str:
         started = self._start is None or self._start.is_over

@@ -11,6 +11,7 @@ Who is who in the task runner's process, where the training loop runs:
     RunLog                          rollout_log.py              logs batches; replays them after a new start
     EngineRecovery                  engine_recovery.py          brings engines back that die while they generate
     RunWatch                        ../runtime/run_watch.py     hears of dead actors; goes on or ends the run
+    PhaseWatch                      ../runtime/phase_watch.py   ends a phase of a step that does not go on
     update_engines                  ../weights/update.py        sends weights; starts failed engines again
     PartialRolloutAgentLoopManager  ../agent_loop/manager.py    makes the workers; admits prompts; runs validation
 
@@ -46,7 +47,8 @@ The loops, and what passes between them:
 |               | so far             | an interruption           |                       | drain                    |
 
 Each wait ends after a time of `partial_rollout.timeouts`, or of a constant beside the wait, with an error that says who
-waited for whom.
+waited for whom. verl's own waits (log-probs, advantages, update, checkpoint, metrics) have no limit of their own: the
+PhaseWatch ends them.
 
 One step, on the trainer's thread; workers and engines generate meanwhile:
 
@@ -68,7 +70,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-from partial_rollout.errors import DataError, EngineDead
+from partial_rollout.errors import ActorLost, DataError, EngineDead
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -84,9 +86,11 @@ from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.balancer import make_restarted
 from partial_rollout.rollout.client import ResumingLLMServerClient
 from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.phase_watch import PhaseWatch
 from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.processes import (
     PROMPT_MANAGER,
+    TASK_RUNNER,
     TRAINING_RANK,
     TRANSFER_QUEUE_CONTROLLER,
     TRANSFER_QUEUE_STORAGE,
@@ -131,8 +135,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEEDED_TO_SAVE = (TRAINING_RANK, PROMPT_MANAGER, TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)
+NEEDED_TO_SAVE = (TASK_RUNNER, TRAINING_RANK, PROMPT_MANAGER, TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)
 """Without these processes no checkpoint can be saved."""
+LOG_SHARE = 0.1
+"""Of `timeouts.stop_s`: for putting the log of rollouts on the disk."""
+TRAIN, SAVE, VALIDATE, REPORT = "train", "save", "validate", "report"
+"""Kinds of phases of a step that the PhaseWatch limits; all else has a limit of its own."""
 ADMIT_TIMEOUT_S = 600.0
 """Long, because the first fetch starts the dataloader's workers, and rows with images are large."""
 
@@ -163,13 +171,16 @@ class PartialRolloutTrainer(PPOTrainer):
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)
         self.is_shut_down = False
-        self._doing = "was starting"
+        self._phase = PhaseWatch(self.settings.block.timeouts.train_s, "was starting")
         self._cadence = SaveCadence(self.settings.block.minutes_between_saves)
-        self._last_checkpoint = LastCheckpoint(self.settings.block.timeouts.stop_s)
+        interruption = Interruption(self.settings.block.timeouts.stop_s)
+        self._last_checkpoint = LastCheckpoint(interruption.left)
+        self.ends_with = ""
+        """Error that ends the run, if no death is its cause."""
         self.watch = RunWatch(
             self.manager,
-            Interruption(self.settings.block.timeouts.stop_s),
-            doing=lambda: self._doing,
+            interruption,
+            doing=lambda: self._phase.doing,
             step=lambda: getattr(self, "global_steps", None),
             start_s=self.settings.block.timeouts.start_s,
             answer_s=self.settings.block.timeouts.call_s,
@@ -182,7 +193,7 @@ class PartialRolloutTrainer(PPOTrainer):
     @property
     def doing(self) -> str:
         """What the trainer does, as a sentence about the past: it is said of a trainer that has died."""
-        return self._doing
+        return self._phase.doing
 
     # ---- verl's hooks ----
 
@@ -220,26 +231,31 @@ class PartialRolloutTrainer(PPOTrainer):
             events=self._events,
             engines=engines,
             log=self._log,
+            elsewhere=self._phase.elsewhere,
         )
         restarts = Restarts(self, agent_loop_manager, step=lambda: self.global_steps)
         self.watch.react(restarts.reactions())
         # Training ranks wait for a dead TransferQueue for ever; without it they can save nothing.
         self.watch.release({kind.role: self._end_ranks for kind in (TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)})
         self.watch.watch(other_actors(self, agent_loop_manager))
+        self._phase.begin("prepared to train", REPORT)
+        self._phase.start(self.watch, self.manager, lambda: training_ranks(self))
         is_complete = False
         try:
             super().fit(agent_loop_manager)
             is_complete = True
         except Exception as error:
+            self.watch.bound_end(error)
             # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
             named = self.watch.explain(error)
+            self.ends_with = "" if isinstance(named, ActorLost) else f"{type(named).__name__}: {named}"
             self._save_last_checkpoint()
             if named is error:
                 raise
             raise named from error
         finally:
             if self._log is not None:
-                self._log.end(is_complete=is_complete)
+                self._log.end(is_complete=is_complete, timeout_s=self.watch.left.share(LOG_SHARE))
             shutdown_run(self)
 
     def _end_ranks(self) -> None:
@@ -260,11 +276,15 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_validate_begin(self) -> None:
         """Say what the trainer does; also before training."""
-        self._doing = f"validated the weights of step {self._version}"
+        self._phase.begin(f"validated the weights of step {self._version}", VALIDATE)
+
+    def on_validate_end(self) -> None:
+        """What follows are metrics and logs."""
+        self._phase.begin(f"reported step {self.global_steps}", REPORT)
 
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
-        self._doing = f"generated the batch of step {self.global_steps}"
+        self._phase.begin(f"generated the batch of step {self.global_steps}")
         tuners = [tuner for tuner in (self.slot_tuner, self.depth_tuner) if tuner is not None]
         statistics = self.fleet.statistics() if tuners else ()
         for tuner in tuners:
@@ -277,7 +297,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
-        self._doing = f"trained step {self.global_steps}"
+        self._phase.begin(f"trained step {self.global_steps}", TRAIN)
         # Before the drain: afterwards engines hold nothing that tells how full they were.
         self._tune()
         with marked_timer("drain", self.timing_raw, color="red"):
@@ -293,7 +313,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_step_end(self) -> None:
         """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
         self._save_by_time()
-        self._doing = f"sent the weights of step {self.global_steps} to the engines"
+        self._phase.begin(f"sent the weights of step {self.global_steps} to the engines")
         # Before the gates open: after the last step parked requests would begin responses that nobody trains.
         if self.global_steps >= self.total_training_steps:
             self.agent_loop_manager.stop()
@@ -305,6 +325,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
         self._last_checkpoint.step_ended(self.global_steps)
+        self._phase.begin(f"reported step {self.global_steps}", REPORT)
 
     def _warn_of_ignored_limit(self) -> None:
         """As verl's own modes do."""
@@ -392,7 +413,8 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
-        self._doing, started_s = f"saved the checkpoint of step {self.global_steps}", time.monotonic()
+        self._phase.begin(f"saved the checkpoint of step {self.global_steps}", SAVE)
+        started_s = time.monotonic()
         self._checkpoints.before_save(self.global_steps)
         # First of all: what workers finish from now on may be in none of the checkpoint's parts.
         if self._log is not None:
@@ -443,7 +465,8 @@ class PartialRolloutTrainer(PPOTrainer):
             self.fleet.drain()
             self.checkpoint_manager.sleep_replicas()
 
-        last, self._doing = self._last_checkpoint, "saved its last checkpoint"
+        last = self._last_checkpoint
+        self._phase.begin("saved its last checkpoint")
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
             return
         # verl's saving takes folder and contents by `global_steps`: here the last step that is whole.
@@ -543,8 +566,8 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _bring_back(self, ranks: list[int]) -> None:
         """Relaunch engines that died while they generated; all engines are interrupted, and get the same weights."""
-        doing, version = self._doing, self._version
-        self._doing = f"relaunched engines in step {self.global_steps}"
+        doing, version = self.doing, self._version
+        self._phase.begin(f"relaunched engines in step {self.global_steps}")
         started_s = time.monotonic()
         interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=time.monotonic() - started_s, interrupted=interrupted)
@@ -553,7 +576,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._send_weights(version, num_relaunched=len(ranks))
         self._resume()
         self._events.write(GateMoved(step=version, version=version, is_open=True))
-        self._doing = doing
+        self._phase.begin(doing)
 
     def _resume(self) -> None:
         """Open all gates. An engine that dies meanwhile is brought back by whoever waits for tokens next."""

@@ -21,6 +21,8 @@ from partial_rollout.runtime import runner_watch
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.run_restarts import Failure
+from partial_rollout.runtime.run_watch import ENDED_BY_FORCE
 from partial_rollout.runtime.runner_watch import RunnerWatch, Sign, send_signs
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta
@@ -104,6 +106,28 @@ def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not()
     assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
     assert "no sign of life for 5 s" in str(named)
     assert "; it trained step" in str(named)
+
+
+class EndsLate:
+    """A task runner whose run ends with an error, but which does not end in time."""
+
+    def run(self, config: str, witness: Any) -> None:
+        send_signs(witness, CLAIM_S, doing=lambda: "trained step 3", ends_with=lambda: "DataError: no rows")
+        while ray.get(witness.latest.remote(), timeout=TIMEOUT_S)[1] is None:
+            threading.Event().wait(0.1)
+        threading.Event().wait(2 * CLAIM_S)  # the driver has looked meanwhile
+        os._exit(ENDED_BY_FORCE)
+
+
+def test_an_end_that_had_to_be_forced_is_told_by_the_error_before_it_and_not_as_a_death() -> None:
+    runner = StartedRunner(actor_class(EndsLate), TIMEOUT_S, claim_s=CLAIM_S)
+    with pytest.raises(RayActorError) as told:
+        ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
+    named = runner.explain(told.value)
+    runner.stop()
+    assert type(named) is ClusterError
+    assert str(named).startswith("DataError: no rows\ntask runner (pid")
+    assert not Failure(named, "").is_death
 
 
 def test_a_witness_that_freezes_is_started_again_and_nobody_else_is_called_silent(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -20,6 +20,13 @@ LIMIT_S = 30.0
 def _thread(interruption: Interruption) -> threading.Thread:
     """A thread to be started where the error may be raised: that may be before the start returns."""
     return threading.Thread(target=interruption.end_by, args=(LOST,), daemon=True)
+
+
+def _made(interruption: Interruption) -> RunWatch:
+    manager: Any = None
+    return RunWatch(
+        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
+    )
 
 
 def test_a_wait_without_a_bound_is_left() -> None:
@@ -70,14 +77,45 @@ def test_an_end_that_takes_too_long_is_forced(capfd: pytest.CaptureFixture[str])
     assert "error: the controller died\nthe run did not end within 0.05 s" in capfd.readouterr().err
 
 
+def test_an_end_after_an_error_that_is_no_death_is_forced_too(capfd: pytest.CaptureFixture[str]) -> None:
+    forced, ended = threading.Event(), Interruption(LIMIT_S)
+    late = Interruption(0.05, force=forced.set)
+    _made(late).bound_end(DataError("no rows"))
+    assert forced.wait(LIMIT_S)
+    assert "error: no rows\nthe run did not end within 0.05 s" in capfd.readouterr().err
+    _made(ended).bound_end(DataError("no rows"))
+    ended.ended()
+    for thread in threading.enumerate():
+        if thread.name == "bound of the run's end":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def test_the_first_that_ends_the_run_is_told_and_what_comes_of_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hangs is killed with those that wait for it, whose deaths are noticed too."""
+    interruption, told, killed = Interruption(LIMIT_S), list[str](), list[str]()
+    watch = _made(interruption)
+
+    def end_by(error: Exception) -> None:
+        told.append(str(error))
+        watch._end(Death(Process("training rank", "actor-0"), "killed"))
+
+    monkeypatch.setattr(interruption, "end_by", end_by)
+    watch._watched["actor-1"] = ("training rank", "actor-1", None), Process("training rank", "actor-1", "10.0.0.1", 7)  # pyright: ignore[reportArgumentType]
+    watch.end_stuck(Death(Process("training rank", "actor-1"), "it was killed"), lambda: killed.append("ranks"))
+    assert killed == ["ranks"]
+    assert [text.splitlines()[0] for text in told] == [
+        "training rank actor-1 (pid 7 on node 10.0.0.1) died: it was killed"
+    ]
+    watch.end_stuck(Death(Process("training rank", "actor-1"), "again"), lambda: killed.append("after the end"))
+    assert killed == ["ranks"]
+
+
 def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     interruption = Interruption(LIMIT_S)
     interruption.ended()
-    manager: Any = None
-    watch = RunWatch(
-        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
-    )
+    watch = _made(interruption)
     # As it was seen when a rank died while the trainer waited for a batch.
     in_compiled_code = SystemError("CoreWorker.wait returned a result with an exception set")
     assert watch.explain(in_compiled_code) is in_compiled_code
@@ -91,11 +129,9 @@ def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPa
 def test_the_main_thread_is_told_of_a_death_whatever_becomes_of_those_that_wait_for_the_dead_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    interruption, told, manager = Interruption(LIMIT_S), list[str](), cast("Any", None)
+    interruption, told = Interruption(LIMIT_S), list[str]()
     monkeypatch.setattr(interruption, "end_by", lambda error: told.append(str(error)))
-    watch = RunWatch(
-        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
-    )
+    watch = _made(interruption)
 
     def fails() -> None:
         raise ValueError("no such actor")

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from partial_rollout.errors import EngineDead
+from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 
 STOP_S = 40.0
@@ -16,7 +17,7 @@ class Run:
     """A run that began with step 4 and 32 groups taken; it notes what is done at its end."""
 
     def __init__(self, stop_s: float = STOP_S) -> None:
-        self.last, self.calls = LastCheckpoint(stop_s), []
+        self.last, self.calls = LastCheckpoint(TimeLeft(stop_s)), []
         self.last.begin(4, 32)
         self.num_taken = 32
 
@@ -51,7 +52,7 @@ def test_nothing_is_saved_twice_and_nothing_before_the_first_step() -> None:
     run.train(5)
     run.last.saved(5)
     assert not run.end()
-    first = LastCheckpoint(STOP_S)
+    first = LastCheckpoint(TimeLeft(STOP_S))
     first.begin(0, 0)
     assert not first.is_due
     assert run.calls == []

@@ -1,20 +1,26 @@
-"""Shutdown goes on after a failing step, tolerates missing parts and runs once."""
+"""Shutdown goes on after a failing step, tolerates missing parts, runs once, and never takes longer than it may."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from partial_rollout.settings.block import PartialRolloutConfig
-from partial_rollout.train import shutdown
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.runtime.bounded import TimeLeft
+from partial_rollout.train import last_checkpoint, shutdown
+from partial_rollout.train.last_checkpoint import LastCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STOP_S = 60.0
 
 
 class _Trainer(SimpleNamespace):
     is_shut_down = False
-    settings = SimpleNamespace(block=PartialRolloutConfig())
-    watch = SimpleNamespace(stop=lambda: None)
+    watch = SimpleNamespace(stop=lambda: None, left=TimeLeft(STOP_S))
 
     def close_manager(self) -> None:
         self.calls.append("manager")
@@ -51,3 +57,56 @@ def test_parts_that_were_never_made_are_left_out(killed: list[Any]) -> None:
     shutdown.shutdown_run(_Trainer(calls=calls, manager="manager actor"))
     assert calls == ["manager"]
     assert killed == ["manager actor"]
+
+
+class Slow:
+    """Every wait takes all the time that it has; some calls answer in the last moment, the others never."""
+
+    def __init__(self, answer: tuple[str, ...]) -> None:
+        self.now_s, self.waits, self._answer = 1000.0, list[tuple[str, float]](), answer
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def call_bounded(self, call: Callable[[], Any], *, timeout_s: float, who_waits: str) -> Any:
+        self.now_s += timeout_s
+        self.waits.append((who_waits, timeout_s))
+        if any(word in who_waits for word in self._answer):
+            return call()
+        raise WaitTimeout(who_waits)
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_waits"),
+    [
+        ((), 2 + 3),
+        (("engines", "prompt manager"), 3 + 3),
+        (("prompt manager",), 3 + 3),
+        (("engines", "manager", "checkpoint"), 6),
+    ],
+)
+def test_a_checkpoint_and_the_end_together_take_no_longer_than_stop_s(
+    answer: tuple[str, ...], num_waits: int, killed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error that is not a death, where nobody else ends the run."""
+    slow = Slow(answer)
+    for module in (last_checkpoint, shutdown):
+        monkeypatch.setattr(module, "call_bounded", slow.call_bounded)
+    left = TimeLeft(STOP_S, slow.clock)
+    last = LastCheckpoint(left)
+    last.begin(4, 32)
+    last.step_ended(5)
+    last.save(lambda: None, lambda: 32, lambda: None)
+    trainer = _Trainer(
+        calls=[],
+        watch=SimpleNamespace(stop=lambda: None, left=left),
+        agent_loop_manager=SimpleNamespace(stop=lambda: None, agent_loop_workers=["worker"]),
+        fleet=SimpleNamespace(shutdown=lambda: None),
+        manager="manager actor",
+    )
+    shutdown.shutdown_run(trainer)
+    assert len(slow.waits) == num_waits
+    assert sum(seconds for _, seconds in slow.waits) == pytest.approx(slow.now_s - 1000.0)
+    assert slow.now_s - 1000.0 <= STOP_S
+    assert all(seconds > 1.0 for _, seconds in slow.waits)
+    assert killed == ["worker", "manager actor"]
