@@ -18,7 +18,7 @@ from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
 from partial_rollout.errors import ActorLost, WaitTimeout
-from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.bounded import UNUSUAL, Wait, call_bounded
 from partial_rollout.runtime.prompt_manager import find_manager
 from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for, wait_for_all
 from partial_rollout.runtime.run_watch import manager_limit_s
@@ -81,7 +81,9 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._log_folder: LogFolder | None = None
         self._is_running = False
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
-        self._num_restarts = 0
+        self._restored: frozenset[str] = frozenset()
+        """Workers that got a checkpoint's tokens; empty: nobody has any left."""
+        self._num_restarts, self._longest_validation_s = 0, 0.0
         self.engines: EngineRecovery | None = None
         """Brings engines back that die in validation; the trainer sets it."""
         self._swapped = threading.Condition()
@@ -185,8 +187,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         What a worker had that died is validated by the worker that takes its place.
         """
         validations, self._validations = self._validations, []
+        began_s = time.monotonic()
         self._recover_engines([each.ref for each in validations], timeout_s)
         answers = self._ask_living([each.ref for each in validations], "finish validation", timeout_s)
+        self._longest_validation_s = max(self._longest_validation_s, time.monotonic() - began_s)
         lost = [each for each, answer in zip(validations, answers, strict=True) if isinstance(answer, RayActorError)]
         for each in lost:
             worker = self._successor(each.rank, each.worker)
@@ -196,11 +200,13 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _recover_engines(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
         """Until all `refs` are ready, but `timeout_s` at most: bring engines back that die meanwhile."""
-        late, deadline = list(refs), time.monotonic() + timeout_s
-        while self.engines is not None and late and (left_s := deadline - time.monotonic()) > 0:
-            ready, _ = ray.wait([*late, *self.engines.deaths], num_returns=1, timeout=left_s)
+        late, sound_s = list(refs), min(UNUSUAL * self._longest_validation_s, timeout_s)
+        waiting = Wait("trainer waits for agent-loop workers to finish validation", timeout_s, sound_s)
+        while self.engines is not None and late and not waiting.is_over:
+            ready, _ = ray.wait([*late, *self.engines.deaths], num_returns=1, timeout=waiting.step_s())
             late = [ref for ref in late if ref not in ready]
             self.engines.look(ready)
+            waiting.look(f"{len(late)} of {len(refs)}")
 
     def _successor(self, rank: int, dead: ActorHandle) -> ActorHandle:
         with self._swapped:
@@ -242,12 +248,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         A worker that is dead or silent costs its own tokens only: the second value says who, and why.
         """
         asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
-        calls = [worker.unclaimed.remote() for _, worker in asked]
-        answers = self._settle(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S)
-        unclaimed = [answer for answer in answers if not is_missing(answer)]
-        if not unclaimed:
+        answers = self._ask_unclaimed(asked)
+        if all(map(is_missing, answers)):
             return {}, [f"{name}: {answer}" for (name, _), answer in zip(asked, answers, strict=True)]
-        kept, first = frozenset.intersection(*unclaimed), next(i for i, a in enumerate(answers) if not is_missing(a))
+        kept, first = self._kept(asked, answers)
         calls = [
             worker.tokens_in_flight.remote(kept, with_unclaimed=i == first)
             for i, ((_, worker), answer) in enumerate(zip(asked, answers, strict=True))
@@ -270,6 +274,36 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         ref = ray.put(saved)
         calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
+        self._restored = frozenset(self.worker_ids) if saved else frozenset()
+
+    def forget_claimed(self) -> None:
+        """Let all workers forget the restored tokens of trajectories that one of them has started, until none is left.
+
+        Without it each worker would keep all of a checkpoint's tokens where no further checkpoint follows.
+        """
+        if not self._restored:
+            return
+        asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
+        answers = self._ask_unclaimed(asked)
+        if any(map(is_missing, answers)):
+            return  # after the next step again
+        kept, _ = self._kept(asked, answers)
+        self._settle([worker.keep_unclaimed.remote(kept) for _, worker in asked], "forget tokens", HOLD_TIMEOUT_S)
+        if not kept:
+            self._restored = frozenset()
+
+    def _ask_unclaimed(self, asked: Sequence[tuple[str, ActorHandle]]) -> list[Any]:
+        calls = [worker.unclaimed.remote() for _, worker in asked]
+        return self._settle(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S)
+
+    def _kept(self, asked: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> tuple[frozenset[str], int]:
+        """Restored trajectories that no worker has started, and the number of a worker that has them.
+
+        A worker that was started again has never had any, and says nothing of the others.
+        """
+        answered = [i for i, answer in enumerate(answers) if not is_missing(answer)]
+        restored = [i for i in answered if asked[i][0] in self._restored]
+        return frozenset.intersection(*(answers[i] for i in restored or answered)), (restored or answered)[0]
 
     def begin_log(self, folder: LogFolder) -> None:
         """Let all workers write the log of rollouts into this folder from now on."""

@@ -196,6 +196,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Restored trajectories that have not started here."""
         return self._trajectories.unclaimed()
 
+    async def keep_unclaimed(self, unclaimed: frozenset[str]) -> None:
+        """Forget the restored tokens of trajectories that are not in `unclaimed`."""
+        self._trajectories.keep_unclaimed(unclaimed)
+
     async def tokens_in_flight(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
         """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` of restored ones not started.
 

@@ -7,12 +7,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
 K = TypeVar("K", bound="Hashable")
 
 WARN_SHARE = 0.1
 """Share of a limit after which a warning names the wait."""
+LEAST_WARN_S = 10.0
+"""Time before which no single wait is warned of: on a busy machine sound calls take seconds."""
+
+
+def warn_times(limit_s: float, sound_s: float = 0.0) -> Iterator[float]:
+    """Seconds after which a wait is warned of: a tenth of its limit, and each time that it has lasted twice as long.
+
+    `sound_s` is how long it may last without anything being wrong.
+
+    >>> list(warn_times(600.0)), list(warn_times(60.0)), list(warn_times(600.0, sound_s=200.0)), list(warn_times(8.0))
+    ([60.0, 120.0, 240.0, 480.0], [10.0, 20.0, 40.0], [240.0, 480.0], [])
+    """
+    warn_s = max(LEAST_WARN_S, sound_s + WARN_SHARE * (limit_s - sound_s))
+    while warn_s < limit_s:
+        yield warn_s
+        warn_s *= 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from partial_rollout.core.deadlines import LEAST_WARN_S, WARN_SHARE
+
 FIRST_TOKENS = 10.0
 """Until an engine has handed over its first tokens it may take so many times longer: some engines compile first."""
+HALF = 0.5
+"""Of the limit: a warning comes by then, however short the limit is."""
 
 
 class Progress:
@@ -33,6 +37,15 @@ class Progress:
     def limit_s(self) -> float:
         """How long the engine may stand still."""
         return self._stall_s * FIRST_TOKENS if self._longest_s is None else self._stall_s + self._longest_s
+
+    @property
+    def warn_s(self) -> float:
+        """After which a warning announces the limit: a tenth of what the engine has beyond its longest pause.
+
+        But not within the first seconds, which an engine may take on a busy machine.
+        """
+        longest_s = self._longest_s or 0.0
+        return max(longest_s + WARN_SHARE * (self.limit_s - longest_s), min(LEAST_WARN_S, HALF * self.limit_s))
 
     @property
     def is_stuck(self) -> bool:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLE = "image server"
+SOUND_SHARE = 0.5
+"""Of `stall_s`, which an engine may be silent for without a warning."""
 BEATS = 10
 """Signs of life that are asked for within the time after which a silent engine is given up."""
 MAX_LOST = 2
@@ -418,9 +420,9 @@ class Replicas:
                 continue
             try:
                 call = self._named(server, lambda each: each.count_steps.remote(self._stall_s))
-                await answer_of(
-                    call, timeout_s=self._stall_s, who_waits=f"the job for a sign of life of {server.process}"
-                )
+                who_waits = f"the job for a sign of life of {server.process}"
+                # A denoise step of a large picture takes long.
+                await answer_of(call, timeout_s=self._stall_s, who_waits=who_waits, sound_s=SOUND_SHARE * self._stall_s)
             except WaitTimeout:
                 # The engine is silent in an update, which may have begun after the question.
                 if server.handle is handle and server.is_up and updates == self._num_updates:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from partial_rollout.core.progress import Progress
-from partial_rollout.observability.events import EventWriter, Fault
+from partial_rollout.observability.events import EventWriter, Fault, Warned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-WARN_SHARE = 0.5
-"""Share of the limit after which a warning announces the engine's end."""
 ROLE = "engine"
 
 
@@ -37,7 +35,7 @@ class ProgressWatch:
         """`name` is the server's, for warnings and errors."""
         self._name, self._events, self._progress = name, events, Progress(stall_s)
         self._task: asyncio.Task[None] | None = None
-        self._has_warned = False
+        self._warn_s = self._progress.warn_s
         self.verdict = ""
         """Why the engine was ended; empty while it was not."""
 
@@ -62,17 +60,17 @@ class ProgressWatch:
                 self._warn(requests, stood_still_s)
 
     def _warn(self, requests: int, stood_still_s: float) -> None:
-        is_slow = stood_still_s >= WARN_SHARE * self._progress.limit_s
-        if is_slow and not self._has_warned:
-            logger.warning(
-                "%s holds %d requests and has generated nothing for %.0f s; after %.0f s it is ended "
-                "(partial_rollout.timeouts.stall_s)",
-                self._name,
-                requests,
-                stood_still_s,
-                self._progress.limit_s,
-            )
-        self._has_warned = is_slow
+        if stood_still_s < self._warn_s:
+            if not stood_still_s:
+                self._warn_s = self._progress.warn_s
+            return
+        self._warn_s = 2 * stood_still_s
+        text = (
+            f"{self._name} holds {requests} requests and has generated nothing for {stood_still_s:.0f} s; after "
+            f"{self._progress.limit_s:.0f} s it is ended (partial_rollout.timeouts.stall_s)"
+        )
+        logger.warning("%s", text)
+        self._events.write(Warned(text=text, source=__name__))
 
     def _end(self, requests: int, stood_still_s: float, processes: Collection[psutil.Process]) -> None:
         states = ", ".join(f"pid {process.pid} {_state(process)}" for process in processes)

@@ -1,23 +1,72 @@
-"""A deadline, and a look at the other end's health, for a blocking call that has neither."""
+"""Deadlines: of one wait, with warnings on the way; of a blocking call that has none; of several steps together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import threading
 import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
+from partial_rollout.core.deadlines import warn_times
 from partial_rollout.errors import WaitTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+UNUSUAL = 2.0
+"""A wait for work, such as a batch, is warned of when it lasts so many times as long as the longest one that has ended:
+with an 8B model and responses of 4,096 tokens a sound step waits for 70 s, with longer ones for minutes."""
 CHECK_INTERVAL_S = 5.0
 """How late the death of the other end is noticed, which sends no event."""
+
+
+class Wait:
+    """One wait that has a limit, and is named in a warning when it has lasted for a tenth of it, and for twice as long.
+
+    begin -> waiting for `step_s` seconds, then `look` -> ... -> answered, or `is_over`
+    """
+
+    def __init__(
+        self, who_waits: str, timeout_s: float, sound_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`who_waits` names both ends; the wait may last `sound_s` without anything being wrong."""
+        self.who_waits, self.timeout_s, self._clock = who_waits, timeout_s, clock
+        self._since_s, self._warn = clock(), warn_times(timeout_s, sound_s)
+        self._warn_s = next(self._warn, math.inf)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._since_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its limit is reached."""
+        return self.waited_s >= self.timeout_s
+
+    def step_s(self, longest_s: float = math.inf) -> float:
+        """Seconds until there is something to say, or until the limit."""
+        return max(0.0, min(min(self._warn_s, self.timeout_s) - self.waited_s, longest_s))
+
+    def look(self, missing: str = "") -> None:
+        """Warn, if it is time to; `missing` says whose answer is missing."""
+        waited_s = self.waited_s
+        if waited_s >= self._warn_s and not self.is_over:
+            self._warn_s = next((each for each in self._warn if each > waited_s), math.inf)
+            logger.warning(
+                "%s: no answer%s for %.0f s; after %g s this wait ends with an error",
+                self.who_waits,
+                f" from {missing}" if missing else "",
+                waited_s,
+                self.timeout_s,
+            )
 
 
 class TimeLeft:
@@ -57,10 +106,12 @@ def call_bounded(
     who_waits: str,
     check: Callable[[], None] = _healthy,
     check_interval_s: float = CHECK_INTERVAL_S,
+    sound_s: float = 0.0,
 ) -> T:
     """Return `call()`, or raise when it is late or when `check` raises; a late call goes on in a thread of its own.
 
-    For calls that cannot be cancelled and whose failure ends the run.
+    For calls that cannot be cancelled and whose failure ends the run. A warning names a call that takes long; one that
+    takes `sound_s` does not.
 
     Raises:
         WaitTimeout: `call` did not return in time; `who_waits` says who waited for whom.
@@ -76,10 +127,11 @@ def call_bounded(
 
     # A daemon: a call that never returns must not keep the process from ending.
     threading.Thread(target=run, daemon=True, name=who_waits).start()
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        if wait([result], timeout=min(check_interval_s, left_s)).done:
+    waiting = Wait(who_waits, timeout_s, sound_s)
+    while not waiting.is_over:
+        if wait([result], timeout=waiting.step_s(check_interval_s)).done:
             return result.result()
+        waiting.look()
         check()
     raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
 

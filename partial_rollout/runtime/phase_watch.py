@@ -48,7 +48,7 @@ ASK_S = 5.0
 STACKS_S = 2 * BEAT_S
 """Each rank gives a sign of life within this time."""
 TRAINER_CODE = ("/verl/trainer/", "/partial_rollout/train/")
-NUM_FRAMES = 4
+NUM_FRAMES = 8
 """Innermost functions of a stack that an error quotes; the log has all."""
 
 

@@ -1,4 +1,4 @@
-"""Ray calls with a deadline; the error of a late one names who waited for whom."""
+"""Ray calls with a deadline; warnings and the error of a late one name who waits for whom."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from partial_rollout.errors import WaitTimeout
+from partial_rollout.runtime.bounded import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -28,11 +29,21 @@ def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> An
 
 def wait_for_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
     """All answers, in order. Raises as `wait_for`; WaitTimeout says how many answers were late."""
-    try:
-        return ray.get(list(refs), timeout=timeout_s)
-    except GetTimeoutError:
-        _, late = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        raise WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s") from None
+    waiting = Wait(who_waits, timeout_s)
+    while True:
+        try:
+            return ray.get(list(refs), timeout=waiting.step_s())
+        except GetTimeoutError as error:
+            if isinstance(error, RayTaskError):  # a call has waited for something itself
+                raise
+        late = f"{_num_late(refs)} of {len(refs)}"
+        if waiting.is_over:
+            raise WaitTimeout(f"{who_waits}: {late} did not answer within {timeout_s:g} s") from None
+        waiting.look(late)
+
+
+def _num_late(refs: Sequence[ray.ObjectRef[Any]]) -> int:
+    return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[1])
 
 
 def settle_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_waits: str) -> list[Any]:
@@ -41,7 +52,12 @@ def settle_all(refs: Sequence[ray.ObjectRef[Any]], *, timeout_s: float, who_wait
     Raises:
         Exception: what a call raised.
     """
-    found, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    found, late, waiting = [], list(refs), Wait(who_waits, timeout_s)
+    while late:
+        found, late = ray.wait(list(refs), num_returns=len(refs), timeout=waiting.step_s())
+        if waiting.is_over:
+            break
+        waiting.look(f"{len(late)} of {len(refs)}")
     missing = WaitTimeout(f"{who_waits}: {len(late)} of {len(refs)} did not answer within {timeout_s:g} s")
     ready = set(found)
     return [_answer_or_death(ref) if ref in ready else missing for ref in refs]
@@ -59,18 +75,20 @@ def is_missing(answer: Any) -> bool:
     return isinstance(answer, RayActorError | WaitTimeout)
 
 
-async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str) -> Any:
-    """As `wait_for`, in an event loop. A late answer is dropped."""
+async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str, sound_s: float = 0.0) -> Any:
+    """As `wait_for`, in an event loop. A late answer is dropped; a sound one may take `sound_s`."""
 
     async def awaited() -> Any:
         return await ref
 
     answer = asyncio.create_task(awaited())
     try:
+        waiting = Wait(who_waits, timeout_s, sound_s, asyncio.get_running_loop().time)
         # asyncio.wait_for would not tell its own timeout from a TimeoutError that the call raised.
-        done, _ = await asyncio.wait([answer], timeout=timeout_s)
-        if not done:
-            raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+        while not (await asyncio.wait([answer], timeout=waiting.step_s()))[0]:
+            if waiting.is_over:
+                raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+            waiting.look()
         return answer.result()
     finally:
         answer.cancel()
@@ -96,8 +114,8 @@ class RemoteActor:
         method = getattr(self._handle, name)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            timeout_s = self._call_s + kwargs.get("timeout_s", 0.0)
-            who_waits = f"{self._who_waits} to answer {name!r}"
-            return await answer_of(method.remote(*args, **kwargs), timeout_s=timeout_s, who_waits=who_waits)
+            own_s = kwargs.get("timeout_s", 0.0)
+            who_waits, call = f"{self._who_waits} to answer {name!r}", method.remote(*args, **kwargs)
+            return await answer_of(call, timeout_s=self._call_s + own_s, who_waits=who_waits, sound_s=own_s)
 
         return call

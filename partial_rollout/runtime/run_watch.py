@@ -218,14 +218,20 @@ class RunWatch:
     def end_stuck(self, death: Death, release: Callable[[], None]) -> None:
         """End the run, because a process that is alive keeps it waiting; for a thread of its own.
 
-        `death` says which process, by its role and, where there are several, its name; `release` kills whoever the
-        trainer waits for.
+        `death` says which process, by its role and, where there are several, its name; it is killed, and `release`
+        kills whoever else the trainer may wait for.
         """
         wanted = death.process
-        found = [known for _, known in self._watched.copy().values() if known.role == wanted.role]
-        process = next((known for known in found if known.name == wanted.name), (*found, wanted)[0])
+        found = [each for each in self._watched.copy().values() if each[1].role == wanted.role]
+        found.sort(key=lambda each: each[1].name != wanted.name)
+
+        def kill() -> None:
+            release()
+            for (_, _, handle), process in found[:1]:
+                end_actor(handle, process)
+
         if not self._stopped.is_set():
-            self._end(replace(death, process=process), release)
+            self._end(replace(death, process=found[0][1] if found else wanted), kill)
 
     @contextlib.contextmanager
     def stops_at_an_error(self) -> Iterator[None]:

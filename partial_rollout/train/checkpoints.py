@@ -4,10 +4,12 @@ verl writes `ROOT/global_step_N/` part by part (actor, critic, data, TransferQue
 `ROOT/latest_checkpointed_iteration.txt`. A run that is killed in between, or a disk that is full, leaves a folder with
 some of its parts, or a tracker file without a number, which verl cannot start from.
 
-    save all parts ──> read back, write the manifest ──> (tracker names it) ──> prune older ones
+    save all parts ──> look at them, write the manifest ──> (tracker names it) ──> prune older ones
 
 The manifest (`partial_rollout/whole.json`) lists all files of the folder with their sizes. It is written last, when all
-files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power.
+files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power. Of
+each torch file the directory is read back, which torch writes at its end. Its tensors are not: that would take as long
+as the save, so a disk that changes bytes is not noticed.
 Checkpoints of release 0.1 and of verl's own modes have no manifest: they count as whole if all parts are there that
 their mode writes.
 """
@@ -19,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +49,8 @@ QUEUE = "partial_rollout/queue.json"
 """Written first by this package's mode; verl's `sync` mode writes neither this nor TransferQueue's dump."""
 PARTS = ("actor", "data.pt")
 PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
+ZIP_MARK = b"PK\x03\x04"
+"""Of a file that `torch.save` has written."""
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 FOLDER_KEY = "trainer.default_local_dir"
 """Where users of text jobs set the folder of checkpoints. Image jobs use these functions too, with a key of theirs."""
@@ -141,10 +146,12 @@ def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_
     """Write the manifest of a checkpoint of which every part has been saved; returns the bytes of its parts.
 
     Raises:
-        DataError: a part of the folder is missing or empty.
+        DataError: a part of the folder is missing or empty, or a torch file has no end.
     """
     for part in parts:
         _require_content(folder / part, folder_key)
+    for path in folder.rglob("*.pt"):
+        _require_directory(path, folder_key)
     sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
     # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
     for path in (*folder.rglob("*"), folder, folder.parent):
@@ -291,6 +298,21 @@ def _require_content(part: Path, folder_key: str) -> None:
             f"the checkpoint in {part.parent} was not saved whole: {part.name} is missing or empty. The checkpoints "
             f"before it are kept; is the disk full ({folder_key})?"
         )
+
+
+def _require_directory(path: Path, folder_key: str) -> None:
+    """Raise DataError for a torch file that was cut off; one of torch's format before 1.6 has no directory."""
+    with path.open("rb") as file:
+        if file.read(len(ZIP_MARK)) != ZIP_MARK:
+            return
+    try:
+        with zipfile.ZipFile(path):
+            pass
+    except zipfile.BadZipFile as error:
+        raise DataError(
+            f"the checkpoint's file {path} was not saved whole: {error}. The checkpoints before it are kept; is the "
+            f"disk full ({folder_key})?"
+        ) from error
 
 
 def write_durably(path: Path, content: bytes) -> None:

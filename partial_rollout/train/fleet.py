@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.utils.ray_utils import auto_await
 
-from partial_rollout.errors import PartialRolloutError, WaitTimeout
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.runtime.bounded import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.rollout.replica import PartialRolloutReplica
     from partial_rollout.settings.block import TimeoutConfig
+
+
+CANCEL_S = 1.0
+"""A call to a replica that is cancelled ends at once."""
 
 
 class ReplicaFleet:
@@ -105,16 +110,19 @@ async def _gather(
     what: str, calls: Sequence[tuple[PartialRolloutReplica, Awaitable[Any]]], timeout_s: float
 ) -> list[Any]:
     answers = [asyncio.ensure_future(call) for _, call in calls]
-    try:
-        return await asyncio.wait_for(asyncio.gather(*answers), timeout_s)
-    except asyncio.TimeoutError as error:  # noqa: UP041 - not the built-in one on Python 3.10
-        if isinstance(error, PartialRolloutError):
-            raise  # a replica's own error, which names its requests, is a TimeoutError too
-        late = [_name(replica) for (replica, _), answer in zip(calls, answers, strict=True) if answer.cancelled()]
-        raise WaitTimeout(
-            f"trainer waited {timeout_s:g} s for {len(calls)} rollout replicas to {what}; no answer from "
-            f"{', '.join(late)}"
-        ) from None
+    waiting = Wait(f"trainer waits for {len(calls)} rollout replicas to {what}", timeout_s)
+    # asyncio.wait_for would not tell its own timeout from a replica's error, which may be a TimeoutError too.
+    together = asyncio.gather(*answers)
+    while not (await asyncio.wait([together], timeout=waiting.step_s()))[0]:
+        late = ", ".join(_name(replica) for (replica, _), each in zip(calls, answers, strict=True) if not each.done())
+        if waiting.is_over:
+            together.cancel()
+            await asyncio.wait([together], timeout=CANCEL_S)
+            raise WaitTimeout(
+                f"trainer waited {timeout_s:g} s for {len(calls)} rollout replicas to {what}; no answer from {late}"
+            )
+        waiting.look(late)
+    return together.result()
 
 
 def _name(replica: PartialRolloutReplica) -> str:

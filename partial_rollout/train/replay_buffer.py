@@ -17,7 +17,7 @@ from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
-from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.bounded import UNUSUAL, call_bounded
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_watch import manager_limit_s
 from partial_rollout.train.metrics import group_metrics
@@ -44,9 +44,6 @@ FILTERED_WARNING_BATCHES = 3
 """Groups without spread, in batches, after which a wait for one batch is warned of; again at each doubling."""
 REPORT_INTERVAL_S = 60.0
 """How often a waiting trainer logs what it waits for."""
-UNUSUAL = 2.0
-"""The log of a wait is a warning when it lasts so many times as long as the longest wait that has ended: with an 8B
-model and responses of 4,096 tokens a sound step waits for 70 s, with longer ones for minutes."""
 NUM_VALUES_SHOWN = 4
 """Metrics of dropped groups that a warning names, the most frequent ones."""
 

@@ -85,7 +85,7 @@ from partial_rollout.observability.metrics import TrainerMetrics, run_name
 from partial_rollout.packing.batch import make_batch_packer
 from partial_rollout.rollout.balancer import make_restarted
 from partial_rollout.rollout.client import ResumingLLMServerClient
-from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.bounded import UNUSUAL, call_bounded
 from partial_rollout.runtime.phase_watch import PhaseWatch
 from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.processes import (
@@ -164,6 +164,7 @@ class PartialRolloutTrainer(PPOTrainer):
         # verl's name: what its loop adds to the metrics of the step that ends next.
         self._pending_sync_metrics: dict[str, float] = {}
         self._round_kind = ""
+        self._longest_update_s = 0.0
         self._version = 0
         """Weight version that the engines were sent last."""
         self._checkpoints = CheckpointKeeper(config)
@@ -324,6 +325,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self._resume()
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
+        self.agent_loop_manager.forget_claimed()
         self._last_checkpoint.step_ended(self.global_steps)
         self._phase.begin(f"reported step {self.global_steps}", REPORT)
 
@@ -591,6 +593,7 @@ class PartialRolloutTrainer(PPOTrainer):
         started_s = time.monotonic()
         num_relaunched += self._update_engines(version)
         self._version, seconds = version, time.monotonic() - started_s
+        self._longest_update_s = max(self._longest_update_s, seconds)
         self._events.write(WeightsUpdated(step=version, version=version, seconds=seconds, relaunches=num_relaunched))
         relaunches = self._pending_sync_metrics.get("partial_rollout/engine_relaunches", 0)
         self._pending_sync_metrics["partial_rollout/engine_relaunches"] = relaunches + num_relaunched
@@ -598,10 +601,12 @@ class PartialRolloutTrainer(PPOTrainer):
     def _update_engines(self, version: int) -> int:
         """Send weights to all engines; returns how many engines were started again for it."""
         timeout_s = self.settings.block.timeouts.resume_s
+        sound_s = min(UNUSUAL * self._longest_update_s, timeout_s)
         if not self.settings.uses_channel:
             call_bounded(
                 lambda: self.checkpoint_manager.update_weights(version),
                 timeout_s=timeout_s,
+                sound_s=sound_s,
                 who_waits=f"trainer waits for weight version {version} to reach the engines",
                 check=self.fleet.require_health,
             )
@@ -613,6 +618,7 @@ class PartialRolloutTrainer(PPOTrainer):
             version=version,
             relaunches=self.settings.block.weights.relaunches,
             timeout_s=timeout_s,
+            sound_s=sound_s,
             before_resend=self.checkpoint_manager.sleep_replicas,
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import RayTaskError
 
 from partial_rollout.errors import WaitTimeout, WeightUpdateError
+from partial_rollout.runtime.bounded import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ def update_engines(
     relaunches: int,
     timeout_s: float,
     before_resend: Callable[[], Any],
+    sound_s: float = 0.0,
 ) -> int:
     """Bring all engines to weight version `version`; return how many had to be relaunched for it.
 
@@ -35,6 +36,7 @@ def update_engines(
         engines: all engines, of which those that failed are relaunched.
         relaunches: how often engines that an update failed in are started again before the run gives up.
         timeout_s: the longest time that one update of all engines may take.
+        sound_s: what one may take without a warning.
         before_resend: puts all engines into the state in which an update finds them.
 
     Raises:
@@ -44,7 +46,8 @@ def update_engines(
     """
     num_relaunched = 0
     for attempts_left in reversed(range(relaunches + 1)):
-        failure = _first_failure(send(), timeout_s, f"trainer waits for weight version {version} to reach the engines")
+        waiting = Wait(f"trainer waits for weight version {version} to reach the engines", timeout_s, sound_s)
+        failure = _first_failure(send(), waiting)
         if failure is None:
             break
         failed = engines.failed_updates()
@@ -62,15 +65,20 @@ def update_engines(
     return num_relaunched
 
 
-def _first_failure(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, who_waits: str) -> WeightUpdateError | None:
+def _first_failure(refs: Sequence[ray.ObjectRef[Any]], waiting: Wait) -> WeightUpdateError | None:
     """Wait for every rank, because none may still be sending when the next update begins."""
-    deadline, late, failure = time.monotonic() + timeout_s, list(refs), None
+    late, failure = list(refs), None
     while late:
-        done, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            silent = ", ".join(str(rank) for rank, ref in enumerate(refs) if ref in late)
-            raise WaitTimeout(f"{who_waits}: of {len(refs)} ranks no answer within {timeout_s:g} s from {silent}")
-        failure = failure or _failure(done[0])
+        done, late = ray.wait(late, timeout=waiting.step_s())
+        if done:
+            failure = failure or _failure(done[0])
+            continue
+        silent = ", ".join(str(rank) for rank, ref in enumerate(refs) if ref in late)
+        if waiting.is_over:
+            raise WaitTimeout(
+                f"{waiting.who_waits}: of {len(refs)} ranks no answer within {waiting.timeout_s:g} s from {silent}"
+            )
+        waiting.look(f"ranks {silent} of {len(refs)}")
     return failure
 
 

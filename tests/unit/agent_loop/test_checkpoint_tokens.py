@@ -59,7 +59,7 @@ class Worker(PartialRolloutAgentLoopWorker):
     @property
     def handle(self) -> Any:
         """A handle whose calls are answered when they are waited for."""
-        names = ("unclaimed", "tokens_in_flight", "restore_tokens")
+        names = ("unclaimed", "tokens_in_flight", "restore_tokens", "keep_unclaimed")
         calls = {name: self._die if name == self.dies_in else getattr(self, name) for name in names}
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
@@ -197,3 +197,40 @@ def test_without_any_worker_the_checkpoint_has_no_tokens_and_says_so(world: Worl
         worker.dies_in = "unclaimed"
     assert world.checkpoint() == {}
     assert len(world.missing) == NUM_WORKERS
+
+
+def test_without_any_checkpoint_what_one_worker_has_started_is_forgotten_by_the_others_after_the_step(
+    world: World,
+) -> None:
+    manager = world.manager
+    manager.restore_tokens(SAVED)
+    world.workers[0].start("a")
+    manager.forget_claimed()
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS
+    for uid, worker in zip("bc", world.workers, strict=False):
+        worker.start(uid)
+    manager.forget_claimed()
+    assert [worker.unstarted for worker in world.workers] == [frozenset()] * NUM_WORKERS
+    world.waits.clear()
+    manager.forget_claimed()  # nobody has any left
+    assert world.waits == []
+
+
+def test_a_worker_that_does_not_answer_makes_nobody_forget(world: World) -> None:
+    manager = world.manager
+    manager.restore_tokens(SAVED)
+    world.workers[0].start("a")
+    world.workers[1].dies_in = "unclaimed"
+    manager.agent_loop_workers = [worker.handle for worker in world.workers]
+    manager.forget_claimed()
+    assert world.workers[2].unstarted == SAVED.keys()
+
+
+def test_a_worker_that_was_started_again_does_not_make_the_others_forget(world: World) -> None:
+    manager = world.manager
+    manager.restore_tokens(SAVED)
+    world.workers[1] = Worker()
+    manager.agent_loop_workers[1], manager.worker_ids[1] = world.workers[1].handle, "agent_loop_worker_1_again_1"
+    manager.forget_claimed()
+    assert [len(worker.unstarted) for worker in world.workers] == [3, 0, 3]
+    assert manager.tokens_in_flight() == (SAVED, [])

@@ -55,3 +55,14 @@ def test_one_token_is_progress() -> None:
     progress.look(requests=2, tokens=8, now_s=30.0)
     assert progress.look(requests=2, tokens=9, now_s=33.0) == 0.0
     assert progress.limit_s == STALL_S + 29.0
+
+
+def test_a_warning_comes_after_a_tenth_of_what_is_beyond_the_longest_pause_but_not_within_seconds() -> None:
+    progress = Progress(stall_s=30.0)
+    assert progress.warn_s == 30.0  # of 300, until the first tokens
+    progress.look(requests=1, tokens=0, now_s=0.0)
+    progress.look(requests=1, tokens=8, now_s=2.0)
+    assert progress.warn_s == 10.0
+    progress.look(requests=1, tokens=16, now_s=42.0)
+    assert progress.warn_s == 43.0
+    assert Progress(stall_s=0.4).warn_s == 2.0

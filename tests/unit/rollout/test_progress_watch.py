@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from partial_rollout.observability.events import EventReader, EventWriter, Fault
+from partial_rollout.observability.events import EventReader, EventWriter, Fault, Warned
 from partial_rollout.rollout.progress_watch import ProgressWatch
 from tests.unit.runtime.virtual_time import run_virtual
 
@@ -56,10 +56,13 @@ def test_a_frozen_engine_is_named_and_ended(
     with caplog.at_level(logging.WARNING):
         verdict = run_virtual(main())
     assert f"pid {engine.pid} stopped) held 5 requests and generated nothing for 3" in verdict
-    assert any("holds 5 requests and has generated nothing" in record.message for record in caplog.records)
+    told = ["holds 5 requests and has generated nothing for 10 s; after 31 s", "for 20 s; after 31 s"]
+    assert all(text in record.message for text, record in zip(told, caplog.records, strict=False))
     engine.wait(60)
     assert not engine.is_running()
-    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    events = EventReader(tmp_path).read()
+    assert [event.text for event in events if isinstance(event, Warned)] == [r.message for r in caplog.records[:2]]
+    (fault,) = [event for event in events if isinstance(event, Fault)]
     assert (fault.role, fault.name, fault.pid) == ("engine", "replica 0", engine.pid)
     assert (fault.noticed_after_s or 0) >= STALL_S
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
 from partial_rollout.errors import EngineDead, WaitTimeout
-from partial_rollout.runtime.bounded import call_bounded, in_own_thread
+from partial_rollout.runtime import bounded
+from partial_rollout.runtime.bounded import Wait, call_bounded, in_own_thread
 
 WAIT_S = 20.0
 
@@ -68,3 +70,60 @@ def test_a_call_that_never_returns_does_not_keep_the_event_loop_from_ending():
     asyncio.run(late())
     assert not gate.is_set()
     gate.set()
+
+
+class Clock:
+    """Shows what a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_wait_is_named_after_a_tenth_of_its_limit_and_each_time_that_it_has_lasted_twice_as_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, told = Clock(), []
+    wait = Wait("trainer waits for replicas to resume", 600.0, clock=clock)
+    while not wait.is_over:
+        clock.now_s += wait.step_s()
+        wait.look("replica 1")
+        told.append(clock.now_s)
+    assert told == [60.0, 120.0, 240.0, 480.0, 600.0]
+    assert [record.message for record in caplog.records] == [
+        f"trainer waits for replicas to resume: no answer from replica 1 for {seconds} s; after 600 s this wait ends "
+        "with an error"
+        for seconds in (60, 120, 240, 480)
+    ]
+
+
+def test_what_a_sound_wait_takes_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    wait = Wait("trainer waits for validation", 7200.0, sound_s=1800.0, clock=clock)
+    clock.now_s = 2339.0
+    wait.look()
+    assert caplog.records == []
+    assert wait.step_s() == pytest.approx(1.0)
+    clock.now_s = 5000.0  # a look that comes late warns once
+    wait.look()
+    wait.look()
+    assert len(caplog.records) == 1
+    assert wait.step_s(5.0) == 5.0
+
+
+def test_a_blocking_call_that_takes_long_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, clock = threading.Event(), Clock()
+    monkeypatch.setattr(bounded, "Wait", partial(Wait, clock=clock))
+
+    def check() -> None:
+        clock.now_s += 30.0
+        if clock.now_s > 70.0:
+            gate.set()
+
+    call_bounded(gate.wait, timeout_s=600, who_waits="trainer waits for weights", check=check, check_interval_s=0.01)
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "trainer waits for weights: no answer for 60 s"
+    ]

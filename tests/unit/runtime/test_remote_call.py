@@ -44,7 +44,7 @@ class SilentActor:
 
 
 @pytest.mark.parametrize(("given", "waited_s"), [({}, 60), ({"timeout_s": 30.0}, 90)])
-def test_a_long_poll_may_take_its_own_time_beside_the_bound_of_any_call(given, waited_s):
+def test_a_long_poll_may_take_its_own_time_beside_the_bound_of_any_call(given, waited_s, caplog):
     actor = SilentActor()
 
     async def main():
@@ -56,6 +56,10 @@ def test_a_long_poll_may_take_its_own_time_beside_the_bound_of_any_call(given, w
 
     assert run_virtual(main()) == pytest.approx(waited_s)
     assert actor.calls == [(("worker-0", 4), given)]
+    own_s = given.get("timeout_s", 0.0)
+    # The poll's own time is no delay.
+    first_s = max(10.0, own_s + 6.0)
+    assert f"to answer 'claim': no answer for {first_s:.0f} s; after {waited_s} s" in caplog.records[0].message
 
 
 async def test_an_actor_without_the_method_is_an_error_at_the_call():

@@ -101,14 +101,16 @@ def test_the_first_that_ends_the_run_is_told_and_what_comes_of_it_is_not(monkeyp
         watch._end(Death(Process("training rank", "actor-0"), "killed"))
 
     monkeypatch.setattr(interruption, "end_by", end_by)
+    watch._watched["actor-0"] = ("training rank", "actor-0", None), Process("training rank", "actor-0")  # pyright: ignore[reportArgumentType]
     watch._watched["actor-1"] = ("training rank", "actor-1", None), Process("training rank", "actor-1", "10.0.0.1", 7)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(run_watch, "end_actor", lambda _, process: killed.append(process.name))
     watch.end_stuck(Death(Process("training rank", "actor-1"), "it was killed"), lambda: killed.append("ranks"))
-    assert killed == ["ranks"]
+    assert killed == ["ranks", "actor-1"]
     assert [text.splitlines()[0] for text in told] == [
         "training rank actor-1 (pid 7 on node 10.0.0.1) died: it was killed"
     ]
     watch.end_stuck(Death(Process("training rank", "actor-1"), "again"), lambda: killed.append("after the end"))
-    assert killed == ["ranks"]
+    assert killed == ["ranks", "actor-1"]
 
 
 def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:

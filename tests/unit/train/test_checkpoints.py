@@ -10,6 +10,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from partial_rollout.errors import DataError
@@ -384,3 +385,16 @@ def test_there_must_be_room_for_a_checkpoint_as_large_as_the_last(
     assert "and the disk has 0.0 GiB free" in keeper.lack_of_room()
     monkeypatch.undo()
     assert keeper.lack_of_room() == ""
+
+
+def test_a_torch_file_without_its_end_is_no_part_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    model = folder / "actor/model.pt"
+    torch.save({"weight": torch.zeros(64)}, model)
+    mark_whole(folder)
+    content = model.read_bytes()
+    model.write_bytes(content[: len(content) // 2])
+    (folder / MANIFEST).unlink()
+    with pytest.raises(DataError, match=r"actor/model\.pt was not saved whole"):
+        mark_whole(folder)
+    assert not (folder / MANIFEST).exists()

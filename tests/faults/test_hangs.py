@@ -1,0 +1,54 @@
+"""Processes that run and do not go on: each is named with what it does, killed, and training starts again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.observability.events import BatchTaken, StepEnded, Warned
+from partial_rollout.runtime import processes
+from tests.e2e.conftest import is_conserved
+from tests.e2e.hanging_loss import QUEUE_IN, RANK_IN
+from tests.faults.conftest import options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAIN_S = 15.0
+"""A first phase may take four times as long, which is enough for a step of the job beside others."""
+NUM_STEPS = 4
+
+
+def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_answer(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    steps = [
+        f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1",
+        f"partial_rollout.timeouts.train_s={TRAIN_S}",
+        "actor_rollout_ref.model.external_lib=tests.e2e.hanging_loss",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=hanging",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[])
+    job, faults = struck.job, struck.faults
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    hung_s = [(tmp_path / f"hung-{step}").stat().st_mtime for step in (RANK_IN, QUEUE_IN)]
+    report |= {"roles": [fault.role for fault in faults], "while": "hangs", "code": job.code}
+    report |= {"known_s": [round(fault.t - at_s, 1) for fault, at_s in zip(faults, hung_s, strict=False)]}
+    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in hung_s]}
+    report |= {"faults": [fault.text for fault in faults]}
+    assert job.code == 0, job.output[-4000:]
+    rank, queue = faults
+    assert (rank.role, rank.step) == (processes.TRAINING_RANK.role, RANK_IN)
+    assert "the trainer had trained step 2 for" in rank.text
+    assert "hanging (" in rank.text  # where it stood
+    assert queue.role == processes.TRANSFER_QUEUE_CONTROLLER.role
+    assert "and waited for TransferQueue's answer" in queue.text
+    assert rank.pid
+    assert queue.pid
+    warned = [event.text for event in job.stream if isinstance(event, Warned)]
+    assert any("has trained step 2 for" in text and "_update_actor" in text and "actor-0" in text for text in warned)
+    assert [event.step for event in ended] == list(range(1, NUM_STEPS + 1))
+    assert all(is_conserved(event.metrics) for event in ended)
+    batches = {event.step: event for event in job.stream if isinstance(event, BatchTaken)}
+    assert set(Counter(uid for batch in batches.values() for uid in batch.uids).values()) == {1}
+    assert job.survivors == []
