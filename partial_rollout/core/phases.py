@@ -52,7 +52,7 @@ class Phases:
         if self._kind:
             self._longest_s[self._kind] = max(self.longest_s(self._kind), now_s - self._since_s)
         self._kind, self._since_s = kind, now_s
-        self._deadlines = Deadlines({kind: self.limit_s(kind)} if kind else {})
+        self._deadlines = Deadlines[str]({kind: self.limit_s(kind)} if kind else {})
         self._deadlines.begin(kind, kind, now_s)
 
     def longest_s(self, kind: str) -> float:

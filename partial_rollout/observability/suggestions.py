@@ -6,6 +6,8 @@ import re
 
 SUGGESTIONS: dict[str, str] = {
     r"has generated nothing for": "a pause of that length that is no fault: a higher partial_rollout.timeouts.stall_s",
+    r"timeouts\.train_s": "docs/troubleshooting.md#a-training-step-that-does-not-go-on",
+    r"this wait ends with an error": "docs/troubleshooting.md#a-wait-that-takes-long",
     r"is ongoing at worker|keep their slots": (
         "python -m partial_rollout.status --why says what it waits for; a tool or reward that never answers: "
         "partial_rollout.timeouts.tool_s, reward_s"

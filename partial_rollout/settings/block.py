@@ -179,7 +179,8 @@ class TimeoutConfig(_Block):
     )
     stop_s: float = _bound_s(
         60.0,
-        "The end of a run from Ctrl-C, SIGTERM, an error or a dead process on, a last checkpoint included.",
+        "The end of a run from Ctrl-C, SIGTERM, an error or a dead process on, a last checkpoint included. What is not "
+        "saved or ended by then is left out, or ended by force.",
         who="runs whose end takes longer",
         evidence="a need: the last checkpoint of a large model on a slow file system takes minutes",
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from partial_rollout.observability.events import BatchTaken, StepEnded, Warned
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
 TRAIN_S = 15.0
 """A first phase may take four times as long, which is enough for a step of the job beside others."""
 NUM_STEPS = 4
+LIMIT_S = 1200.0
+"""Of a job that starts twice again."""
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_answer(
     task: Path, tmp_path: Path, report: dict[str, Any]
 ) -> None:
@@ -28,7 +33,7 @@ def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_ans
         "actor_rollout_ref.model.external_lib=tests.e2e.hanging_loss",
         "actor_rollout_ref.actor.policy_loss.loss_mode=hanging",
     ]  # fmt: skip
-    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[])
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[], limit_s=LIMIT_S)
     job, faults = struck.job, struck.faults
     ended = [event for event in job.stream if isinstance(event, StepEnded)]
     hung_s = [(tmp_path / f"hung-{step}").stat().st_mtime for step in (RANK_IN, QUEUE_IN)]
