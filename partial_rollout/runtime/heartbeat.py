@@ -108,7 +108,8 @@ def begin_beats(_actor: object, manager: ActorHandle, name: str, claim_s: float)
 
 def stack_of(thread_id: int) -> str:
     """Where a thread of this process is, innermost first, one function a line; empty for one that has ended."""
-    frames = traceback.walk_stack(sys._current_frames().get(thread_id))
+    innermost = sys._current_frames().get(thread_id)
+    frames = traceback.walk_stack(innermost) if innermost is not None else ()
     return "\n".join(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames)
 
 

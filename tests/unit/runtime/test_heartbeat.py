@@ -13,7 +13,7 @@ from virtual_time import run_virtual
 
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import StaleClaim
-from partial_rollout.runtime.heartbeat import Pulse, Silence
+from partial_rollout.runtime.heartbeat import Pulse, Silence, stack_of
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import Process, PromptMeta, TrajectorySummary
 
@@ -254,3 +254,41 @@ def test_a_pulse_of_a_blocked_event_loop_counts_only_trajectories_that_go_on() -
         assert set(sent) - before == {before.pop() + 1}
 
     asyncio.run(main())
+
+
+def test_an_actor_that_is_busy_tells_where_it_stands_with_its_next_sign_of_life() -> None:
+    async def main() -> None:
+        manager = RolloutPromptManager(Partial(capacity=8), max_attempts=2, clock=asyncio.get_running_loop().time)
+        assert not await manager.beat("actor-0", 1)
+        asked = asyncio.create_task(manager.stacks(["actor-0", "actor-1"], A_WHILE_S))
+        again = asyncio.create_task(manager.stacks(["actor-0"], A_WHILE_S))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await manager.beat("actor-0", 2)
+        assert not await manager.beat("actor-2", 1)
+        await manager.tell_stack("actor-0", "update_actor (a.py:3)")
+        assert not await manager.beat("actor-0", 3)
+        assert await again == {"actor-0": "update_actor (a.py:3)"}
+        assert await asked == {"actor-0": "update_actor (a.py:3)"}  # actor-1 has not told in time
+        await manager.tell_stack("actor-1", "too late")
+        assert not await manager.beat("actor-1", 1)
+        assert await manager.stacks(["actor-0"], A_WHILE_S) == {}  # what it told before is not told again
+
+    run_virtual(main())
+
+
+def test_where_a_thread_stands_is_told_innermost_first() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        gate.wait(LIMIT_S)
+
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    begun.wait(LIMIT_S)
+    stack = stack_of(thread.ident or 0)
+    gate.set()
+    thread.join(LIMIT_S)
+    assert 0 <= stack.find("hang (") < stack.find("_bootstrap (")
+    assert stack_of(thread.ident or 0) == ""
