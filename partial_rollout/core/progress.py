@@ -7,7 +7,7 @@ from partial_rollout.core.deadlines import LEAST_WARN_S, WARN_SHARE
 FIRST_TOKENS = 10.0
 """Until an engine has handed over its first tokens it may take so many times longer: some engines compile first."""
 HALF = 0.5
-"""Of the limit: a warning comes by then, however short the limit is."""
+"""Share of the limit by which a warning comes, however short the limit is."""
 
 
 class Progress:
@@ -40,9 +40,9 @@ class Progress:
 
     @property
     def warn_s(self) -> float:
-        """After which a warning announces the limit: a tenth of what the engine has beyond its longest pause.
+        """Time after which a warning announces the limit: a tenth of what the engine has beyond its longest pause.
 
-        But not within the first seconds, which an engine may take on a busy machine.
+        No warning comes within the first seconds, which an engine may take on a busy machine.
         """
         longest_s = self._longest_s or 0.0
         return max(longest_s + WARN_SHARE * (self.limit_s - longest_s), min(LEAST_WARN_S, HALF * self.limit_s))

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 ROLE = "image server"
 SOUND_SHARE = 0.5
-"""Of `stall_s`, which an engine may be silent for without a warning."""
+"""Share of `stall_s` for which an engine may be silent without a warning."""
 BEATS = 10
 """Signs of life that are asked for within the time after which a silent engine is given up."""
 MAX_LOST = 2

@@ -46,7 +46,7 @@ LOOK_S = 1.0
 ASK_S = 5.0
 """A training rank that has no open call answers at once."""
 STACKS_S = 2 * BEAT_S
-"""Each rank gives a sign of life within this time."""
+"""Time within which each rank gives a sign of life."""
 TRAINER_CODE = ("/verl/trainer/", "/partial_rollout/train/")
 NUM_FRAMES = 8
 """Innermost functions of a stack that an error quotes; the log has all."""

@@ -390,7 +390,7 @@ class RolloutPromptManager:
         return ended
 
     async def stacks(self, names: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Where these watched actors stand, which may be busy; one that does not tell in time is left out."""
+        """The stacks of watched actors, which may be busy; an actor that does not tell in time is left out."""
         return await self._stacks.of(names, timeout_s)
 
     async def next_death(self, timeout_s: float, known: Process | None = None) -> Death | None:

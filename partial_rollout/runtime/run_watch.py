@@ -57,7 +57,7 @@ AGAIN_S = 5.0
 EXPLAIN_S = 3.0
 """Ray may tell a waiting trainer of a death before it tells the prompt manager."""
 EXPLAIN_SHARE = 0.2
-"""Of `timeouts.stop_s`: for each question who has died or is silent."""
+"""Share of `timeouts.stop_s` for each question who has died or is silent."""
 SIGNAL = signal.SIGUSR1
 ENDED_BY_FORCE = 70
 """Exit code of a process that did not end in time."""

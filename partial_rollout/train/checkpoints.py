@@ -50,7 +50,7 @@ QUEUE = "partial_rollout/queue.json"
 PARTS = ("actor", "data.pt")
 PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
 ZIP_MARK = b"PK\x03\x04"
-"""Of a file that `torch.save` has written."""
+"""The first bytes of a file that `torch.save` has written."""
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 FOLDER_KEY = "trainer.default_local_dir"
 """Where users of text jobs set the folder of checkpoints. Image jobs use these functions too, with a key of theirs."""

@@ -138,7 +138,7 @@ logger = logging.getLogger(__name__)
 NEEDED_TO_SAVE = (TASK_RUNNER, TRAINING_RANK, PROMPT_MANAGER, TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)
 """Without these processes no checkpoint can be saved."""
 LOG_SHARE = 0.1
-"""Of `timeouts.stop_s`: for putting the log of rollouts on the disk."""
+"""Share of `timeouts.stop_s` for putting the log of rollouts on the disk."""
 TRAIN, SAVE, VALIDATE, REPORT = "train", "save", "validate", "report"
 """Kinds of phases of a step that the PhaseWatch limits; all else has a limit of its own."""
 ADMIT_TIMEOUT_S = 600.0

@@ -20,7 +20,7 @@ TRAIN_S = 15.0
 """A first phase may take four times as long, which is enough for a step of the job beside others."""
 NUM_STEPS = 4
 LIMIT_S = 1200.0
-"""Of a job that starts twice again."""
+"""Limit of a job that starts twice again."""
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
