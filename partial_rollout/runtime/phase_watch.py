@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 ELSEWHERE = ""
 """The kind of a phase whose time others limit."""
 LATER = ", later part"
+"""End of the kind of what follows a wait: the part before the wait says nothing about its time."""
 LOOK_S = 1.0
 ASK_S = 5.0
 """A training rank that has no open call answers at once."""
 STACKS_S = 2 * BEAT_S
 """Time within which each rank gives a sign of life."""
 TRAINER_CODE = ("/verl/trainer/", "/partial_rollout/train/")
+"""Paths whose functions say what the trainer does."""
 NUM_FRAMES = 8
 """Innermost functions of a stack that an error quotes; the log has all."""
 
@@ -92,7 +94,7 @@ class PhaseWatch:
         self, watch: RunWatch, manager: ActorHandle, ranks: Callable[[], Sequence[tuple[str, ActorHandle]]]
     ) -> None:
         """Watch from now on, in a thread, until `watch` has stopped; call this in the main thread."""
-        main = threading.get_ident()
+        main, self._looked_s = threading.get_ident(), self._clock()
 
         def run() -> None:
             while not watch.wait_stopped(LOOK_S):
@@ -142,6 +144,8 @@ def _busy(ranks: Sequence[tuple[str, ActorHandle]]) -> dict[str, ActorHandle]:
 
 
 def _stacks(manager: ActorHandle, names: Mapping[str, Any]) -> dict[str, str]:
+    if not names:
+        return {}
     try:
         return ray.get(manager.stacks.remote(list(names), STACKS_S), timeout=STACKS_S + ASK_S)
     except RayError:  # the manager is gone or silent, which others notice

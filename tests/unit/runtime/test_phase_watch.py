@@ -1,0 +1,88 @@
+"""How long a phase of the trainer has lasted is counted from its beginning, without waits that others limit."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.runtime import phase_watch
+from partial_rollout.runtime.phase_watch import PhaseWatch
+from partial_rollout.types import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from partial_rollout.types import Death
+
+LEAST_S = 10.0
+LIMIT_S = 30.0
+
+
+class Trainer:
+    """A trainer that waits for nobody, in virtual time; `ended` has the time of each end."""
+
+    def __init__(self) -> None:
+        self.now_s, self.ended, self.deaths = 0.0, list[float](), list["Death"]()
+        self.phase = PhaseWatch(LEAST_S, "was starting", lambda: self.now_s)
+
+    def start(self) -> None:
+        """The watch begins; its thread ends at once."""
+        watch: Any = SimpleNamespace(wait_stopped=lambda _: True)
+        self.phase.start(watch, watch, list)
+        for thread in threading.enumerate():
+            if thread.name == "phase-watch":
+                thread.join(LIMIT_S)
+
+    def pass_(self, seconds: float) -> None:
+        """Look once a second."""
+        watch: Any = SimpleNamespace(end_stuck=self._end)
+        for _ in range(int(seconds)):
+            self.now_s += 1.0
+            self.phase.look(watch, watch, list, threading.get_ident())
+
+    def _end(self, death: Death, release: Callable[[], None]) -> None:
+        self.ended.append(self.now_s)
+        self.deaths.append(death)
+        release()
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(phase_watch, "own_process", Process)
+    return Trainer()
+
+
+def test_the_time_before_the_watch_began_is_no_pause_of_the_process(trainer: Trainer) -> None:
+    trainer.now_s = 1000.0
+    trainer.phase.begin("prepared to train", "report")
+    trainer.start()
+    trainer.pass_(4 * LEAST_S + 5.0)
+    assert trainer.ended == [1000.0 + 4 * LEAST_S]
+    (death,) = trainer.deaths
+    assert death.process.role == "task runner"
+    assert "the trainer had prepared to train for 40 s" in death.cause
+    assert "pass_ (" in death.doing  # where this test stands
+
+
+def test_a_wait_within_a_phase_is_left_to_others_and_what_follows_is_a_part_of_its_own(trainer: Trainer) -> None:
+    trainer.start()
+    trainer.phase.begin("validated the weights of step 3", "validate")
+    with trainer.phase.elsewhere():
+        assert trainer.phase.doing == "validated the weights of step 3"
+        trainer.pass_(50 * LEAST_S)
+    began_s = trainer.now_s
+    assert trainer.ended == []
+    trainer.pass_(4 * LEAST_S)  # nothing of its kind has ended
+    assert trainer.ended == [began_s + 4 * LEAST_S]
+
+
+def test_a_process_that_was_stopped_for_a_while_blames_nobody(trainer: Trainer) -> None:
+    trainer.start()
+    trainer.phase.begin("trained step 3", "train")
+    trainer.pass_(5.0)
+    trainer.now_s += 100 * LEAST_S
+    trainer.pass_(4 * LEAST_S - 10.0)
+    assert trainer.ended == []
