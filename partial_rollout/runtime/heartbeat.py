@@ -44,6 +44,8 @@ ANSWER_S = 60.0
 BLOCKED_S = 1.0
 """A timer that is so late says that the manager was blocked: signs of life wait for it meanwhile."""
 SILENT = "sign of life"
+CALL_CODE = ("/ray/_private/function_manager.py", "/ray/_private/async_compat.py")
+"""Ray's code below which an actor's method runs."""
 
 
 class Pulse:
@@ -93,11 +95,10 @@ def interval_s(claim_s: float) -> float:
 
 def begin_beats(_actor: object, manager: ActorHandle, name: str, claim_s: float) -> Process:
     """Run inside an actor, which `manager` knows as `name`: send signs of life from now on; says where it runs."""
-    calls = threading.get_ident()  # the thread that runs this call runs the others too
 
     def send(count: int) -> None:
         if manager.beat.remote(name, count).future().result(ANSWER_S):
-            manager.tell_stack.remote(name, stack_of(calls)).future().result(ANSWER_S)
+            manager.tell_stack.remote(name, stack_of_call()).future().result(ANSWER_S)
 
     thread = f"pulse of {name}"
     # A later process of the manager asks again: the handle that this process has stays valid.
@@ -111,6 +112,15 @@ def stack_of(thread_id: int) -> str:
     innermost = sys._current_frames().get(thread_id)
     frames = traceback.walk_stack(innermost) if innermost is not None else ()
     return "\n".join(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames)
+
+
+def stack_of_call() -> str:
+    """Where the call stands that this actor has open; where Ray's code tells none, all threads but this one."""
+    # Threads that Ray's C++ code has started are in no list of Python's.
+    others = sys._current_frames().keys() - {threading.get_ident()}
+    stacks = [stack_of(ident) for ident in sorted(others, key=lambda each: each != threading.main_thread().ident)]
+    calls = [stack for stack in stacks if any(code in stack for code in CALL_CODE)]
+    return "\n\n".join(each for each in calls or stacks if each)
 
 
 class Stacks:

@@ -43,6 +43,9 @@ class Rank:
     def update_actor(self) -> None:
         self._hang()
 
+    async def update_weights(self) -> None:
+        """One such method makes Ray run all calls in an event loop, as those of verl's ranks."""
+
     def _hang(self) -> None:
         threading.Event().wait()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import TimeoutError as LateAnswer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ray.exceptions import RayActorError
@@ -13,7 +13,7 @@ from virtual_time import run_virtual
 
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import StaleClaim
-from partial_rollout.runtime.heartbeat import Pulse, Silence, stack_of
+from partial_rollout.runtime.heartbeat import Pulse, Silence, stack_of, stack_of_call
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import Process, PromptMeta, TrajectorySummary
 
@@ -288,7 +288,30 @@ def test_where_a_thread_stands_is_told_innermost_first() -> None:
     thread.start()
     begun.wait(LIMIT_S)
     stack = stack_of(thread.ident or 0)
+    assert stack in stack_of_call()  # all threads, since Ray runs no call here
+    assert stack_of(threading.get_ident()) not in stack_of_call()
     gate.set()
     thread.join(LIMIT_S)
     assert 0 <= stack.find("hang (") < stack.find("_bootstrap (")
     assert stack_of(thread.ident or 0) == ""
+
+
+def test_of_an_actor_the_thread_is_told_that_runs_a_call() -> None:
+    """A thread below the code of Ray that runs an actor's methods."""
+    begun, gate, found = threading.Event(), threading.Event(), dict[str, Any]()
+    code = "def actor_method_executor(begun, gate):\n    begun.set()\n    gate.wait(30.0)"
+    exec(compile(code, "/site-packages/ray/_private/function_manager.py", "exec"), found)
+    threads = [
+        threading.Thread(target=found["actor_method_executor"], args=(begun, gate), daemon=True),
+        threading.Thread(target=gate.wait, args=(LIMIT_S,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    begun.wait(LIMIT_S)
+    call = stack_of(threads[0].ident or 0)
+    assert "actor_method_executor (" in call
+    assert stack_of_call().splitlines()[-3:] == call.splitlines()[-3:]
+    assert "\n\n" not in stack_of_call()
+    gate.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
