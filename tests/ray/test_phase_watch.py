@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -103,6 +102,9 @@ class Run:
         self.interruption.ended()
         for actor in (self.manager, *(rank for _, rank in self.ranks)):
             ray.kill(actor)
+        for thread in threading.enumerate():
+            if thread.name == "run-watch":  # its poll at the manager ends now, and Ray ends next
+                thread.join(LIMIT_S)
 
 
 @pytest.fixture
@@ -174,20 +176,3 @@ def test_what_ends_while_it_is_asked_about_is_left_alone(run: Run, monkeypatch: 
     monkeypatch.setattr(phase_watch, "stack_of", goes_on)
     run.pass_(8 * LEAST_S)
     assert told(run.folder) == ([], [])
-
-
-def test_the_watch_looks_in_a_thread_until_the_run_ends(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    looked = threading.Event()
-    monkeypatch.setattr(phase_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(run.phase, "look", lambda *_: looked.set() or 1 / 0)
-    with caplog.at_level(logging.ERROR, "partial_rollout"):
-        run.phase.start(run.watch, run.manager, lambda: run.ranks)
-        for _ in range(2):  # after an error too
-            assert looked.wait(LIMIT_S)
-            looked.clear()
-    run.watch.stop()
-    (thread,) = (each for each in threading.enumerate() if each.name == "phase-watch")
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()

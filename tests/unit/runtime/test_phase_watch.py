@@ -86,3 +86,22 @@ def test_a_process_that_was_stopped_for_a_while_blames_nobody(trainer: Trainer) 
     trainer.now_s += 100 * LEAST_S
     trainer.pass_(4 * LEAST_S - 10.0)
     assert trainer.ended == []
+
+
+def test_the_watch_looks_in_a_thread_until_the_run_ends_also_after_an_error(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = iter([False, False, True])
+    watch: Any = SimpleNamespace(wait_stopped=lambda _: next(looks))
+
+    def fails(*_: Any) -> None:
+        raise LookupError("no such rank")
+
+    monkeypatch.setattr(trainer.phase, "look", fails)
+    trainer.phase.start(watch, watch, list)
+    for thread in threading.enumerate():
+        if thread.name == "phase-watch":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert next(looks, None) is None
