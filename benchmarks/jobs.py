@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lanes import Lane, make_lanes
 from benchmarks.training_job import ROOT, TRAINING_ONLY, of_workers, run_jobs, training_command
-from partial_rollout.advise.measured import SKIP, generation, kept, parts, rates_table, slots_in_use, summarise
+from partial_rollout.advise.measured import SKIP, apart, generation, kept, rates_table, slots_in_use, summarise
 from partial_rollout.advise.result import about_run, store, stored_jobs
 from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_inputs, write_model, write_weights
 from partial_rollout.advise.workload import TRACES, workload
@@ -237,7 +237,7 @@ class Jobs:
         found = {
             "summary": summarise(whole),
             "generation": rates,
-            "parts": parts(whole, self._load),
+            **apart(whole, self._load),
             "jobs": self._jobs,
         }
         store({**self._data, **found}, self._options.out / "jobs.json", raw=["jobs"])

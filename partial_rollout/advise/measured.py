@@ -124,6 +124,37 @@ def parts(jobs: list[dict[str, Any]], load: Workload) -> dict[str, dict[str, dic
         full = [step for steps, number in pairs for step in steps[number:]]
         named = (("filling", filling), ("full", full))
         found[mode] = {name: _part(steps, load) for name, steps in named if steps}
+        for name, row in found[mode].items():
+            row |= _by_gauge([job for job in jobs if job["mode"] == mode], load, is_full=name == "full")
+    return found
+
+
+def _by_gauge(jobs: list[dict[str, Any]], load: Workload, *, is_full: bool) -> dict[str, float]:
+    """Slots in use by vLLM's own gauge, which is the same for all modes, before or after the slots have filled."""
+    running = []
+    for job in jobs:
+        number = filling_steps(job)
+        since_s = job["ends_s"][number - 1] if number and "samples" in job else 0.0
+        running += [count for at_s, count in job.get("samples", ()) if (at_s >= since_s) == is_full]
+    share = utilisation(running, load.batch * load.group)
+    return {} if share is None else {"slots_by_gauge": share}
+
+
+def apart(jobs: list[dict[str, Any]], load: Workload) -> dict[str, Any]:
+    """What is counted apart: the steps in which slots fill, and times of each repeat beside verl's modes."""
+    bases = [base for base in BASELINES if base in {job["mode"] for job in jobs}]
+    return {"parts": parts(jobs, load), "ratios_by_repeat": {base: ratios_by_repeat(jobs, base) for base in bases}}
+
+
+def ratios_by_repeat(jobs: list[dict[str, Any]], base: str) -> dict[str, list[float]]:
+    """By mode, the mean seconds of generation of each repeat as a share of those of `base` in the same repeat."""
+    mean_s = {
+        (job["mode"], job["repeat"]): statistics.fmean(step["timing_s/gen"] for step in job["steps"]) for job in jobs
+    }
+    found: dict[str, list[float]] = {}
+    for (mode, repeat), seconds in mean_s.items():
+        if (base, repeat) in mean_s:
+            found.setdefault(mode, []).append(seconds / mean_s[base, repeat])
     return found
 
 

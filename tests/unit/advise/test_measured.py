@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from partial_rollout.advise.measured import STALENESS, filling_steps, generation, parts, rates_table, slots_in_use
+from partial_rollout.advise.measured import (
+    STALENESS,
+    filling_steps,
+    generation,
+    parts,
+    rates_table,
+    ratios_by_repeat,
+    slots_in_use,
+)
 from partial_rollout.advise.workload import workload
 
 
@@ -20,9 +28,20 @@ def test_steps_in_which_slots_fill_are_counted_apart():
         "num_steps": 4, "gen_s": 1, "slots_in_use": 14 / 40, "reprefilled_per_1000_tokens": 0,
     }  # fmt: skip
     assert rows["full"] == {"num_steps": 2, "gen_s": 2, "slots_in_use": 36 / 40, "reprefilled_per_1000_tokens": 25}
+    job |= {"ends_s": [1, 2, 3, 4, 7, 8], "samples": [[2.5, 2], [3.5, 4], [4.5, 8], [5.0, 0], [6.0, 10]]}
+    rows = parts([job], load)["flag"]
+    assert (rows["filling"]["slots_by_gauge"], rows["full"]["slots_by_gauge"]) == (0.3, 0.9)
     verls = {"mode": "sync", "first_steps": [{"timing_s/gen": 9.0}], "steps": [{"timing_s/gen": 2.0}]}
     assert filling_steps(verls) == 1
     assert parts([verls], load)["sync"]["full"] == {"num_steps": 1, "gen_s": 2}
+
+
+def test_the_ratio_of_times_is_told_of_each_repeat():
+    def job(mode, repeat, *seconds):
+        return {"mode": mode, "repeat": repeat, "steps": [{"timing_s/gen": each} for each in seconds]}
+
+    jobs = [job("sync", 0, 2, 4), job("flag", 0, 3), job("sync", 1, 5), job("flag", 1, 4), job("flag", 2, 9)]
+    assert ratios_by_repeat(jobs, "sync") == {"sync": [1, 1], "flag": [1, 0.8]}
 
 
 def test_the_table_has_rates_and_staleness_of_each_mode():
