@@ -1,4 +1,4 @@
-"""Slots that follow the engine's load, and groups without spread that are dropped, on real verl, vLLM and Ray."""
+"""Slots and prompts in flight that follow the load, and groups without spread: on real verl, vLLM and Ray."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replac
     assert job.steps[-1]["partial_rollout/slots/num"] == changes[-1].after
     assert sum(step["partial_rollout/slots/lowered"] for step in job.steps) == len(lowered)
     _check_filtering(job)
+
+
+def test_more_prompts_are_in_flight_after_five_steps_with_idle_slots(task: Path, tmp_path: Path) -> None:
+    """Two batches fit into these slots, so that no prompt is ever pending, and short responses leave slots idle."""
+    lengths = [6, 60] * 48
+    steps, slots = "trainer.total_training_steps=7", "partial_rollout.num_slots=64"
+    job = run_job(task, tmp_path, FLAG, *with_lengths(task, tmp_path, lengths), steps, slots)
+    assert job.code == 0, job.output[-4000:]
+    assert job.survivors == []
+    key = "partial_rollout.prefetch_factor"
+    moves = [event for event in job.stream if isinstance(event, Choice) and event.key == key and event.step]
+    assert [(move.step, move.before, move.after) for move in moves] == [(5, 2.0, 2.5)]
+    assert moves[0].reason.endswith("of the slots in use over 5 steps, no prompt pending")
+    states = ("pending", "ongoing", "deferred", "done")
+    left = [sum(step[f"partial_rollout/queue/{state}"] for state in states) for step in job.steps]
+    assert left == [8] * 5 + [12] * 2
 
 
 def _check_filtering(job: Job) -> None:

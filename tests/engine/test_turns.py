@@ -13,7 +13,7 @@ from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import Claim, PromptMeta, QueueSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
@@ -26,10 +26,24 @@ PROMPT = [5, 6, 7, 8, 9]
 NUM_TURNS = 4
 TURN = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": 120}
 NUM_SAID = NUM_TURNS * TURN["max_tokens"]
+HALF_A_TURN = 60
+"""Tokens after which the first turn is interrupted: their KV fills a block."""
 WAIT_S = 120.0
 """Bound of each wait: far more than all turns take."""
 LOG_PROB_TOLERANCE = 1e-4
 ROLLOUT = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
+
+
+@pytest.fixture(scope="module")
+def engine(engine_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """A replica that may keep requests, or their KV."""
+    from tests.engine import support
+    from tests.engine.conftest import run_engine
+
+    path = tmp_path_factory.mktemp("turns")
+    support.make_model(path, seed=0)
+    mode = {"+actor_rollout_ref.rollout.custom.partial_rollout.tail.interrupt_mode": "keep_kv"}
+    yield from run_engine(path, support.make_config(path, **mode), replica_rank=7)
 
 
 class ToolAgent:
@@ -114,11 +128,11 @@ async def until_parked(engine: EngineUnderTest) -> None:
     await support.until(engine.replica, lambda now: now.gate.parked == 1)
 
 
-async def resume_and_interrupt(engine: EngineUnderTest) -> None:
+async def resume_and_interrupt(engine: EngineUnderTest, num_tokens: int = 1) -> None:
     """Called while a turn waits at the closed gate; ends when it waits there again, with tokens."""
     from tests.engine import support
 
-    await support.begin_interruptions(engine.replica, [1], opens=True, stays_closed=True)
+    await support.begin_interruptions(engine.replica, [num_tokens], opens=True, stays_closed=True)
     assert await support.end_interruptions(engine.replica) == [1]
     await until_parked(engine)
 
@@ -138,9 +152,13 @@ def assert_same(output: Any, reference: Any) -> None:
     assert output.response_logprobs == pytest.approx(reference.response_logprobs, abs=LOG_PROB_TOLERANCE)
 
 
+@pytest.mark.parametrize("mode", ["abort", "reuse_kv", "keep_kv"])
 async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_checkpoint_and_a_restart(
-    engine, make_worker, tmp_path
+    engine, make_worker, tmp_path, mode
 ):
+    from tests.engine import support
+
+    await support.set_interrupt_mode(engine.replica, mode)
     undisturbed = ToolAgent()
     undisturbed.tool_may_end.set()
     await asyncio.wait_for(start(make_worker(undisturbed)), WAIT_S)
@@ -153,9 +171,18 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     await engine.replica.abort_all_requests()  # the first turn waits for the test too
     task = start(worker)
     await until_parked(engine)
-    await resume_and_interrupt(engine)
+    read_before = (await statistics(engine)).num_reprefilled_tokens
+    await resume_and_interrupt(engine, HALF_A_TURN)
+    assert (await statistics(engine)).kept == (mode == "keep_kv")
     await engine.replica.resume_generation()
     await asyncio.wait_for(agent.tool_runs.wait(), WAIT_S)
+    read_again = (await statistics(engine)).num_reprefilled_tokens - read_before
+    least, most = {
+        "abort": (len(PROMPT) + HALF_A_TURN, len(PROMPT) + NUM_SAID),
+        "reuse_kv": (1, support.BLOCK_SIZE),
+        "keep_kv": (0, 0),
+    }[mode]
+    assert least <= read_again <= most
     await engine.replica.abort_all_requests()
     agent.tool_may_end.set()
     await until_parked(engine)
