@@ -18,11 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from partial_rollout.errors import ConfigError, Refusal, UserError
 from partial_rollout.integrations.verl_compat import check_versions
-from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected
+from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected, waiting_inside
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
-from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.derived import filter_metric, read_settings
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, SEEN_ON_CPU, TESTED, UNTRIED, rows_of
@@ -30,9 +30,10 @@ from partial_rollout.settings.memory import memory_in_words
 from partial_rollout.settings.mistyped import added_by_mistake
 from partial_rollout.settings.prepare import examine
 from partial_rollout.settings.refused import check_counts
+from partial_rollout.settings.retention import ANEW, step_to_go_on_from
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from omegaconf import DictConfig
 
@@ -136,6 +137,8 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     settings = read_settings(config)
     if settings.block.tail.policy != "wait" and not is_corrected(config):
         report.add("look at", f"{UNCORRECTED} ({CORRECTION_KEY})")
+    for text in _surprises(config):
+        report.add("look at", text)
     report.add("memory", memory_in_words(config, settings.num_slots))
     for choice in examined.choices:
         report.add("chosen", choice.what)
@@ -148,6 +151,27 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     chosen = {choice.key for choice in examined.choices}
     for change in (change for change in examined.changes if change.key not in chosen):
         report.add("changed" if change.before is not None else "added", str(change))
+
+
+def _surprises(config: DictConfig) -> Iterator[str]:
+    """What the run does in another way than one may expect of what was set."""
+    if waiting := waiting_inside(config):
+        yield waiting
+    step = step_to_go_on_from(config)
+    if step is not None:
+        folder = config.trainer.default_local_dir
+        yield f"{folder} has a checkpoint of step {step}: the run goes on from it; a new run needs {ANEW}"
+    if ignored := _ignored_limit(config):
+        yield ignored
+
+
+def _ignored_limit(config: DictConfig) -> str:
+    try:
+        limit = config.algorithm.filter_groups.max_num_gen_batches if filter_metric(config) else 0
+    except ConfigError:  # told as a refusal
+        return ""
+    key = "algorithm.filter_groups.max_num_gen_batches"
+    return f"{key}={limit} is ignored: groups without spread are replaced until the batch is full" if limit > 0 else ""
 
 
 def _add_rows(report: Report, rows: Sequence[Row]) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partial_rollout.doctor import UNTRIED, diagnose
+from partial_rollout.doctor import SEEN_ON_CPU, UNTRIED, diagnose
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,7 @@ UNKNOWN_TO_VERL = (
 )
 """Keys of scripts for other versions of verl, which 0.9.1 refuses by itself. A command that has one is read again
 without it, so that the page says something of the rest of the command."""
+WORKS = "works"
 BEGIN, END = "<!-- commands: begin -->", "<!-- commands: end -->"
 
 
@@ -58,7 +59,10 @@ def verdict(report: Report) -> str:
     if report.blocked:
         return "blocked: " + "<br>".join(report.blocked)
     untried = [text.partition(":")[0] for heading, text in report.lines if heading == UNTRIED]
-    return f"can start; not tried: {'; '.join(untried)}" if untried else "works"
+    if untried:
+        return f"can start; not tried: {'; '.join(untried)}"
+    on_cpu = [text.partition(": ")[2] for heading, text in report.lines if text.startswith(f"{SEEN_ON_CPU}: ")]
+    return f"{WORKS}; of it seen on a CPU only: {'; '.join(on_cpu)}" if on_cpu else WORKS
 
 
 def row(source: str, said: str) -> str:

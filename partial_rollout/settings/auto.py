@@ -12,6 +12,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
 | checkpoints      | one in 20 minutes where the user's settings ask for none, on one node                          |
+| weights          | our channel where it carries all that the run needs, else verl's way                           |
 
 A value that was set by hand is never changed. No choice makes a run fail that would have run with `abort`: what is not
 known for certain counts against a choice. The reasons are in docs/design/0010-auto.md.
@@ -28,7 +29,15 @@ from partial_rollout.core.interrupt import MODES
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
-from partial_rollout.settings.derived import ADAPTER_RANKS, depth_bounds, has_own_reference, read_block, read_settings
+from partial_rollout.settings.derived import (
+    ADAPTER_RANKS,
+    channel_lacks,
+    depth_bounds,
+    has_own_reference,
+    num_engines,
+    read_block,
+    read_settings,
+)
 from partial_rollout.settings.flag import ROLLOUT
 from partial_rollout.settings.memory import (
     GIB,
@@ -41,7 +50,7 @@ from partial_rollout.settings.memory import (
     uncounted_state,
 )
 from partial_rollout.settings.refused import AT_THE_END, Needs, check_packing, unmet_needs
-from partial_rollout.settings.retention import ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
+from partial_rollout.settings.retention import ANEW, ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,10 +69,13 @@ DEPTH_KEY = f"{BLOCK}.prefetch_factor"
 SLOTS_KEY = f"{BLOCK}.slots.adaptive"
 LEAST_SLOTS_KEY = f"{BLOCK}.slots.least"
 PLANNER_KEY = f"{BLOCK}.packing.planner"
+WEIGHTS_KEY = f"{BLOCK}.weights.backend"
 SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
+MOST_KEY = f"{ROLLOUT}.max_num_seqs"
+"""vLLM's bound of each engine; more requests wait inside it."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -155,6 +167,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
         *_planner(config, block),
         *_correction(config, given),
         *_saving(config, block, given),
+        *_weights(config, block),
     ]
 
 
@@ -452,12 +465,37 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     # Left open rather than guessed: the cluster may choose `abort`, with which slots stay as they are.
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
+    elif (room := engine_room(config)) is not None and room <= start and not bounded:
+        seen = f"{start} slots for a batch, and {MOST_KEY}={room // num_engines(config)} on {_engines(config)}"
+        yield _adaptive(False, seen, f"engines run no more than {room} requests at once")
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
         if block.slots.least is None:
             yield Choice(
                 LEAST_SLOTS_KEY, None, start, f"{start} slots for a batch", "auto never goes below", _SLOTS_PAGE
             )
+
+
+def engine_room(config: DictConfig) -> int | None:
+    """Requests that all engines run at once by their own bound; None: no bound was set."""
+    each = OmegaConf.select(config, MOST_KEY)
+    return None if each is None else each * num_engines(config)
+
+
+def waiting_inside(config: DictConfig) -> str:
+    """What to say where there are more slots than the engines run requests; empty where there are not."""
+    room, slots = engine_room(config), read_settings(config).num_slots
+    if room is None or room >= slots:
+        return ""
+    return (
+        f"{MOST_KEY}={room // num_engines(config)} on {_engines(config)}, fewer than the {slots} slots: {slots - room} "
+        f"requests wait inside the engines, and slot_utilisation counts them as running; raise it to {slots} in all"
+    )
+
+
+def _engines(config: DictConfig) -> str:
+    number = num_engines(config)
+    return "one engine" if number == 1 else f"{number} engines"
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:
@@ -515,9 +553,31 @@ def _saving(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> I
         kept = num_kept_checkpoints(config, by_time=True)
         why = (
             "otherwise the death of a training rank would cost all steps. Checkpoints that are kept: "
-            f"{kept}, the newest; trainer.save_freq=-1 on the command line turns this off"
+            f"{kept}, the newest. {_goes_on(config)}trainer.save_freq=-1 on the command line turns this off"
         )
         yield Choice(SAVE_KEY, AUTO, SAVE_MINUTES, f"{steps}, which nobody set", why, page)
+
+
+def _goes_on(config: DictConfig) -> str:
+    if config.trainer.resume_mode == "disable":
+        return ""
+    return f"The same command then goes on from it; a new run needs {ANEW}. "
+
+
+# ---- how weights travel ----
+
+
+def _weights(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice]:
+    if block.weights.backend != AUTO:
+        return
+    page, device = "docs/design/0005-weights.md", f"trainer.device={config.trainer.device}"
+    lacks = channel_lacks(config)
+    if read_settings(config).uses_channel:
+        why = "our channel carries all that this run needs, in a GPU's memory or over shared memory"
+        yield Choice(WEIGHTS_KEY, AUTO, "channel", device, why, page)
+    else:
+        why = "our channel does not carry it" if lacks else "our channel is for CPUs and CUDA"
+        yield Choice(WEIGHTS_KEY, AUTO, "verl", lacks or device, f"{why}, so weights travel by verl's way", page)
 
 
 # ---- old tokens ----

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import VersionError
@@ -88,6 +89,18 @@ def _chooses_file(override: str) -> bool:
     return "@" in name or "/" in name or ("." not in name and value != "" and not value.startswith("{"))
 
 
+def _keys(override: str) -> list[str]:
+    """The keys that an override sets: Hydra merges a block into the one that is there, so only those that it names.
+
+    >>> _keys("+data={seed: 1, more: {a: 2}}"), _keys("a.b={}"), _keys("a.b=null")
+    (['data.seed', 'data.more.a'], ['a.b'], ['a.b'])
+    """
+    key, value = override_key(override), override.partition("=")[2].strip()
+    block: Any = OverridesParser.create().parse_override(override).value() if value.startswith("{") else None
+    names = [name for name, _ in leaves(block)] if isinstance(block, dict) else []
+    return [f"{key}.{name}" for name in names] or [key]
+
+
 @dataclass(frozen=True, slots=True)
 class ByHand:
     """The keys of Hydra's overrides.
@@ -95,8 +108,8 @@ class ByHand:
     >>> given = ByHand.read(["algorithm.rollout_correction.rollout_is=null", "~trainer.logger", "+data={seed: 1}"])
     >>> given.has("algorithm.rollout_correction.rollout_is"), given.has("algorithm.rollout_correction.rollout_rs")
     (True, False)
-    >>> given.has("trainer.logger"), given.has("data.seed")
-    (True, True)
+    >>> given.has("trainer.logger"), given.has("data.seed"), given.has("data.shuffle")
+    (True, True, False)
     """
 
     keys: frozenset[str] = frozenset()
@@ -104,7 +117,8 @@ class ByHand:
     @classmethod
     def read(cls, overrides: Iterable[str]) -> ByHand:
         """From overrides as they were typed. The choice of a file for a group sets no key by hand."""
-        return cls(frozenset(override_key(override) for override in overrides if not _chooses_file(override)))
+        typed = [override for override in overrides if not _chooses_file(override)]
+        return cls(frozenset(key for override in typed for key in _keys(override)))
 
     def has(self, key: str) -> bool:
         """Whether the key was set, or removed, by itself or with a block around it."""

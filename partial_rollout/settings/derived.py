@@ -125,6 +125,13 @@ def num_devices(config: DictConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
+def num_engines(config: DictConfig) -> int:
+    """Engines over all nodes; those of a data-parallel group count one by one."""
+    rollout = config.actor_rollout_ref.rollout
+    devices = rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
+    return max(1, num_devices(config) // devices)
+
+
 def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
     """Devices that share a row of the actor, or of the reference (`role="ref"`)."""
     settings = config.actor_rollout_ref[role]

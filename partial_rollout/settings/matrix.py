@@ -103,13 +103,17 @@ def _has_reward_model(config: DictConfig) -> bool:
     return bool(_of(config, "reward.reward_model.enable"))
 
 
-def _takes_media(config: DictConfig) -> bool:
+def _model_has(words: re.Pattern[str], name: re.Pattern[str]) -> Callable[[DictConfig], bool]:
     """By the model's own configuration where it is on this machine, else by its name."""
-    path = str(_of(config, "actor_rollout_ref.model.path", ""))
-    file = Path(path).expanduser() / MODEL_FILE
-    if file.is_file():
-        return "vision_config" in file.read_text(encoding="utf-8")
-    return MEDIA.search(path) is not None
+
+    def applies(config: DictConfig) -> bool:
+        path = str(_of(config, "actor_rollout_ref.model.path", ""))
+        file = Path(path).expanduser() / MODEL_FILE
+        if file.is_file():
+            return words.search(file.read_text(encoding="utf-8")) is not None
+        return name.search(path) is not None
+
+    return applies
 
 
 def _own_pool(config: DictConfig) -> bool:
@@ -120,14 +124,55 @@ def _scores_alone(config: DictConfig) -> bool:
     return _has_reward_model(config) and _of(config, "reward.custom_reward_function.path") is None
 
 
-KNOWN_ESTIMATORS = (
-    *("grpo", "gae", "remax", "rloo", "rloo_vectorized"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"),
-)
+def _has_another_correction(config: DictConfig) -> bool:
+    given = _of(config, CORRECTION, {})
+    return any(given.get(name, default) not in (default, *same) for name, (default, *same) in CORRECTION_KEYS.items())
+
+
+def _has_another_loss(config: DictConfig) -> bool:
+    return any(_of(config, key, usual) != usual for key, usual in USUAL_LOSS.items())
+
+
+def _critic_on(*, cpu: bool) -> Callable[[DictConfig], bool]:
+    return lambda config: _has_critic(config) and (_of(config, "trainer.device") == "cpu") == cpu
+
+
+KNOWN_ESTIMATORS = ("grpo", "gae", "remax", "rloo", "reinforce_plus_plus", "opo")
 """Estimators that have rows of their own."""
+OFFLOADS = ("param_offload", "optimizer_offload")
+CORRECTION = "algorithm.rollout_correction"
+CORRECTION_KEYS: dict[str, tuple[Any, ...]] = {
+    "rollout_is": (None, "token"),
+    "rollout_is_batch_normalize": (False,),
+    "rollout_rs": (None,),
+    "bypass_mode": (False,),
+    "loss_type": ("ppo_clip",),
+}
+"""Below it: verl's default, and values that change nothing of what was tried."""
+USUAL_LOSS = {
+    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+}
 MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z])")
 """In the names of models that take more than text."""
+OWN_MEDIA = re.compile("vision_config|audio_config")
+EXPERTS = re.compile(
+    r"(?i)(?<![a-z\d])(a\d+(\.\d+)?b|\d+x\d+b|[a-z]*moe|mixtral|deepseek-((coder-)?v[23]|r1(?!-(distill|\d+-qwen)))|"
+    r"gpt-oss|kimi-k2|llama-4|dbrx|grok|minimax-m\d|glm-4\.[5-9])(?![a-z])"
+)
+"""In the names of models with several experts a layer."""
+SEEN_MEDIA = (re.compile(r'"model_type":\s*"qwen2_5_vl"'), re.compile(r"(?i)qwen2\.5-vl"))
+OWN_EXPERTS = re.compile(r'"(num_(local_)?experts|n_routed_experts|moe_num_experts)":\s*([2-9]|\d\d)')
 MODEL_FILE = "config.json"
+
+
+_takes_media = _model_has(OWN_MEDIA, MEDIA)
+
+
+def _is_seen_with_images(config: DictConfig) -> bool:
+    return _of(config, "trainer.device") == "cpu" and _model_has(*SEEN_MEDIA)(config)
+
 
 ROWS = (
     Row(
@@ -282,12 +327,40 @@ ROWS = (
     ),
     Row(
         "trainer",
-        "critic (GAE and other losses that need one)",
+        "training state in host memory (`param_offload`, `optimizer_offload`)",
+        UNTRIED,
+        "weights then go to the engines from parameters that verl has just brought back to the GPU",
+        lambda config: any(_of(config, f"{ACTOR}.fsdp_config.{name}") for name in OFFLOADS),
+        {f"{ACTOR}.fsdp_config.param_offload": True},
+        brief="`param_offload`",
+    ),
+    Row(
+        "trainer",
+        "critic on a CPU (GAE and other losses that need one)",
         TESTED,
         "`tests/e2e/test_reorder.py`; it keeps verl's micro-batches",
-        _has_critic,
+        _critic_on(cpu=True),
         {"algorithm.adv_estimator": "gae"},
-        brief="critic",
+        brief="critic on a CPU",
+    ),
+    Row(
+        "trainer",
+        "critic on GPUs",
+        UNTRIED,
+        "what differs is its memory beside engine and actor",
+        _critic_on(cpu=False),
+        {"algorithm.adv_estimator": "gae", "trainer.device": "cuda"},
+        brief="critic on GPUs",
+    ),
+    Row(
+        "trainer",
+        "models with several experts a layer",
+        UNTRIED,
+        "only the names of their weights are in the tests, not their way to an engine. A model whose "
+        "configuration is not on this machine is known by its name",
+        _model_has(OWN_EXPERTS, EXPERTS),
+        {"actor_rollout_ref.model.path": "Qwen/Qwen3-30B-A3B"},
+        brief="MoE",
     ),
     Row(
         "trainer",
@@ -335,10 +408,10 @@ ROWS = (
     ),
     Row(
         "algorithm",
-        "policy losses of verl other than PPO's (GSPO, CISPO, ...)",
+        "losses of verl other than PPO's and DAPO's (GSPO, CISPO, Dr. GRPO, other means over tokens)",
         UNTRIED,
         "nothing of theirs depends on how a response came about",
-        lambda config: _of(config, f"{ACTOR}.policy_loss.loss_mode", "vanilla") != "vanilla",
+        _has_another_loss,
         {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
     ),
     Row(
@@ -346,7 +419,7 @@ ROWS = (
         "RLOO",
         SEEN_ON_CPU,
         "`make matrix` (benchmarks/results/matrix.json)",
-        _is("algorithm.adv_estimator", "rloo", "rloo_vectorized"),
+        _is("algorithm.adv_estimator", "rloo"),
         {"algorithm.adv_estimator": "rloo"},
         brief="RLOO",
     ),
@@ -355,7 +428,7 @@ ROWS = (
         "REINFORCE++",
         SEEN_ON_CPU,
         "`make matrix` (benchmarks/results/matrix.json)",
-        _is("algorithm.adv_estimator", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        _is("algorithm.adv_estimator", "reinforce_plus_plus"),
         {"algorithm.adv_estimator": "reinforce_plus_plus"},
         brief="REINFORCE++",
     ),
@@ -372,7 +445,7 @@ ROWS = (
         "algorithm",
         "other estimators",
         UNTRIED,
-        "nobody has looked at them",
+        "nobody has looked at them, nor at verl's variants `rloo_vectorized` and `reinforce_plus_plus_baseline`",
         lambda config: _of(config, "algorithm.adv_estimator") not in KNOWN_ESTIMATORS,
         {"algorithm.adv_estimator": "gpg"},
     ),
@@ -383,7 +456,24 @@ ROWS = (
         "it needs a greedy baseline from the same weights as the sampled response",
         _is("algorithm.adv_estimator", "remax"),
         {"algorithm.adv_estimator": "remax"},
-        brief="ReMax: its baseline must be of the same weights",
+        brief="ReMax: its baseline needs the same weights",
+    ),
+    Row(
+        "algorithm",
+        "token-level truncated importance sampling, the flag's correction",
+        TESTED,
+        "`tests/e2e/test_training.py`",
+        lambda config: _of(config, f"{CORRECTION}.rollout_is") == "token" and not _has_another_correction(config),
+        {f"{CORRECTION}.rollout_is": "token"},
+    ),
+    Row(
+        "algorithm",
+        "corrections other than token-level",
+        UNTRIED,
+        "`rollout_is=sequence` or normalised, `rollout_rs`, `bypass_mode` and its losses: what they do to responses "
+        "with tokens of several weight versions was not looked at; with `bypass_mode` jobs ran that trained nothing",
+        _has_another_correction,
+        {f"{CORRECTION}.rollout_is": "sequence"},
     ),
     Row(
         "algorithm",
@@ -444,7 +534,7 @@ ROWS = (
         "it puts engines to sleep while they generate",
         _shares_reward_devices,
         {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": False},
-        brief="reward model on the engines' GPUs: it puts engines to sleep",
+        brief="reward model on the engines' GPUs: it stops engines",
     ),
     Row("agent loop", "single turn", TESTED, "`tests/e2e/test_training.py`", _is_one_call, brief="single turn"),
     Row(
@@ -455,17 +545,25 @@ ROWS = (
         _calls_tools,
         {f"{ROLLOUT}.multi_turn.enable": True},
         also="in the tests with a scripted agent",
-        brief="several calls, tools",
+        brief="tools",
     ),
     Row(
         "agent loop",
-        "images, video, audio as input",
-        UNTRIED,
-        "with `keep_kv` such a request is aborted and sent again. On a CPU vLLM cannot load Qwen2.5-VL: it needs "
-        "torchvision, whose wheels on PyPI do not load beside the CPU's torch",
-        _takes_media,
+        "vision-language model (Qwen2.5-VL) on a CPU",
+        SEEN_ON_CPU,
+        "`make matrix` (benchmarks/results/matrix.json): rows with images, over interruptions and a restart. With "
+        "`keep_kv` such a request is aborted and sent again. Such responses are not in the log of rollouts",
+        _is_seen_with_images,
         {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-VL-7B-Instruct"},
-        brief="images as input",
+        brief="images",
+    ),
+    Row(
+        "agent loop",
+        "images, video, audio as input, on GPUs or with other models",
+        UNTRIED,
+        "a tiny Qwen2.5-VL with images was run on a CPU",
+        lambda config: _takes_media(config) and not _is_seen_with_images(config),
+        {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-VL-7B-Instruct", "trainer.device": "cuda"},
     ),
     Row(
         "sampling",
@@ -492,7 +590,7 @@ ROWS = (
         "`repetition_detection`, `thinking_token_budget`",
         REFUSED,
         "their state in the engine covers one request; a continued response would start it anew",
-        brief="presence and frequency penalties, structured output: vLLM keeps their state for one request",
+        brief="presence and frequency penalties, structured output: their state is one request's",
     ),
     Row(
         "other",
@@ -505,6 +603,14 @@ ROWS = (
         ),
         {f"{ROLLOUT}.enable_rollout_routing_replay": True},
         also="refused with `keep_kv` and `offload_kv`",
+    ),
+    Row(
+        "other",
+        "`trainer.val_only`",
+        UNTRIED,
+        "a run that only validates interrupts nothing, so it gains nothing",
+        _is("trainer.val_only", True),
+        {"trainer.val_only": True},
     ),
     Row(
         "other",

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
+from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.settings.by_hand import GENERATED, override_key, verl_defaults
 from partial_rollout.settings.command_line import FLAG
 
@@ -50,6 +51,25 @@ def guess(key: str, known: Collection[str]) -> str | None:
     return next(iter([*same_end, *nearest, *close]), None)
 
 
+def of_a_request(key: str) -> str | None:
+    """What to do instead with a parameter of a request among the rollout's keys, which verl does not have there."""
+    name = key.rpartition(".")[2]
+    if not key.startswith("actor_rollout_ref.rollout."):
+        return None
+    if name in UNRESUMABLE:
+        return (
+            f"leave it out: {name} is a parameter of a request, which an agent loop gives, and partial rollout refuses "
+            "it there too, because its state in the engine covers one request and a continued response would start it "
+            "anew"
+        )
+    if name == "stop":
+        return (
+            "leave it out: stop is a parameter of a request; an agent loop of your own gives it in its sampling "
+            "parameters, and partial rollout finds the strings across interruptions"
+        )
+    return None
+
+
 def unknown_key(text: str) -> str | None:
     """One sentence for Hydra's error about a key that does not exist; None for another error."""
     match = NOT_THERE.search(text)
@@ -62,6 +82,8 @@ def unknown_key(text: str) -> str | None:
     if backends:
         engines = " or ".join(backends)
         return f"{key} is a key of another training backend: set model_engine={engines}, or leave the key out"
+    if instead := of_a_request(key):
+        return f"unknown key {key}: {instead}"
     meant = guess(key, known_keys())
     said = f": did you mean {meant}?" if meant else ""
     return f"unknown key {key}{said} (a key that verl reads but does not list is added with +{key}=...)"

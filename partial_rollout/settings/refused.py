@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from partial_rollout.core.interrupt import mode_of
 from partial_rollout.core.queue.staleness import make_bound
 from partial_rollout.core.queue.tail import make_policy
-from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import ConfigError, DataError, Refusal, UserError
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves, verl_defaults
@@ -28,6 +27,7 @@ from partial_rollout.settings.derived import (
 )
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
+from partial_rollout.settings.mistyped import of_a_request
 from partial_rollout.settings.verl_values import refusal, refused_sizes, refused_values
 
 if TYPE_CHECKING:
@@ -465,20 +465,9 @@ def _check_fields(config: DictConfig) -> Iterator[UserError]:
 
 
 def _without_field(key: str) -> str:
-    name, of_engine = key.rpartition(".")[2], key.startswith("actor_rollout_ref.rollout.")
-    if of_engine and name in UNRESUMABLE:
-        return (
-            f"leave it out: {name} is a parameter of a request, which an agent loop gives, and partial rollout refuses "
-            "it there too, because its state in the engine covers one request and a continued response would start it "
-            "anew"
-        )
-    if of_engine and name == "stop":
-        return (
-            "leave it out: stop is a parameter of a request; an agent loop of your own gives it in its sampling "
-            "parameters, and partial rollout finds the strings across interruptions"
-        )
+    of_engine = key.startswith("actor_rollout_ref.rollout.")
     vllm = "; an option of vLLM's own goes below actor_rollout_ref.rollout.engine_kwargs.vllm" if of_engine else ""
-    return f"leave it out, or look for its right name or block{vllm}"
+    return of_a_request(key) or f"leave it out, or look for its right name or block{vllm}"
 
 
 def _check_engine_devices(config: DictConfig, _settings: Settings) -> Iterator[UserError]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
@@ -25,6 +26,9 @@ KEEP_ALL = {
 """verl's keys, with the values at which verl removes nothing."""
 
 
+ANEW = "another trainer.default_local_dir, or trainer.resume_mode=disable"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl's name of the file beside the checkpoints that names the latest one."""
 KEPT_BY_TIME = 1
 """Checkpoints of a run that saves by time, where the user has said nothing: verl would keep all of them."""
 
@@ -45,6 +49,19 @@ def removes_checkpoints(config: DictConfig) -> bool:
     """Whether this package removes old checkpoints: on one node, where verl's save has ended when its call returns."""
     saves_later = OmegaConf.select(config, ASYNC_SAVE)
     return not saves_later and config.trainer.nnodes == 1
+
+
+def step_to_go_on_from(config: DictConfig) -> int | None:
+    """The step of the checkpoint that the folder has already, where the run takes it; None: it begins with step 1.
+
+    The start looks whether it is whole, and takes another one if it is not.
+    """
+    if config.trainer.resume_mode != "auto":
+        return None
+    try:
+        return int(Path(config.trainer.default_local_dir, TRACKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def num_kept_checkpoints(config: DictConfig, *, by_time: bool | None = None) -> int | None:

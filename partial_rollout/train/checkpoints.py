@@ -29,7 +29,13 @@ from omegaconf import OmegaConf
 
 from partial_rollout.errors import DataError
 from partial_rollout.settings.memory import checkpoint_bytes
-from partial_rollout.settings.retention import KEEP_ALL, num_kept_checkpoints, removes_checkpoints, saves_by_time
+from partial_rollout.settings.retention import (
+    KEEP_ALL,
+    TRACKER,
+    num_kept_checkpoints,
+    removes_checkpoints,
+    saves_by_time,
+)
 from partial_rollout.train.save_cadence import lack_of_room
 from partial_rollout.train.start_choices import free_host_memory
 
@@ -40,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's name."""
 MANIFEST = "partial_rollout/whole.json"
 BY_TIME = "partial_rollout/saved_by_time"
 """An empty file in each checkpoint that nobody asked for: such a one may be removed when a newer one is whole."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,15 @@ REFERENCE = (
     f"+{REF}.fsdp_config.mixed_precision={FLOAT32}",
 )  # fmt: skip
 REWARD_MODEL, REWARD_FUNCTION = "reward.reward_model", "reward.custom_reward_function"
+READ_IMAGES = ("torchvision==0.28.0", "qwen-vl-utils==0.0.14")
+"""The first is the one for the CPU's torch 2.13."""
+CHAT_WITH_IMAGES = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The quickstart's form of a conversation, with content of several parts."""
 PLANNER = "partial_rollout.packing.planner=verl"
 
 
@@ -60,6 +72,15 @@ class Case:
     """By the path of the tiny model."""
     write: Callable[[Path, Path, int], list[str]] | None = None
     """Makes further inputs of so many rows, from the task's folder into another one, and returns overrides for them."""
+    modules: Callable[[Path], str] | None = None
+    """Makes a folder of modules that the environment lacks, and returns what its jobs have in PYTHONPATH."""
+
+
+def with_torchvision(folder: Path) -> str:
+    """What reads images, from PyPI, and what lets torchvision load beside the CPU's torch."""
+    options = ["--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *READ_IMAGES], check=True)
+    return os.pathsep.join([str(folder), str(Path(__file__).with_name("torchvision_on_a_cpu"))])
 
 
 def write_images(task: Path, folder: Path, num_rows: int) -> list[str]:
@@ -69,12 +90,15 @@ def write_images(task: Path, folder: Path, num_rows: int) -> list[str]:
     tokenizer, model = AutoTokenizer.from_pretrained(task / "model"), folder / "vl"
     marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    tokenizer.chat_template = CHAT_WITH_IMAGES
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(marks)), strict=True))
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
+    # vLLM's attention on a CPU wants heads of 32 at least.
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 256}
     text: dict[str, Any] = {**heads, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
-    text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    text |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
@@ -87,7 +111,11 @@ def write_images(task: Path, folder: Path, num_rows: int) -> list[str]:
     frame["images"] = [[{"bytes": file.getvalue()}] for _ in range(len(frame))]
     frame["prompt"] = [[{**words, "content": f"<image>{words['content']}"} for words in row] for row in frame["prompt"]]
     frame.to_parquet(folder / "images.parquet")
-    return [f"actor_rollout_ref.model.path={model}", f"data.train_files={folder / 'images.parquet'}"]
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder / 'images.parquet'}",
+        "data.max_prompt_length=64",  # an image is four tokens at least
+    ]
 
 
 def write_reward_model(task: Path, folder: Path, _: int) -> list[str]:
@@ -107,13 +135,14 @@ def _twice(overrides: Callable[[str], list[str]]) -> Callable[[str], list[list[s
 
 CASES = {
     "gae": Case("GAE with a critic", _twice(_critic)),
-    "estimators": Case(
-        "RLOO with a reference model and KL in the loss, REINFORCE++ with KL in the reward, OPO",
-        lambda _: [
-            _estimator("rloo", f"{ACTOR}.use_kl_loss=True", *REFERENCE),
-            _estimator("reinforce_plus_plus", "algorithm.use_kl_in_reward=True", *REFERENCE),
-            _estimator("opo"),
-        ],
+    "rloo": Case("RLOO", _twice(lambda _: _estimator("rloo"))),
+    "reinforce_plus_plus": Case(
+        "REINFORCE++ with KL to a reference model in the reward",
+        _twice(lambda _: _estimator("reinforce_plus_plus", "algorithm.use_kl_in_reward=True", *REFERENCE)),
+    ),
+    "opo": Case("OPO", _twice(lambda _: _estimator("opo"))),
+    "reference": Case(
+        "a reference model with KL in the loss", _twice(lambda _: [f"{ACTOR}.use_kl_loss=True", *REFERENCE])
     ),
     "lora": Case(
         "LoRA", _twice(lambda _: ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"])
@@ -127,7 +156,9 @@ CASES = {
         "Megatron with planner=verl",
         _twice(lambda _: ["model_engine=megatron", f"{ACTOR}.strategy=megatron", f"~{ACTOR}.fsdp_config", PLANNER]),
     ),
-    "images": Case("a vision-language model with rows of text and image", _twice(lambda _: []), write_images),
+    "images": Case(
+        "a vision-language model with rows of text and image", _twice(lambda _: []), write_images, with_torchvision
+    ),
 }
 
 

@@ -164,7 +164,8 @@ def run_job_and_signal(
 def _start(
     task: Path, folder: Path, overrides: tuple[str, ...], mark: str, output: int | TextIO = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    environment = {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": paths}
     environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
         _command(task, folder, overrides),

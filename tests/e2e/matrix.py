@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from partial_rollout.advise.result import circumstances, read_result, store, ver
 from partial_rollout.run.cpu_environment import apply_cpu_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tests.e2e.cases import Case
 
@@ -35,10 +36,15 @@ SHOWN = ("case", "runs", "steps", "interrupted", "resumed", "restarts", "error",
 
 def run_case(case: Case, task: Path, folder: Path) -> dict[str, Any]:
     """Run its jobs until one fails; how it went."""
+    folder.mkdir(parents=True)
+    with _modules_of(case, task, folder / "modules"):
+        return _run_jobs(case, task, folder)
+
+
+def _run_jobs(case: Case, task: Path, folder: Path) -> dict[str, Any]:
     from tests.e2e.cases import counts, last_error, what_is_wrong
     from tests.e2e.conftest import FLAG, LONG, SHORT, run_job, with_lengths
 
-    folder.mkdir(parents=True)
     rows = with_lengths(task, folder, [LONG if row % EVERY == EVERY - 1 else SHORT for row in range(NUM_ROWS)])
     shared = [*rows, f"trainer.save_freq={STEPS}", *(case.write(task, folder, NUM_ROWS) if case.write else ())]
     steps: list[dict[str, Any]] = []
@@ -58,6 +64,26 @@ def run_case(case: Case, task: Path, folder: Path) -> dict[str, Any]:
         verls = run_job(task, folder / "verl", *shared, *_without_ours(overrides), "trainer.total_training_steps=1")
         row["verl"] = last_error(verls) if verls.code else "runs without the flag"
     return row
+
+
+@contextmanager
+def _modules_of(case: Case, task: Path, folder: Path) -> Iterator[None]:
+    """The case's own modules, and a process that has imported them, while its jobs run."""
+    if case.modules is None:
+        yield
+        return
+    from tests.e2e.conftest import NURSERY
+
+    before, nursery = os.environ.get("PYTHONPATH"), (task / NURSERY).readlink()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [case.modules(folder), before]))
+    _preload(task)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({"PYTHONPATH": before} if before else {})
+        (task / NURSERY).unlink()
+        (task / NURSERY).symlink_to(nursery)
 
 
 def _without_ours(overrides: Sequence[str]) -> list[str]:
@@ -96,20 +122,27 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _task(work: Path, made: Path | None) -> Path:
-    """The tiny model and its data, and the process whose forks the jobs are (tests/preloaded)."""
+    """The tiny model and its data."""
     from partial_rollout.run.quickstart import make_task
-    from tests import preloaded
-    from tests.e2e.conftest import NURSERY
 
-    task, nursery = work / "task", Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
-    preloaded.start(nursery, os.getpid(), preloaded.MODULES, VLLM_LOGGING_LEVEL="WARN")
+    task = work / "task"
     if made is not None:
         shutil.copytree(made, task, dirs_exist_ok=True, symlinks=True)
     else:
         make_task.main(["--out", str(task), "--num-train", "256", "--num-val", "8", "--warm-start-steps", "60"])
+    _preload(task)
+    return task
+
+
+def _preload(task: Path) -> None:
+    """Start the process whose forks the jobs on this task are (tests/preloaded)."""
+    from tests import preloaded
+    from tests.e2e.conftest import NURSERY
+
+    nursery = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
+    preloaded.start(nursery, os.getpid(), preloaded.MODULES, VLLM_LOGGING_LEVEL="WARN")
     (task / NURSERY).unlink(missing_ok=True)
     (task / NURSERY).symlink_to(nursery)
-    return task
 
 
 if __name__ == "__main__":

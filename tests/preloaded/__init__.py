@@ -84,6 +84,7 @@ def nursery(base: Path, owner: int, modules: dict[str, tuple[str, ...]], **envir
 def start(folder: Path, owner: int, modules: dict[str, tuple[str, ...]], **environment: str) -> subprocess.Popen[bytes]:
     """Start a nursery in `folder`, which is removed when the process `owner` has ended, and the nursery with it."""
     write_command(folder / COMMAND, folder / SOCKET)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for kind, names in modules.items():
         (folder / kind).write_text(" ".join(names))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, (folder / "log").open("wb") as log:
@@ -93,7 +94,7 @@ def start(folder: Path, owner: int, modules: dict[str, tuple[str, ...]], **envir
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.preloaded.nursery", *map(str, files), str(folder), FIRST, ROOM],
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": paths} | environment, cwd=ROOT,
                 pass_fds=files, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         finally:

@@ -20,14 +20,14 @@ CONFIGS = str(Path(__file__).resolve().parents[3] / "configs")
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The quickstart's configuration but for its planner, composed once and pickled; its paths exist."""
+    """The quickstart's configuration but for its planner and its engines' bound, composed once; its paths exist."""
     folder = tmp_path_factory.mktemp("task")
     paths = {"data.train_files": "train.parquet", "data.val_files": "val.parquet"}
     paths["actor_rollout_ref.model.path"] = "model"
     for name in paths.values():
         (folder / name).touch()
     sizes = ["critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"]
-    sizes.append("partial_rollout.packing.planner=auto")
+    sizes += ["partial_rollout.packing.planner=auto", "actor_rollout_ref.rollout.max_num_seqs=256"]
     with initialize_config_dir(CONFIGS, version_base=None):
         overrides = [*sizes, *(f"{key}={folder / name}" for key, name in paths.items())]
         return pickle.dumps(compose("quickstart_cpu", overrides=overrides))

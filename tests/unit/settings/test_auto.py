@@ -582,6 +582,22 @@ def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(
     assert config.actor_rollout_ref.rollout.disable_log_stats is not depth_moves
 
 
+@pytest.mark.parametrize(
+    ("most", "devices", "adaptive"), [(64, 1, False), (65, 1, True), (32, 2, False), (33, 2, True)]
+)
+def test_slots_do_not_rise_past_what_the_engines_run_at_once(
+    composed: Composed, most: int, devices: int, *, adaptive: bool
+):
+    config = composed({f"{ROLLOUT}.max_num_seqs": most, "trainer.n_gpus_per_node": devices})
+    (choice,) = chosen(config, ADAPTIVE)
+    assert choice.value is adaptive
+    if not adaptive:
+        engines = "one engine" if devices == 1 else "2 engines"
+        assert choice.seen == f"64 slots for a batch, and {ROLLOUT}.max_num_seqs={most} on {engines}"
+    by_hand = composed({f"{ROLLOUT}.max_num_seqs": most, "partial_rollout.slots.most": 96})
+    assert value(by_hand, ADAPTIVE) is True
+
+
 def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
     here = GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
     for machine, adaptive, least in ((LARGE, True, 64), (SMALL, False, None)):
@@ -683,12 +699,20 @@ def test_the_correction_is_on(composed: Composed):
     assert is_corrected(config)
 
 
-@pytest.mark.parametrize("override", [f"{IS}=null", "algorithm.rollout_correction={bypass_mode: false}"])
+@pytest.mark.parametrize("override", [f"{IS}=null", "algorithm.rollout_correction={rollout_is: null}"])
 def test_a_correction_that_was_turned_off_by_hand_stays_off(composed: Composed, override: str):
     config = uncorrected(composed)
     assert chosen(config, IS, [override]) == []
     started(config, [override])
     assert not is_corrected(config)
+
+
+@pytest.mark.parametrize("override", [f"{IS}_threshold=5", "algorithm.rollout_correction={rollout_is_threshold: 5}"])
+def test_another_bound_leaves_the_correction_on(composed: Composed, override: str):
+    config = uncorrected(composed, {f"{IS}_threshold": 5})
+    started(config, [override])
+    assert is_corrected(config)
+    assert config.algorithm.rollout_correction.rollout_is == "token"
 
 
 def test_the_choice_of_a_file_for_a_group_turns_no_correction_off(composed: Composed):
@@ -727,6 +751,36 @@ def test_a_correction_without_a_threshold_is_off(composed: Composed):
     assert not is_corrected(composed({IS: "token", f"{IS}_threshold": None}))
 
 
+# ---- how weights travel ----
+
+WEIGHTS = "partial_rollout.weights.backend"
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken", "seen"),
+    [
+        ({}, "channel", "trainer.device=cpu"),
+        ({"trainer.device": "npu"}, "verl", "trainer.device=npu"),
+        ({f"{ROLLOUT}.quantization": "fp8"}, "verl", f"weights quantised on arrival ({ROLLOUT}.quantization=fp8)"),
+    ],
+)
+def test_weights_go_by_our_channel_where_it_carries_them(
+    composed: Composed, changes: dict[str, Any], taken: str, seen: str
+):
+    config = composed(changes)
+    (choice,) = chosen(config, WEIGHTS)
+    assert (choice.value, choice.seen) == (taken, seen)
+    assert started(config).weights.backend == taken
+    assert config.partial_rollout.weights.backend == taken
+
+
+@pytest.mark.parametrize("by_hand", ["channel", "verl"])
+def test_a_way_of_weights_set_by_hand_stays(composed: Composed, by_hand: str):
+    config = composed({WEIGHTS: by_hand})
+    assert chosen(config, WEIGHTS) == []
+    assert started(config).weights.backend == by_hand
+
+
 # ---- all ----
 
 
@@ -741,6 +795,7 @@ def test_choosing_changes_nothing(composed: Composed):
         PLANNER,
         IS,
         SAVE,
+        WEIGHTS,
     }
     assert OmegaConf.to_container(config) == before
 
@@ -766,6 +821,10 @@ def test_a_run_whose_user_has_said_nothing_saves_by_time_and_keeps_the_newest_ch
     (choice,) = chosen(config, SAVE)
     assert choice.value == 20
     assert "trainer.save_freq=-1, which nobody set" in str(choice)
+    anew = "a new run needs another trainer.default_local_dir, or trainer.resume_mode=disable"
+    assert f"The same command then goes on from it; {anew}" in choice.why
+    (fresh,) = chosen(composed(UNSAVED | {"trainer.resume_mode": "disable"}), SAVE)
+    assert "goes on" not in fresh.why
     assert started(config).minutes_between_saves == 20
     assert saves_by_time(config)
     assert num_kept_checkpoints(config) == 1

@@ -144,6 +144,40 @@ def test_a_run_without_a_correction_is_told_before_it_starts(paths: list[str], o
     assert (why in told) == is_told
 
 
+def looked_at(words: list[str]) -> list[str]:
+    return [text for heading, text in diagnose(words).lines if heading == "look at"]
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [("auto", True), ("disable", False)])
+def test_a_checkpoint_that_the_run_would_go_on_from_is_told(
+    paths: list[str], tmp_path: Path, mode: str, *, is_told: bool
+):
+    words = [*paths, "actor_rollout_ref.rollout.name=vllm", f"trainer.default_local_dir={tmp_path}"]
+    words.append(f"trainer.resume_mode={mode}")
+    assert looked_at(words) == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    told = f"{tmp_path} has a checkpoint of step 12: the run goes on from it; a new run needs another"
+    assert [text.startswith(told) for text in looked_at(words)] == [True] * is_told
+
+
+@pytest.mark.parametrize(("most", "told"), [(16, "16 requests wait inside the engines"), (32, None)])
+def test_engines_that_run_fewer_requests_than_there_are_slots_are_told(paths: list[str], most: int, told: str | None):
+    sizes = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=1"]
+    sizes += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    words = [*paths, *sizes, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.max_num_seqs={most}"]
+    found = looked_at(words)
+    assert len(found) == (told is not None)
+    assert told is None or told in found[0]
+
+
+def test_a_limit_of_generated_batches_that_is_ignored_is_told(paths: list[str]):
+    filtering = [f"algorithm.filter_groups.{key}" for key in ("enable=True", "metric=acc", "max_num_gen_batches=3")]
+    words = [*paths, "actor_rollout_ref.rollout.name=vllm", *filtering]
+    (found,) = looked_at(words)
+    assert found.startswith("algorithm.filter_groups.max_num_gen_batches=3 is ignored: ")
+    assert looked_at(words[:-1]) == []
+
+
 @pytest.mark.parametrize("flag", ["+async_training.partial_rollout=False", "+async_training={partial_rollout: false}"])
 def test_a_flag_that_is_off_is_told_and_taken_as_set(paths: list[str], flag: str):
     report = diagnose([*paths, "actor_rollout_ref.rollout.name=vllm", flag])

@@ -12,6 +12,7 @@ import pytest
 from partial_rollout.core.resume import UNRESUMABLE
 from partial_rollout.errors import UserError
 from partial_rollout.settings.matrix import REFUSED, ROWS, SEEN_ON_CPU, TESTED, Row, rows_of
+from tests.e2e.cases import CASES
 from tests.unit.settings.support import check
 
 if TYPE_CHECKING:
@@ -60,6 +61,46 @@ def test_the_sampling_parameters_that_are_refused_are_those_of_the_table():
     assert len(taken) == len(set(taken))
 
 
+def test_what_stands_in_the_stored_matrix_is_what_make_matrix_runs():
+    assert list(json.loads((ROOT / "benchmarks/results/matrix.json").read_text())["rows"]) == list(CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("Qwen/Qwen3-30B-A3B", True),
+        ("deepseek-ai/DeepSeek-V3", True),
+        ("deepseek-ai/DeepSeek-R1", True),
+        ("deepseek-ai/deepseek-coder-v2-lite", True),
+        ("mistralai/Mixtral-8x7B-v0.1", True),
+        ("openai/gpt-oss-20b", True),
+        ("allenai/OLMoE-1B", True),
+        ("meta-llama/Llama-4-Scout", True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", False),
+        ("deepseek-ai/deepseek-llm-7b-chat", False),
+        ("Qwen/Qwen3-8B", False),
+        ("Qwen/Qwen2.5-7B-Instruct", False),
+        ("meta-llama/Llama-3.1-8B", False),
+    ],
+)
+def test_a_model_with_several_experts_is_known_by_its_name(composed: Composed, name: str, has: bool):
+    found = [row.what for row in rows_of(composed({"actor_rollout_ref.model.path": name}))]
+    assert ("models with several experts a layer" in found) == has
+
+
+@pytest.mark.parametrize(
+    ("keys", "has"),
+    [({"num_experts": 128}, True), ({"n_routed_experts": 64}, True), ({"num_local_experts": 1}, False), ({}, False)],
+)
+def test_a_model_with_several_experts_is_known_by_its_configuration(
+    composed: Composed, tmp_path: Path, keys: dict[str, int], has: bool
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", **keys}))
+    found = [row.what for row in rows_of(composed({"actor_rollout_ref.model.path": str(tmp_path)}))]
+    assert ("models with several experts a layer" in found) == has
+
+
 @pytest.mark.parametrize(
     ("name", "takes"),
     [
@@ -72,5 +113,7 @@ def test_the_sampling_parameters_that_are_refused_are_those_of_the_table():
     ],
 )
 def test_a_model_that_takes_images_is_known_by_its_name(composed: Composed, name: str, takes: bool):
-    found = [row.what for row in rows_of(composed({"actor_rollout_ref.model.path": name}))]
-    assert ("images, video, audio as input" in found) == takes
+    found = rows_of(composed({"actor_rollout_ref.model.path": name, "trainer.device": "cuda"}))
+    assert any(row.what.startswith("images, video, audio as input") for row in found) == takes
+    on_cpu = [row.state for row in rows_of(composed({"actor_rollout_ref.model.path": name})) if "VL" in row.what]
+    assert on_cpu == [SEEN_ON_CPU] * ("Qwen2.5-VL" in name)

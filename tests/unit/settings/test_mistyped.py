@@ -34,6 +34,14 @@ def test_doctor_tells_it_instead_of_hydras_advice_to_add_the_key():
     assert report.lines[0][1].startswith(meant)
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "stop"])
+def test_a_parameter_of_a_request_is_told_as_one_and_not_to_be_added(name: str):
+    said = unknown_key(f"Could not override 'actor_rollout_ref.rollout.{name}'.")
+    assert said is not None
+    assert f"{name} is a parameter of a request" in said
+    assert "+actor_rollout_ref" not in said
+
+
 def test_a_key_of_another_training_backend_is_not_taken_for_a_mistyped_one():
     said = unknown_key("Could not override 'actor_rollout_ref.actor.megatron.tensor_model_parallel_size'.")
     assert said is not None
