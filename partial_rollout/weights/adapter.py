@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
-import zmq
 from ray.exceptions import RayError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
@@ -26,6 +25,7 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter
 from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.weights.fan_out import ENGINE_FAILURES
 from partial_rollout.weights.sender import ANSWER_SHARE, SENDER_SHARE, WeightSender
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from partial_rollout.weights.directory import ChannelAddress
 
 WIRE_FORMAT = "named_tensors"
-ENGINE_FAILURES = (PartialRolloutError, RayError, zmq.ZMQError, OSError, RuntimeError, ValueError)
-"""What an update can raise because the engine's end failed, with errors of the socket and the GPU."""
 
 logger = logging.getLogger(__name__)
 

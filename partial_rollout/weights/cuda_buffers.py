@@ -81,6 +81,9 @@ class CudaBufferWriter:
         """Return when everything written is there."""
         self._runtime.synchronize(self._device)
 
+    def payload(self, buffer: int, num_bytes: int) -> None:
+        """Nothing is sent: the buffer is the receiver's own."""
+
     def close(self) -> None:
         """Let go of the buffers; may be repeated."""
         self._buffers.clear()
@@ -125,6 +128,9 @@ class CudaBufferReader:
         self._runtime = runtime
         self._blocks = [_Block(runtime, device, offer.buffer_bytes) for _ in range(offer.num_buffers)]
         self.handles = tuple(runtime.export(block.pointer) for block in self._blocks)
+
+    def place(self, buffer: int, num_bytes: int) -> None:
+        """Nothing is received: the sender has written to the buffer."""
 
     def lease(self, buffer: int) -> torch.Tensor:
         """A buffer's bytes (uint8, 1-d); the buffer is held for as long as any tensor on that memory lives."""

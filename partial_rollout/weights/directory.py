@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ConfigError
+from partial_rollout.weights.line import IPC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +48,12 @@ class ChannelAddress:
 
     directory: str
     secret: bytes = field(repr=False)
+    node_id: str = ""
+    """Ray's name of the server's node; empty where nobody asks."""
+
+    def endpoint(self, channel: str, update_number: int) -> str:
+        """Where the two ends of one update of one channel meet on this node; both ends compute it."""
+        return f"{IPC}{self.socket_path(channel, update_number)}"
 
     def socket_path(self, channel: str, update_number: int) -> Path:
         """Address of one update of one channel; both ends compute it.

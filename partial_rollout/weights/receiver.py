@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import secrets
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from partial_rollout.errors import WeightMismatch
-from partial_rollout.weights.buffers import Leases
+from partial_rollout.weights.buffers import Leases, allocate
 from partial_rollout.weights.line import Line
 from partial_rollout.weights.protocol.buckets import Assembly, Fragment, TensorSpec
 from partial_rollout.weights.protocol.stream import ReceiverMachine
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from partial_rollout.weights.buffers import BufferReader
     from partial_rollout.weights.directory import ChannelAddress
     from partial_rollout.weights.protocol.wire import Message
-
-HUGE_FROM_BYTES = 4 << 20
-"""Twice a huge page, so that at least one whole huge page fits wherever the memory begins."""
 
 
 class WeightReceiver:
@@ -51,9 +46,13 @@ class WeightReceiver:
         validate: bool = False,
         device: torch.device | None = None,
         transports: Transports | None = None,
+        endpoint: str | None = None,
     ) -> None:
-        """Prepare one update of `channel`; `validate` refuses NaN and Inf, `device` is where tensors go."""
-        self._path = address.socket_path(channel, update_number)
+        """Prepare one update of `channel`; `validate` refuses NaN and Inf, `device` is where tensors go.
+
+        `endpoint` is where the sender listens; None: at the address, on this node.
+        """
+        self._endpoint = endpoint or address.endpoint(channel, update_number)
         self._peer = f"the training worker of channel {channel}"
         self._timeout_s, self._validate = timeout_s, validate
         self._device = numbered(device)
@@ -71,7 +70,7 @@ class WeightReceiver:
 
     def __enter__(self) -> WeightReceiver:
         """Connect."""
-        self._line = Line(self._path, bind=False, peer=self._peer, timeout_s=self._timeout_s)
+        self._line = Line(self._endpoint, bind=False, peer=self._peer, timeout_s=self._timeout_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -122,6 +121,8 @@ class WeightReceiver:
 
     def _unpack(self, buffers: BufferReader, bucket: Bucket, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are complete with this bucket."""
+        if (place := buffers.place(bucket.buffer, bucket.used_bytes)) is not None:
+            self._line.receive_into(place)
         data = buffers.lease(bucket.buffer)
         for fragment in bucket.fragments:
             assembly.accept(fragment)
@@ -193,16 +194,3 @@ def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def _is_finite(tensor: torch.Tensor) -> bool:
     # Not every float8 type has isfinite; float32 holds all their values.
     return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
-
-
-def allocate(num_bytes: int) -> torch.Tensor:
-    """New host memory (uint8, 1-d) of any content, in huge pages if there are many bytes and the kernel has such pages.
-
-    The first write to new memory is mostly page faults; with huge pages it takes a third of the time.
-    """
-    if num_bytes < HUGE_FROM_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)

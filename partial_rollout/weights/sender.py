@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partial_rollout.errors import WeightPeerLost
-from partial_rollout.weights.line import Line
+from partial_rollout.errors import InternalError, WeightPeerLost
+from partial_rollout.weights.line import TCP, Line
 from partial_rollout.weights.protocol.buckets import ALIGNMENT_BYTES, BucketPlan, Fragment, TensorSpec
 from partial_rollout.weights.protocol.stream import SenderMachine, State
 from partial_rollout.weights.protocol.wire import NONCE_BYTES, describe_failure
@@ -50,7 +50,9 @@ class WeightSender:
             ask the engine to receive
             sender.send(weights)
 
-    It waits for the receiver (its hello, a free buffer, its confirmation); `timeout_s` bounds each wait.
+    `send` is `connect`, a `put` for each tensor, `end` and `confirm`; who sends to several receivers calls these
+    (`fan_out.py`). It waits for the receiver (its hello, a free buffer, its confirmation); `timeout_s` bounds each
+    wait.
     """
 
     def __init__(
@@ -64,17 +66,23 @@ class WeightSender:
         buffer_bytes: int | None = None,
         device: torch.device | None = None,
         transports: Transports | None = None,
+        endpoint: str | None = None,
+        encrypt: bool = False,
+        patience: Callable[[], float] | None = None,
     ) -> None:
         """Prepare one update of `channel`.
 
         `check` raises when the engine's call has already failed. `device` is where the tensors are (default: host);
-        `buffer_bytes` None leaves the buffers' size to the transport.
+        `buffer_bytes` None leaves the buffers' size to the transport. `endpoint` is where to listen, `tcp://HOST:*` for
+        a receiver on another node; None: at the address, on this node. For `encrypt` and `patience` see `Line`.
         """
-        self._path = address.socket_path(channel, update_number)
+        self._endpoint = endpoint or address.endpoint(channel, update_number)
         self._line_options: dict[str, Any] = {
             "peer": f"the engine's worker for channel {channel}",
             "timeout_s": timeout_s,
             "check": check,
+            "encrypt": encrypt,
+            "patience": patience,
         }
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._machine = SenderMachine(
@@ -84,15 +92,22 @@ class WeightSender:
         self._device = numbered(device)
         self._transports = transports or Transports()
         self._buffers: BufferWriter | None = None
+        self._num_tensors = self._num_bytes = 0
+        self._started_s = 0.0
         self._bucket = 0
         self._buffer = 0
         self._fragments: list[Fragment] = []
 
     def __enter__(self) -> WeightSender:
         """Bind."""
-        self._line = Line(self._path, bind=True, **self._line_options)
+        self._line = Line(self._endpoint, bind=True, **self._line_options)
         self._machine.start()
         return self
+
+    @property
+    def endpoint(self) -> str:
+        """What the receiver must be told, unless it knows the address of this node."""
+        return self._line.endpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Tell the receiver of a failure, then remove socket and buffers."""
@@ -112,27 +127,29 @@ class WeightSender:
             WeightUpdateError: the failure that the receiver reports.
             Exception: what `weights` or `check` raised.
         """
-        buffers = self._connect()
-        started = time.monotonic()
-        num_tensors = num_bytes = 0
+        self.connect()
         for name, tensor in weights:
-            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
-            self._put(buffers, name, tensor)
-        # Nothing follows the last bucket, so nothing else sends it.
-        self._flush(buffers)
-        buffers.close()  # first, since the receiver frees what it made once it has read that this is all
-        self._say(self._machine.finish(num_tensors, num_bytes))
-        self._receive_until(State.CLOSED)
-        return SentWeights(num_tensors, num_bytes, time.monotonic() - started)
+            self.put(name, tensor)
+        self.end()
+        return self.confirm()
 
-    def _connect(self) -> BufferWriter:
+    def connect(self) -> None:
+        """Wait for the receiver and agree on buffers with it; raises as `send`, as the next three do."""
         self._receive_until(State.ATTACHED)
-        buffers = self._buffers = self._transports.writer(self._device, self._machine.peer_device, self._buffer_bytes)
+        is_stream = self._endpoint.startswith(TCP)
+        buffers = self._buffers = self._transports.writer(
+            self._device, self._machine.peer_device, self._buffer_bytes, is_stream=is_stream
+        )
         self._plan = BucketPlan(buffers.offer.buffer_bytes)
         self._say(self._machine.attach(buffers.offer))
         self._receive_until(State.STREAMING)
         buffers.attached(self._machine.handles)
-        return buffers
+        self._started_s = time.monotonic()
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Send one tensor."""
+        self._num_tensors, self._num_bytes = self._num_tensors + 1, self._num_bytes + tensor.nbytes
+        self._put(self._attached_buffers, name, tensor)
 
     def _put(self, buffers: BufferWriter, name: str, tensor: torch.Tensor) -> None:
         # Bytes can be viewed of one piece of memory only; a transposed or expanded tensor is copied here.
@@ -150,11 +167,31 @@ class WeightSender:
             buffers.write(self._buffer, fragment.buffer_offset, data[begin : begin + fragment.num_bytes])
             self._fragments.append(fragment)
 
+    def end(self) -> None:
+        """Say that nothing follows."""
+        buffers = self._attached_buffers
+        # Nothing follows the last bucket, so nothing else sends it.
+        self._flush(buffers)
+        buffers.close()  # first, since the receiver frees what it made once it has read that this is all
+        self._say(self._machine.finish(self._num_tensors, self._num_bytes))
+
+    def confirm(self) -> SentWeights:
+        """Wait until the receiver has everything."""
+        self._receive_until(State.CLOSED)
+        return SentWeights(self._num_tensors, self._num_bytes, time.monotonic() - self._started_s)
+
+    @property
+    def _attached_buffers(self) -> BufferWriter:
+        if self._buffers is None:
+            raise InternalError(f"weight sender in state {self._machine.state.name}: a tensor before connect()")
+        return self._buffers
+
     def _flush(self, buffers: BufferWriter) -> None:
         if self._fragments:
             # The message says that the bytes can be read; on a GPU the copy may still be under way.
             buffers.flush()
-            self._say(self._machine.bucket(self._buffer, tuple(self._fragments)))
+            bucket = self._machine.bucket(self._buffer, tuple(self._fragments))
+            self._say(bucket, buffers.payload(self._buffer, bucket.used_bytes))
             self._fragments = []
 
     def _await_buffer(self) -> int:
@@ -162,11 +199,11 @@ class WeightSender:
             self._machine.receive(self._line.receive("a free buffer"))
         return buffer
 
-    def _say(self, message: Any) -> None:
+    def _say(self, message: Any, data: memoryview | None = None) -> None:
         """Send a message; if the receiver has gone, raise the reason that it may have sent before."""
         self._read_what_came()
         try:
-            self._line.send(message)
+            self._line.send(message, data)
         except WeightPeerLost:
             self._read_what_came()
             raise

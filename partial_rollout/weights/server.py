@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -15,6 +17,8 @@ from partial_rollout.weights.protocol.engine_weights import EngineWeights
 from partial_rollout.weights.sender import ANSWER_SHARE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.weights.directory import ChannelAddress, ChannelDirectory
 
@@ -68,16 +72,22 @@ class ChannelServer(vLLMHttpServer):
 
     @control
     async def weight_channel(self) -> ChannelAddress:
-        """Where this node's training ranks meet this server's engine workers."""
-        return self._channels.address
+        """Where this node's training ranks meet this server's engine workers, and which node it is."""
+        return replace(self._channels.address, node_id=ray.get_runtime_context().get_node_id())
 
     @control
     async def receive_weights(
-        self, *, update_number: int, version: int | None, peft_config: dict[str, Any] | None = None
+        self,
+        *,
+        update_number: int,
+        version: int | None,
+        peft_config: dict[str, Any] | None = None,
+        endpoints: Sequence[str] | None = None,
     ) -> None:
         """Let every engine worker take update `update_number` from its channel; then forget caches and set the version.
 
-        With `peft_config` the workers receive a LoRA adapter, and the base weights stay.
+        With `peft_config` the workers receive a LoRA adapter, and the base weights stay. `endpoints` are where the
+        sender listens for each worker, by rank; None: each at the address of its own channel on this node.
 
         Raises:
             WeightUpdateError: a worker failed; the engine generates nothing until it was relaunched and sent weights.
@@ -88,7 +98,7 @@ class ChannelServer(vLLMHttpServer):
         options = {"update_number": update_number, "timeout_s": timeout_s, "validate": validate}
         update = f"weight update {update_number} (version {version})"
         self._weights.begun(update_number, update)
-        take = _take_weights(self.engine, options | {"peft_config": peft_config})
+        take = _take_weights(self.engine, options | {"peft_config": peft_config, "endpoints": endpoints})
         try:
             await while_healthy(self.engine, take, unless=self._given_up.wait(update_number))
         except Exception as error:

@@ -88,6 +88,9 @@ class SharedBufferWriter:
     def flush(self) -> None:
         """Nothing to wait for: a copy within the host has ended when it returns."""
 
+    def payload(self, buffer: int, num_bytes: int) -> None:
+        """Nothing is sent: the receiver sees the buffer."""
+
     def close(self) -> None:
         """Remove name and memory; may be repeated."""
         self._path.unlink(missing_ok=True)
@@ -125,6 +128,9 @@ class SharedBufferReader:
             self._mapping: mmap.mmap | None = mmap.mmap(descriptor, num_bytes)
         finally:
             os.close(descriptor)
+
+    def place(self, buffer: int, num_bytes: int) -> None:
+        """Nothing is received: the sender has written to the buffer."""
 
     def lease(self, buffer: int) -> torch.Tensor:
         """A buffer's bytes (uint8, 1-d); the buffer is held for as long as any tensor on that memory lives.

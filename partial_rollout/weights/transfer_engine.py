@@ -54,6 +54,8 @@ class ChannelUpdate(WeightTransferUpdateInfo):
     update_number: int
     timeout_s: float
     validate: bool
+    endpoint: str | None = None
+    """Where the sender listens; None: at the server's address, on this node."""
 
 
 def make_receiver(update: ChannelUpdate, device: torch.device | None) -> WeightReceiver:
@@ -65,6 +67,7 @@ def make_receiver(update: ChannelUpdate, device: torch.device | None) -> WeightR
         timeout_s=update.timeout_s,
         validate=update.validate,
         device=device,
+        endpoint=update.endpoint,
     )
 
 

@@ -1,4 +1,7 @@
-"""Chooses the buffers of an update: the GPU's own memory if both ends are on one GPU, else the host's shared memory."""
+"""Chooses the buffers of an update.
+
+The GPU's own memory if both ends are on one GPU, else the host's shared memory; between nodes the connection itself.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import torch
 
 from partial_rollout.errors import WeightProtocolError
 from partial_rollout.weights.cuda_buffers import CudaBufferReader, CudaBufferWriter, CudaRuntime
-from partial_rollout.weights.protocol.wire import CudaBuffers
+from partial_rollout.weights.protocol.wire import CudaBuffers, StreamBuffers
 from partial_rollout.weights.shared_buffers import SharedBufferReader, SharedBufferWriter
+from partial_rollout.weights.stream_buffers import StreamBufferReader, StreamBufferWriter
 
 if TYPE_CHECKING:
     from partial_rollout.weights.buffers import BufferReader, BufferWriter
@@ -55,8 +59,15 @@ class Transports:
         """UUID of the GPU that buffers can be on, or an empty string."""
         return self.cuda.identify(device) if self.cuda is not None else ""
 
-    def writer(self, device: torch.device, peer_device: str, buffer_bytes: int | None) -> BufferWriter:
-        """Buffers for tensors on `device` and a receiver on the GPU `peer_device`; `buffer_bytes` None: our choice."""
+    def writer(
+        self, device: torch.device, peer_device: str, buffer_bytes: int | None, *, is_stream: bool = False
+    ) -> BufferWriter:
+        """Buffers for tensors on `device` and a receiver on the GPU `peer_device`; `buffer_bytes` None: our choice.
+
+        With `is_stream` the receiver is on another node.
+        """
+        if is_stream:
+            return StreamBufferWriter(buffer_bytes or SHARED_BUFFER_BYTES, NUM_BUFFERS, device)
         if self.cuda is not None and self.identify(device) and peer_device:
             options = {"device": device, "peer_device": peer_device, "runtime": self.cuda}
             return CudaBufferWriter(buffer_bytes or CUDA_BUFFER_BYTES, NUM_BUFFERS, **options)
@@ -68,6 +79,8 @@ class Transports:
         Raises:
             WeightUpdateError: the offer cannot be taken.
         """
+        if isinstance(offer, StreamBuffers):
+            return StreamBufferReader(offer)
         if not isinstance(offer, CudaBuffers):
             return SharedBufferReader(offer)
         if self.cuda is None:

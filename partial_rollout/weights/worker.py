@@ -24,7 +24,7 @@ from partial_rollout.weights.loading import Reload, require_complete
 from partial_rollout.weights.transfer_engine import ChannelUpdate, make_receiver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 register_backend()
 
@@ -32,7 +32,8 @@ register_backend()
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with weight updates by our channel, and by verl's also on vLLM's CPU backend."""
 
-    model_runner: Any  # of the vLLM worker class into which this class is mixed, as the next five
+    model_runner: Any  # of the vLLM worker class into which this class is mixed, as the next six
+    rank: int
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
@@ -42,11 +43,18 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     """Number of the last weight update by our channel, whether it succeeded or not."""
 
     def receive_weights(
-        self, *, update_number: int, timeout_s: float, validate: bool, peft_config: dict[str, Any] | None = None
+        self,
+        *,
+        update_number: int,
+        timeout_s: float,
+        validate: bool,
+        peft_config: dict[str, Any] | None = None,
+        endpoints: Sequence[str] | None = None,
     ) -> int:
         """Receive one whole update by our channel: vLLM's three calls in one, so that no engine step comes in between.
 
-        With `peft_config` a LoRA adapter is received, and replaces the adapter before.
+        With `peft_config` a LoRA adapter is received, and replaces the adapter before. `endpoints` are where a sender
+        listens for each worker of the engine, by rank; None: where this worker's own training rank is, on this node.
 
         Raises:
             WeightUpdateError: of a class that says why; the model is undefined then and must not be used.
@@ -57,7 +65,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             )
         # Noted before anything can fail: the sender counts a failed update too, and never uses its number again.
         self.last_update_number = update_number
-        update = ChannelUpdate(self._get_zmq_handle(), update_number, timeout_s, validate)
+        channel, endpoint = self._get_zmq_handle(), endpoints[self.rank] if endpoints else None
+        update = ChannelUpdate(channel, update_number, timeout_s, validate, endpoint)
         # vLLM 0.24 leaves the context to the caller.
         with set_current_vllm_config(self.model_runner.vllm_config):
             if peft_config is not None:

@@ -13,7 +13,8 @@ One connection carries one weight update, from one training rank to one engine w
                                        ↔      Error    at any time; ends the update on both ends
 
 Each proof is an HMAC over both nonces with the run's secret, so neither end accepts bytes from, or hands memory to,
-somebody who does not know the secret. Messages are MessagePack of the structs below, never pickles.
+somebody who does not know the secret. Messages are MessagePack of the structs below, never pickles. Between nodes there
+is no memory that both ends see: a Bucket is followed by one frame with the bytes of its buffer up to `used_bytes`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from partial_rollout.errors import (
 )
 from partial_rollout.weights.protocol.buckets import Fragment  # noqa: TC001 - msgspec reads the annotation at run time
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Goes up with every change of a message; both ends must be equal."""
 NONCE_BYTES = 16
 
@@ -53,7 +54,14 @@ class CudaBuffers(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     num_buffers: int
 
 
-Buffers: TypeAlias = SharedBuffers | CudaBuffers
+class StreamBuffers(msgspec.Struct, frozen=True, tag="stream"):
+    """Each end has buffers of its own in host memory; their bytes follow the messages over the connection."""
+
+    buffer_bytes: int
+    num_buffers: int
+
+
+Buffers: TypeAlias = SharedBuffers | CudaBuffers | StreamBuffers
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -91,6 +99,11 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
     index: int
     buffer: int
     fragments: tuple[Fragment, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes from the buffer's begin to the end of its last fragment."""
+        return max((each.buffer_offset + each.num_bytes for each in self.fragments), default=0)
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):

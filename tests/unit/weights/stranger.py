@@ -5,16 +5,20 @@ Reads one JSON line for each scenario, plays it, and writes one line: what its e
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from partial_rollout.errors import WeightUpdateError
-from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.protocol import stream as weight_stream
 from partial_rollout.weights.sender import WeightSender
-from tests.unit.weights.support import BUFFER_BYTES, LONG_S, make_receiver, make_sender, make_weights
+from tests.unit.weights.support import BUFFER_BYTES, LONG_S, address_of, make_receiver, make_sender, make_weights
+
+if TYPE_CHECKING:
+    from partial_rollout.weights.directory import ChannelAddress
 
 
 class Forgetful(WeightSender):
@@ -46,7 +50,7 @@ def receive(receiver) -> None:
 
 def of_other_update(end, address: ChannelAddress):
     """At the place where update 1 meets."""
-    end._path = address.socket_path("test", 1)
+    end._endpoint = address.endpoint("test", 1)
     return end
 
 
@@ -55,7 +59,7 @@ def of_class(kind: type[WeightSender], address: ChannelAddress) -> WeightSender:
 
 
 def stranger(address: ChannelAddress) -> ChannelAddress:
-    return ChannelAddress(address.directory, b"x" * 32)
+    return dataclasses.replace(address, secret=b"x" * 32)
 
 
 def newer(patch: pytest.MonkeyPatch) -> None:
@@ -83,7 +87,7 @@ def main() -> None:
     """Until the end of the input."""
     for line in sys.stdin:
         request, outcome = json.loads(line), ""
-        address = ChannelAddress(request["directory"], bytes.fromhex(request["secret"]))
+        address = address_of(request["directory"], request["secret"])
         with pytest.MonkeyPatch.context() as patch:
             try:
                 play(request["scenario"], address, patch)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from partial_rollout.weights.directory import SHARED_MEMORY, owned_prefix
+from partial_rollout.weights.directory import SHARED_MEMORY, ChannelAddress, owned_prefix
 from partial_rollout.weights.receiver import WeightReceiver
 from partial_rollout.weights.sender import WeightSender
 
@@ -21,6 +25,30 @@ SHORT_S = 0.2
 """Runs out in the tests that want it to."""
 NUMEL = BUFFER_BYTES
 """float32: four buckets a tensor."""
+
+TCP_PORT = 20_000
+
+
+@dataclass(frozen=True)
+class TcpAddress(ChannelAddress):
+    """Both ends meet at a loopback address of this test's own, which stands in the place of the folder."""
+
+    def endpoint(self, channel: str, update_number: int) -> str:
+        return f"tcp://{self.directory}:{TCP_PORT + update_number}"
+
+
+def over(transport: str, channels):
+    """The same channels, met over TCP if so asked."""
+    if transport == "ipc":
+        return channels
+    host = ".".join(["127", *(str(random.randint(1, 254)) for _ in range(3))])
+    return SimpleNamespace(address=TcpAddress(host, channels.address.secret), path=channels.path)
+
+
+def address_of(directory: str, secret: str) -> ChannelAddress:
+    """In another process."""
+    kind = TcpAddress if directory.startswith("127.") else ChannelAddress
+    return kind(directory, bytes.fromhex(secret))
 
 
 def make_weights(num_tensors: int = 4, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -69,9 +97,8 @@ class Peer:
 
     def __init__(self, address, body: str) -> None:
         code = (
-            "from partial_rollout.weights.directory import ChannelAddress\n"
             "from tests.unit.weights.support import *\n"
-            f"address = ChannelAddress({address.directory!r}, bytes.fromhex({address.secret.hex()!r}))\n"
+            f"address = address_of({address.directory!r}, {address.secret.hex()!r})\n"
             "def say(word): print(word, flush=True)\n"
             "def stall(): sys.stdin.read()\n" + body
         )
@@ -92,3 +119,28 @@ class Peer:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+class Answer:
+    """Ray's reference, awaited or as a future."""
+
+    def __init__(self, answer: Future) -> None:
+        self._answer = answer
+
+    def future(self) -> Future:
+        return self._answer
+
+    def __await__(self):
+        return asyncio.wrap_future(self._answer).__await__()
+
+
+class Method:
+    """A remote method whose answer the test gives."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+        self.answer: Future = Future()
+
+    def remote(self, **kwargs):
+        self.calls.append(kwargs)
+        return Answer(self.answer)

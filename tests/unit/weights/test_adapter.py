@@ -13,32 +13,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter
-from tests.unit.weights.support import SHORT_S, make_weights, receive_all
-
-
-class Answer:
-    """Ray's reference, awaited or as a future."""
-
-    def __init__(self, answer: Future) -> None:
-        self._answer = answer
-
-    def future(self) -> Future:
-        return self._answer
-
-    def __await__(self):
-        return asyncio.wrap_future(self._answer).__await__()
-
-
-class Method:
-    """A remote method whose answer the test gives."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict] = []
-        self.answer: Future = Future()
-
-    def remote(self, **kwargs):
-        self.calls.append(kwargs)
-        return Answer(self.answer)
+from tests.unit.weights.support import SHORT_S, Method, make_weights, receive_all
 
 
 def make_adapter(channels, *, leads: bool = True, timeout_s: float = 20.0) -> ChannelAdapter:

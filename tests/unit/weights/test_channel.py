@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from partial_rollout.errors import SharedMemoryFull, WeightMismatch, WeightPeerLost, WeightProtocolError
-from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.line import Line
 from partial_rollout.weights.shared_buffers import SharedBufferWriter
 from partial_rollout.weights.transport import Transports
@@ -22,6 +22,7 @@ from tests.unit.weights.support import (
     make_receiver,
     make_sender,
     make_weights,
+    over,
     receive_all,
     segments,
     send_all,
@@ -38,6 +39,12 @@ MANY_KINDS = [
     ("large", torch.randn(10_000)),
     ("small", torch.randn(3)),
 ]
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def channels(request, channels):
+    """Within a node, and between nodes."""
+    return over(request.param, channels)
 
 
 def same(first, second):
@@ -177,7 +184,7 @@ def catch(call, *args, **kwargs):
 
 
 def test_a_wrong_secret_ends_both_ends_before_a_byte_of_weights(channels):
-    other = ChannelAddress(channels.address.directory, b"x" * 32)
+    other = dataclasses.replace(channels.address, secret=b"x" * 32)
     asked = []
 
     def weights():
@@ -210,8 +217,7 @@ def test_a_sender_of_another_update_is_never_met(channels):
 
 def test_noise_on_the_line_is_an_error_not_a_pickle(channels):
     with make_sender(channels.address) as sender:
-        path = channels.address.socket_path("test", 1)
-        line = Line(path, bind=False, peer="sender", timeout_s=LONG_S)
+        line = Line(sender.endpoint, bind=False, peer="sender", timeout_s=LONG_S)
         line._socket.send(b"cos\nsystem\n(S'true'\ntR.")
         with pytest.raises(WeightProtocolError, match="not a message"):
             sender.send(make_weights(1))
@@ -263,6 +269,7 @@ def test_a_stalled_sender_is_named_within_the_limit(channels):
     assert "silent" in str(sent[0])
 
 
+@pytest.mark.parametrize("channels", ["ipc"], indirect=True)
 def test_a_full_shared_memory_is_named_on_both_ends_and_cleaned(channels):
     before = segments()
 

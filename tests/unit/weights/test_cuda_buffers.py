@@ -43,9 +43,9 @@ def test_every_tensor_arrives_and_all_memory_goes_with_the_last_one(channels, gp
 def test_a_bucket_is_told_of_when_its_copies_are_done_and_freed_when_its_reads_are(channels, gpu, monkeypatch):
     send = Line.send
 
-    def logged(line, message):
-        gpu.log.append(("sender" if line._bind else "receiver", type(message).__name__))
-        send(line, message)
+    def logged(line, message, data=None):
+        gpu.log.append(("sender" if line._path else "receiver", type(message).__name__))
+        send(line, message, data)
 
     monkeypatch.setattr(Line, "send", logged)
     exchange(channels.address, make_weights(4), **ends(gpu))

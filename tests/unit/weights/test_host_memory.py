@@ -6,8 +6,8 @@ import mmap
 import pytest
 import torch
 
-from partial_rollout.weights import receiver
-from partial_rollout.weights.receiver import HUGE_FROM_BYTES, allocate
+from partial_rollout.weights import buffers
+from partial_rollout.weights.buffers import HUGE_FROM_BYTES, allocate
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, HUGE_FROM_BYTES - 1, HUGE_FROM_BYTES, HUGE_FROM_BYTES + 1])
@@ -25,6 +25,6 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
             asked.append(option)
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(receiver.mmap, "mmap", OldKernel)
+    monkeypatch.setattr(buffers.mmap, "mmap", OldKernel)
     assert allocate(HUGE_FROM_BYTES).fill_(1).sum() == HUGE_FROM_BYTES
     assert asked == [mmap.MADV_HUGEPAGE]

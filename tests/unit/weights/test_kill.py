@@ -16,7 +16,7 @@ from partial_rollout.weights.directory import (
     remove_abandoned_segments,
 )
 from partial_rollout.weights.shared_buffers import SharedBufferWriter
-from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, segments, send_all
+from tests.unit.weights.support import Peer, exchange, make_receiver, make_weights, over, segments, send_all
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,12 @@ with make_receiver(address) as receiver:
         say("streaming")
         stall()
 """
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def channels(request, channels):
+    """Within a node, and between nodes."""
+    return over(request.param, channels)
 
 
 def test_a_killed_sender_is_named_at_once_and_leaves_no_segment(channels):
@@ -63,6 +69,7 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(channels):
     assert segments() == before
 
 
+@pytest.mark.parametrize("channels", ["ipc"], indirect=True)
 def test_a_segment_of_a_killed_sender_goes_with_the_next_start_and_one_in_use_stays(channels, tmp_path):
     body = "from pathlib import Path\nfrom partial_rollout.weights.shared_buffers import SharedBufferWriter\n"
     body += f"buffers = SharedBufferWriter(4096, 2, folder=Path({str(tmp_path)!r}))\nsay(buffers.offer.name)\nstall()"
@@ -77,6 +84,7 @@ def test_a_segment_of_a_killed_sender_goes_with_the_next_start_and_one_in_use_st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("channels", ["ipc"], indirect=True)
 def test_a_folder_of_a_killed_server_goes_with_the_next_start_and_one_in_use_stays(channels, tmp_path):
     body = "from pathlib import Path\nfrom partial_rollout.weights.directory import ChannelDirectory\n"
     body += f"directory = ChannelDirectory(Path({str(tmp_path)!r}))\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from partial_rollout.errors import WeightProtocolError
-from tests.unit.weights.support import make_weights, receive_all, segments, send_all
+from tests.unit.weights.support import make_weights, over, receive_all, segments, send_all
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,12 @@ def process():
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def channels(request, channels):
+    """Within a node, and between nodes."""
+    return over(request.param, channels)
 
 
 def check(process, address, scenario: str, call, ours: str, theirs: str) -> None:
