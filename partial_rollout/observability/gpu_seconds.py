@@ -7,13 +7,15 @@ divided by two numbers: the share of the slots that were in use, and the tokens 
 tokens cost is an estimate: nothing times a prefill alone, so they are charged at the speed of the trainer's log-probs,
 which are a forward pass over such tokens on the same GPUs. Verl's own modes do not say how many slots were in use, so
 generating and waiting are one cause there.
+
+Where engines have GPUs of their own, generation and training overlap: each part of the GPUs has causes of its own.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, STEP_SECONDS, seconds_by_part
+from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, ROLLOUT_GPUS, STEP_SECONDS, seconds_by_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,14 +24,16 @@ THROUGHPUT = "perf/throughput"
 """verl's: trained tokens for each second of each GPU."""
 GENERATING, TRAINING, UNDIVIDED = "generating", "training", "generating, waiting included"
 LONGEST, REPREFILL, DRAIN, UPDATES = "waiting for the longest", "re-prefill", "drain", "updates"
+FOR_BATCH = "waiting for a batch"
 CHECKPOINT, IDLE = "checkpoint", "idle"
-CAUSES = (GENERATING, UNDIVIDED, REPREFILL, LONGEST, DRAIN, TRAINING, CHECKPOINT, UPDATES, IDLE)
+CAUSES = (GENERATING, UNDIVIDED, REPREFILL, LONGEST, FOR_BATCH, DRAIN, TRAINING, CHECKPOINT, UPDATES, IDLE)
 """In the order in which they come in a step."""
 MEANS = {
     GENERATING: "engines computed new tokens",
     UNDIVIDED: "engines generated; how many of their slots were empty is not known",
     REPREFILL: "engines computed the context of interrupted responses again (an estimate)",
     LONGEST: "slots were empty while engines generated: no prompt was pending, or only the longest responses were left",
+    FOR_BATCH: "training GPUs had no batch, where engines have GPUs of their own",
     DRAIN: "from closing the gate until the engines were empty, or stood",
     TRAINING: "log-probs, advantages, update of the model",
     CHECKPOINT: "a checkpoint was saved",
@@ -37,7 +41,7 @@ MEANS = {
     IDLE: "what no timer counts",
 }
 """For somebody who sees the causes for the first time."""
-LOST = frozenset({LONGEST, REPREFILL, DRAIN, UPDATES, CHECKPOINT, IDLE})
+LOST = frozenset({LONGEST, REPREFILL, FOR_BATCH, DRAIN, UPDATES, CHECKPOINT, IDLE})
 """Seconds in which a GPU computed nothing, or nothing new."""
 
 
@@ -54,11 +58,16 @@ def num_gpus(step: Mapping[str, float]) -> int:
 def step_causes(step: Mapping[str, float]) -> dict[str, float]:
     """Seconds of one step by cause, in the order of `CAUSES`; of one GPU, as all of them go through the same step.
 
+    Where engines have GPUs of their own, it is the mean over all GPUs.
+
     >>> causes = step_causes({"timing_s/step": 9.0, "timing_s/gen": 6.0, "partial_rollout/slot_utilisation": 0.75})
     >>> causes
     {'generating': 4.5, 'waiting for the longest': 1.5, 'idle': 3.0}
     """
     parts = seconds_by_part(step)
+    if gpus := step.get(ROLLOUT_GPUS):
+        found = _apart(step, parts, share=gpus / num_gpus(step))
+        return {cause: found[cause] for cause in CAUSES if found.get(cause, 0.0) > 0}
     drain_s = min(step.get("timing_s/drain", 0.0), parts.get("generation", 0.0))
     found = _generation(step, parts.get("generation", 0.0) - drain_s) | {
         DRAIN: drain_s,
@@ -68,6 +77,21 @@ def step_causes(step: Mapping[str, float]) -> dict[str, float]:
         IDLE: parts.get("rest", 0.0),
     }
     return {cause: found[cause] for cause in CAUSES if found.get(cause, 0.0) > 0}
+
+
+def _apart(step: Mapping[str, float], parts: Mapping[str, float], share: float) -> dict[str, float]:
+    """As `step_causes`, where a share of the GPUs only generates and the others only train."""
+    drain_s = step.get("timing_s/drain", 0.0)
+    saving_s, sending_s = parts.get("checkpoint", 0.0), parts.get("weights", 0.0)
+    training = {
+        TRAINING: parts.get("log-probs", 0.0) + parts.get("update", 0.0),
+        FOR_BATCH: parts.get("generation", 0.0),
+        IDLE: max(0.0, parts.get("rest", 0.0) - drain_s),
+    }
+    engines = _generation(step, max(0.0, step.get(STEP_SECONDS, 0.0) - drain_s - saving_s - sending_s))
+    both = {DRAIN: drain_s, CHECKPOINT: saving_s, UPDATES: sending_s}
+    weighted = {cause: (1 - share) * seconds for cause, seconds in training.items()}
+    return both | weighted | {cause: share * seconds for cause, seconds in engines.items()}
 
 
 def _generation(step: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -15,6 +15,8 @@ FILTERED = "training/filter_groups/evicted_samples"
 PREFIX = "partial_rollout"
 REPLAYED = f"{PREFIX}/replayed_responses"
 """Responses of the step that are of the log of rollouts; there only where some are."""
+ROLLOUT_GPUS = f"{PREFIX}/rollout_gpus"
+"""GPUs of engines alone; there only where engines have GPUs of their own."""
 PARTS: dict[str, tuple[str, ...]] = {
     "generation": ("timing_s/gen",),
     "log-probs": ("timing_s/old_log_prob", "timing_s/ref", "timing_s/values"),
@@ -54,7 +56,10 @@ def _basic(metrics: Mapping[str, float]) -> list[str]:
         parts.append(f"reward {metrics[REWARD]:.3f}")
     if step_s := metrics.get(STEP_SECONDS):
         shown = {name: seconds for name, seconds in seconds_by_part(metrics).items() if seconds >= SHORT_S}
-        parts.append(f"{step_s:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items()))
+        # The timer of generation counts how long the trainer waits for a batch, which is the same where engines stop.
+        names = {"generation": "waiting for the batch"} if metrics.get(ROLLOUT_GPUS) else {}
+        listed = (f"{names.get(name, name)} {seconds:.1f}" for name, seconds in shown.items())
+        parts.append(f"{step_s:.1f} s: {', '.join(listed)}")
         if NUM_TOKENS in metrics:
             parts.append(f"{metrics[NUM_TOKENS] / step_s:,.0f} tokens/s")
     return parts

@@ -7,8 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import ray
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayClassWithInitArgs
 from verl.utils.device import get_device_name
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
@@ -57,6 +59,10 @@ class KeptArguments:
         return self._actor_class.remote(**given)
 
 
+class EnginePlace(Worker):
+    """Holds a device for an engine that shares none with training; it has nothing to do."""
+
+
 class PartialRolloutReplica(vLLMReplica):
     """vLLMReplica whose servers have a gate; every call is awaited, on every server, with a deadline."""
 
@@ -76,6 +82,18 @@ class PartialRolloutReplica(vLLMReplica):
         """Whether the run goes on without a server that has died, and without its engine."""
         weights = self.settings.weights
         return self.nnodes == 1 and weights.backend != "verl" and weights.relaunches > 0
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        """The class of the actors that hold the devices of a standalone replica.
+
+        verl's would receive weights too, and send them on to the engine; ours go straight to the engine's workers.
+        """
+        return RayClassWithInitArgs(cls=ray.remote(EnginePlace))
+
+    @property
+    def places(self) -> list[ActorHandle]:
+        """Actors that hold the devices; empty where these are those of the training ranks."""
+        return self.workers if self.rollout_mode is RolloutMode.STANDALONE else []
 
     async def launch_servers(self) -> None:
         """Start servers and engines."""
@@ -149,8 +167,8 @@ class PartialRolloutReplica(vLLMReplica):
         try:
             await self._on_all("shutdown", limit_s=2 * ENGINE_STOP_S + MARGIN_S, orphans=self._engines)
         finally:
-            for server in self.servers:
-                ray.kill(server)
+            for actor in [*self.servers, *self.places]:
+                ray.kill(actor)
             self.servers.clear()
 
     async def _on_all(

@@ -58,6 +58,8 @@ ENGINE_WORKER = Kind(
 ENGINE_SERVER = Kind(
     "engine server", WATCH, REPLACED_S, Then.GOES_ON, "the tokens of each request in it since its last interruption"
 )
+ENGINE_PLACE = Kind("place of an engine", WATCH, None, Then.STARTS_AGAIN, STEP)
+"""The holder of an engine's device, where engines are on devices of their own: Ray would give the device away."""
 LOAD_BALANCER = Kind("load balancer", WATCH, REPLACED_S, Then.GOES_ON, "which engine has a trajectory's context")
 PROMPT_MANAGER = Kind(
     "prompt manager", "Ray, and the task runner, whose call fails", REPLACED_S, Then.GOES_ON, "nothing"
@@ -86,7 +88,7 @@ SURVIVED = (
     GCS,
 )
 """The command ends with all its steps though one of them dies."""
-KINDS = (*SURVIVED, DRIVER, NODE)
+KINDS = (*SURVIVED, ENGINE_PLACE, DRIVER, NODE)
 
 
 def table() -> list[str]:

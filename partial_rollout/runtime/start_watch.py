@@ -55,6 +55,7 @@ GONE = ("DEAD",)
 """Ray's word for the state of an actor that is no more."""
 ROLES = {
     "WorkerDict": processes.TRAINING_RANK.role,
+    "EnginePlace": processes.ENGINE_PLACE.role,
     "PartialRolloutServer": processes.ENGINE_SERVER.role,
     "GlobalRequestLoadBalancer": processes.LOAD_BALANCER.role,
     "RewardLoopWorker": processes.REWARD_WORKER.role,

@@ -6,7 +6,8 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | key              | takes                                                                                          |
 |------------------|------------------------------------------------------------------------------------------------|
 | engine memory    | kept over training where a key of ours asks for it and each GPU has room; else it is proposed  |
-| interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort  |
+| interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort; |
+|                  | keep_kv where engines have devices of their own                                                |
 | depth            | two batches; deeper while slots idle, where KV is retained (`core.depth`)                      |
 | slots            | adaptive, from today's number upwards, where KV is retained                                    |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
@@ -33,6 +34,7 @@ from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
     channel_lacks,
     depth_bounds,
+    has_own_devices,
     has_own_reference,
     num_engines,
     read_block,
@@ -263,6 +265,9 @@ def _interrupt_mode(config: DictConfig, block: PartialRolloutConfig, machine: Ma
     memory = f"{ROLLOUT}.free_cache_engine={config.actor_rollout_ref.rollout.free_cache_engine}"
     if block.tail.policy == "wait":
         yield _mode("abort", f"{BLOCK}.tail.policy=wait", "nothing is interrupted")
+    elif has_own_devices(config) and not unmet_needs(config, MODES["keep_kv"], UNTRIED_WITH_KV):
+        why = "engines are interrupted for a weight update only, and requests stay in them meanwhile"
+        yield _mode("keep_kv", f"{BLOCK}.placement=separate", why)
     elif keeps:
         # What nobody has tried counts as impossible: a run that would have run with `abort` must not fail.
         unmet = unmet_needs(config, MODES["reuse_kv"], UNTRIED_WITH_KV)

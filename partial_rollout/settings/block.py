@@ -55,6 +55,8 @@ OLD_NAME_OF_WAIT = "sync"
 """The name of `wait` in release 0.1; accepted until 0.3, because jobs in flight should not stop for a name."""
 AUTO = "auto"
 """Value of a key that the run chooses; `settings.auto` has the choices."""
+SEPARATE = "separate"
+"""Value of `placement`: engines on devices of their own."""
 PREFETCH_FACTOR = 2.0
 """Batches in flight where nobody chose another number."""
 DEEPEST = 3.0
@@ -279,8 +281,8 @@ class TailConfig(_Block):
         "What an interrupted request leaves in its engine. abort: nothing; it is re-prefilled by the new weights. "
         "keep_kv: it stays there with its KV. reuse_kv: it leaves and finds its KV in the prefix cache. offload_kv: KV "
         "goes to host memory, so that engine memory can be released (GPU only). auto: reuse_kv where engines keep "
-        "their memory, offload_kv where host memory has room, else abort.",
-        who="a mode for a comparison; `keep_kv`, which auto never takes",
+        "their memory, offload_kv where host memory has room, else abort; keep_kv with placement=separate.",
+        who="a mode for a comparison; `keep_kv` where engines keep their memory",
         evidence="retained KV is the fastest mode that was measured on GPUs; docs/design/0010",
     )
     offload_gib: int | None = _key(
@@ -409,6 +411,13 @@ class WeightsConfig(_Block):
         evidence="docs/design/0005: rates by size",
         ge=1,
     )
+    encrypt: bool = _key(
+        False,
+        "For placement=separate. true: weights to an engine on another node are encrypted (ZeroMQ's CURVE). false: as "
+        "the traffic of Ray and NCCL, only who takes part is checked.",
+        who="clusters whose network others can read",
+        evidence="a need; docs/design/0015: what it costs",
+    )
     validate_values: bool = _key(
         False,
         "Refuse NaN and Inf; costs one more pass over the weights in the engine.",
@@ -445,6 +454,13 @@ class PartialRolloutConfig(_Block):
     partial_rollout.errors.ConfigError: unknown key partial_rollout.prefech_factor: did you mean ...prefetch_factor? ...
     """
 
+    placement: Literal["shared", "separate"] = _key(
+        "shared",
+        "shared: engines and training share the trainer's GPUs and take turns. separate: engines have GPUs of their "
+        "own (actor_rollout_ref.rollout.nnodes x n_gpus_per_node) and are interrupted for a weight update only.",
+        who="`separate`: runs in which training and generation take about equally long, on 2 GPUs or more",
+        evidence="docs/design/0015; tests on a CPU over one node and two",
+    )
     prefetch_factor: Annotated[float, Field(ge=1)] | Literal["auto"] = _key(
         AUTO,
         "Prompts in flight (pending + ongoing + done) are capped at prefetch_factor x data.train_batch_size; with "
@@ -590,7 +606,9 @@ class PartialRolloutConfig(_Block):
         """
         if self.prefetch_factor != AUTO:
             return self.prefetch_factor, self.prefetch_factor
-        bound = math.inf if self.tail.max_staleness is None else self.tail.max_staleness + 1.0
+        # With engines that generate while the model trains, prompts are admitted one update earlier.
+        ahead = 0.0 if self.placement == SEPARATE else 1.0
+        bound = math.inf if self.tail.max_staleness is None else self.tail.max_staleness + ahead
         return min(PREFETCH_FACTOR, bound), min(DEEPEST, bound)
 
 

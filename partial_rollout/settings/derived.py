@@ -11,18 +11,23 @@ from omegaconf import OmegaConf
 from partial_rollout.core.interrupt import MODES
 from partial_rollout.core.slots import SlotBounds, share_slots
 from partial_rollout.errors import ConfigError
-from partial_rollout.settings.block import AUTO, BLOCK, PartialRolloutConfig, groups_in_flight
+from partial_rollout.settings.block import AUTO, BLOCK, SEPARATE, PartialRolloutConfig, groups_in_flight
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+CHECKPOINT_ENGINE = "partial_rollout"
+"""Name under which `weights.checkpoint_engine` registers itself in verl."""
 ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
 BEYOND_CHANNEL = {
     **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},
     "rollout.quantization": ("weights quantised on arrival", (None,)),
     "rollout.mtp.enable_rollout": ("a draft model", (None, False)),
     "rollout.disaggregation.enabled": ("separate prefill and decode engines", (None, False)),
-    "rollout.checkpoint_engine.backend": ("weights from training workers elsewhere", (None, "naive")),
+    "rollout.checkpoint_engine.backend": (
+        "weights from training workers elsewhere",
+        (None, "naive", CHECKPOINT_ENGINE),
+    ),
 }
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 CHANNEL_DEVICES = ("cpu", "cuda")
@@ -129,7 +134,32 @@ def num_engines(config: DictConfig) -> int:
     """Engines over all nodes; those of a data-parallel group count one by one."""
     rollout = config.actor_rollout_ref.rollout
     devices = rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
-    return max(1, num_devices(config) // devices)
+    return max(1, num_engine_devices(config) // devices)
+
+
+def has_own_devices(config: DictConfig) -> bool:
+    """Whether engines are on devices of their own (`placement=separate`)."""
+    return OmegaConf.select(config, f"{BLOCK}.placement") == SEPARATE
+
+
+def num_rollout_devices(config: DictConfig) -> int:
+    """Devices of engines alone; 0 where engines share those of the training ranks."""
+    if not has_own_devices(config):
+        return 0
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.nnodes * rollout.n_gpus_per_node
+
+
+def num_engine_devices(config: DictConfig) -> int:
+    """Devices on which engines are."""
+    return num_rollout_devices(config) if has_own_devices(config) else num_devices(config)
+
+
+def engine_devices_per_node(config: DictConfig) -> int:
+    """Devices of a node on which engines are."""
+    return (
+        config.actor_rollout_ref.rollout.n_gpus_per_node if has_own_devices(config) else config.trainer.n_gpus_per_node
+    )
 
 
 def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import ConfigError
-from partial_rollout.settings.block import BLOCK
+from partial_rollout.settings.block import BLOCK, SEPARATE
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.command_line import FLAG
-from partial_rollout.settings.derived import depth_may_move
+from partial_rollout.settings.derived import CHECKPOINT_ENGINE, depth_may_move
 from partial_rollout.settings.retention import announce_retention
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from partial_rollout.settings.derived import Settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
-TRAINER_MODE = "partial_rollout"
+TRAINER_MODE, SEPARATE_MODE = "partial_rollout", "partial_rollout_separate"
+"""Names of the trainers in verl: for engines that share the trainer's devices, and for engines on their own."""
 AGENT_LOOP_MANAGER = "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"
 REPLAY_BUFFER_MODULE = "pkg://partial_rollout.train.replay_buffer"
 REPLAY_BUFFER_CLASS = "PartialRolloutReplayBuffer"
@@ -99,7 +100,8 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     Hooks that the user set himself are in `changes.refused`.
     """
     leave_out = "leave it out, or leave out +async_training.partial_rollout=True"
-    changes.replace("trainer.v1.trainer_mode", TRAINER_MODE, "the flag brings a trainer of its own", instead=leave_out)
+    mode = SEPARATE_MODE if settings.block.placement == SEPARATE else TRAINER_MODE
+    changes.replace("trainer.v1.trainer_mode", mode, "the flag brings a trainer of its own", instead=leave_out)
     changes.replace(
         f"{ROLLOUT}.agent.agent_loop_manager_class",
         AGENT_LOOP_MANAGER,
@@ -123,6 +125,26 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     _refuse_without_effect(changes)
     announce_retention(changes)
     _write_block(changes, settings)
+
+
+def place_engines(changes: Changes, settings: Settings) -> None:
+    """Give engines devices and a way to their weights, with `placement=separate`; else nothing."""
+    if settings.block.placement != SEPARATE:
+        return
+    given, instead = f"{BLOCK}.placement=separate", f"leave it out, or set {BLOCK}.placement=shared"
+    why = f"{given}: nothing else uses the memory of an engine's devices"
+    changes.replace(f"{ROLLOUT}.free_cache_engine", False, why, instead=instead)
+    if not OmegaConf.select(changes.config, f"{ROLLOUT}.nnodes"):
+        changes.complete(f"{ROLLOUT}.nnodes", 1, f"{given}: nodes with devices of engines")
+    weights, timeout_s = settings.block.weights, settings.block.timeouts.weights_s
+    options = {"timeout_s": timeout_s, "buffer_bytes": weights.buffer_bytes, "encrypt": weights.encrypt}
+    why = f"{given}: weights go from a training rank to engines on other devices"
+    for key, value in {
+        "backend": CHECKPOINT_ENGINE,
+        "custom_backend_module": "partial_rollout.weights.checkpoint_engine",
+        f"engine_kwargs.{CHECKPOINT_ENGINE}": options,
+    }.items():
+        changes.replace(f"{ROLLOUT}.checkpoint_engine.{key}", value, why, instead=instead)
 
 
 def fit_workers(changes: Changes, settings: Settings) -> None:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from partial_rollout.settings.derived import ADAPTER_RANKS, has_own_reference, num_devices, sequence_parallel_size
+from partial_rollout.settings.derived import (
+    ADAPTER_RANKS,
+    has_own_devices,
+    has_own_reference,
+    num_engine_devices,
+    sequence_parallel_size,
+)
 from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
@@ -215,10 +221,19 @@ ROWS = (
         "several replicas",
         TESTED,
         "`tests/engine/test_weight_channel.py`",
-        lambda config: num_devices(config) > _engine_devices(config),
+        lambda config: num_engine_devices(config) > _engine_devices(config),
         {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
         also="the tests cover the weight channel only; whole jobs were seen once, with 2",
         brief="weights to two replicas",
+    ),
+    Row(
+        "engine",
+        "engines on GPUs of their own",
+        TESTED,
+        "`tests/e2e/test_separate.py`, `tests/nodes/test_separate.py`",
+        has_own_devices,
+        {"partial_rollout.placement": "separate"},
+        also="on a CPU; not run on GPUs",
     ),
     Row(
         "engine",

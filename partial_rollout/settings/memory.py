@@ -12,7 +12,16 @@ from omegaconf import OmegaConf
 
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
-from partial_rollout.settings.derived import ADAPTER_RANKS, has_own_reference, needs_critic, num_devices
+from partial_rollout.settings.derived import (
+    ADAPTER_RANKS,
+    engine_devices_per_node,
+    has_own_devices,
+    has_own_reference,
+    needs_critic,
+    num_devices,
+    num_engine_devices,
+    num_rollout_devices,
+)
 from partial_rollout.settings.hub import ModelFiles
 from partial_rollout.settings.refused import HUB_NAME, PACKED_STRATEGIES, hub_is_off
 from partial_rollout.settings.retention import may_save
@@ -138,7 +147,7 @@ class DeviceNeed:
     """Activations and logits of the largest row."""
     row_tokens: int
     engine_share: float
-    """Share of the GPU that the engine has: `gpu_memory_utilization`."""
+    """Share of the GPU that the engine has: `gpu_memory_utilization`; 0 where engines have GPUs of their own."""
 
     @property
     def training_bytes(self) -> int:
@@ -156,12 +165,16 @@ class DeviceNeed:
 
     def __str__(self) -> str:
         """The arithmetic in words."""
+        engine = (
+            f"the engine has {self.engine_share:g} of the GPU (gpu_memory_utilization), so both need a GPU of "
+            f"{self.least_bytes / GIB:.0f} GiB, or the engine a lower gpu_memory_utilization"
+            if self.engine_share
+            else "engines have GPUs of their own"
+        )
         return (
             f"training takes {self.training_bytes / GIB:.1f} GiB of each GPU ({self.state_bytes / GIB:.1f} for "
             f"weights, gradients and optimizer, {self.row_bytes / GIB:.1f} for a row of {self.row_tokens:,} tokens, "
-            f"{OTHER_BYTES / GIB:.0f} for the rest), the engine has {self.engine_share:g} of the GPU "
-            f"(gpu_memory_utilization), so both need a GPU of {self.least_bytes / GIB:.0f} GiB, or the engine a lower "
-            "gpu_memory_utilization"
+            f"{OTHER_BYTES / GIB:.0f} for the rest), {engine}"
         )
 
 
@@ -189,7 +202,7 @@ def device_need(config: DictConfig, sizes: ModelSizes) -> DeviceNeed | str:
     logits = 0 if models.model.use_fused_kernels else LOGIT_BYTES * sizes.vocabulary
     of_a_token = 2 * sizes.layers * sizes.hidden + LAYER_BYTES * sizes.hidden + logits
     state = each * (copies * sizes.num_parameters // shards + gathered)
-    return DeviceNeed(state, tokens * of_a_token, tokens, share)
+    return DeviceNeed(state, tokens * of_a_token, tokens, 0.0 if has_own_devices(config) else share)
 
 
 def _uncounted_on_device(config: DictConfig) -> str:
@@ -226,12 +239,12 @@ def engine_weights_bytes(config: DictConfig, sizes: ModelSizes) -> int:
 def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed | None:
     """What the slots' KV and the training state need on a node; None if an engine is larger than a node."""
     data, devices = config.data, devices_of_engine(config)
-    engines = config.trainer.n_gpus_per_node // devices
+    engines = engine_devices_per_node(config) // devices
     if engines < 1:
         return None
     tokens = data.max_prompt_length + data.max_response_length
     # Rounded up for each engine: where slots do not divide, some engine has one more.
-    slots = math.ceil(num_slots / max(1, num_devices(config) // devices)) * engines
+    slots = math.ceil(num_slots / max(1, num_engine_devices(config) // devices)) * engines
     return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
 
 
@@ -380,7 +393,7 @@ def memory_in_words(config: DictConfig, num_slots: int) -> str:
     if isinstance(sizes, str):
         ask = "; the run asks the hub when it starts. To know it here, download the model, or give a folder"
         return f"not known: {sizes}{ask if awaits_hub(config) else ''}"
-    engines = max(1, num_devices(config) // devices_of_engine(config))
+    engines = max(1, num_engine_devices(config) // devices_of_engine(config))
     tokens = config.data.max_prompt_length + config.data.max_response_length
     slots = math.ceil(num_slots / engines)
     kv = slots * tokens * sizes.kv_bytes_per_token
@@ -389,6 +402,8 @@ def memory_in_words(config: DictConfig, num_slots: int) -> str:
         f"KV in flight, all responses at their limit: {slots} responses x {tokens:,} tokens x "
         f"{sizes.kv_bytes_per_token:,} bytes = {kv / GIB:.1f} GiB in each of {engines} engines",
     ]
+    if has_own_devices(config):
+        parts.insert(0, f"GPUs: {num_devices(config)} of training, {num_rollout_devices(config)} of engines alone")
     training = device_need(config, sizes)
     told = training if isinstance(training, DeviceNeed) else f"training: not known ({training})"
     return "; ".join([*parts, str(told)])

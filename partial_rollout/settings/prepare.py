@@ -9,7 +9,14 @@ from partial_rollout.errors import ConfigError, UserError
 from partial_rollout.settings.auto import propose, take
 from partial_rollout.settings.changes import Changes
 from partial_rollout.settings.derived import read_settings
-from partial_rollout.settings.flag import apply_mode, fit_workers, is_enabled, place_events, provide_attention
+from partial_rollout.settings.flag import (
+    apply_mode,
+    fit_workers,
+    is_enabled,
+    place_engines,
+    place_events,
+    provide_attention,
+)
 from partial_rollout.settings.refused import INPUT_CHECKS, MODE_CHECKS, check_counts, refusals_of
 
 if TYPE_CHECKING:
@@ -64,6 +71,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     choices: tuple[Choice, ...] = ()
     proposals: tuple[Proposal, ...] = ()
     if enabled:
+        place_engines(changes, settings)
         fit_workers(changes, settings)
         proposals = tuple(propose(config))
         choices = tuple(take(changes))

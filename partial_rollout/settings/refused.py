@@ -19,6 +19,7 @@ from partial_rollout.settings.derived import (
     CHANNEL_DEVICES,
     channel_lacks,
     filter_metric,
+    has_own_devices,
     has_own_reference,
     needs_critic,
     num_devices,
@@ -26,7 +27,7 @@ from partial_rollout.settings.derived import (
     sequence_parallel_size,
 )
 from partial_rollout.settings.fields import unlisted
-from partial_rollout.settings.flag import PACKED_ATTENTION, TRAINER_MODE, attention_of
+from partial_rollout.settings.flag import PACKED_ATTENTION, SEPARATE_MODE, TRAINER_MODE, attention_of
 from partial_rollout.settings.mistyped import of_a_request
 from partial_rollout.settings.verl_values import refusal, refused_sizes, refused_values
 
@@ -301,8 +302,9 @@ def _check_algorithm(config: DictConfig, _settings: Settings) -> None:
 
 def _check_trainer(config: DictConfig, _settings: Settings) -> None:
     """Settings of verl's trainer that contradict one drain and one weight update a step."""
-    updates = OmegaConf.select(config, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step", default=1)
-    _require(updates == 1, f"trainer.v1.{TRAINER_MODE}.parameter_sync_step={updates}", "1", "one batch is taken a step")
+    for mode in (TRAINER_MODE, SEPARATE_MODE):
+        updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step", default=1)
+        _require(updates == 1, f"trainer.v1.{mode}.parameter_sync_step={updates}", "1", "one batch is taken a step")
     _require(
         not config.actor_rollout_ref.rollout.full_determinism,
         "actor_rollout_ref.rollout.full_determinism=True",
@@ -310,9 +312,9 @@ def _check_trainer(config: DictConfig, _settings: Settings) -> None:
         "what is interrupted depends on the clock, and a resumed request would draw its first numbers again",
     )
     _require(
-        OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True),
+        has_own_devices(config) or OmegaConf.select(config, "actor_rollout_ref.hybrid_engine", default=True),
         "actor_rollout_ref.hybrid_engine=False",
-        "True",
+        f"True (engines get devices of their own with {BLOCK}.placement=separate)",
         "engines and trainer share their devices in this mode",
     )
     reward = config.reward.reward_model
@@ -328,6 +330,47 @@ def _check_trainer(config: DictConfig, _settings: Settings) -> None:
         "with reward.custom_reward_function.path, a function that asks the model at `reward_router_address`",
         "verl 0.9.1, without the flag too, ends a response that only a model scores with KeyError: 'reward_extra_info'",
     )
+
+
+def _check_placement(config: DictConfig, settings: Settings) -> Iterator[UserError]:
+    """What engines on devices of their own cannot do, or what nobody has tried there."""
+    if not has_own_devices(config):
+        return
+    block, rollout, key = settings.block, config.actor_rollout_ref.rollout, f"{BLOCK}.placement=separate"
+    per_node, engine = rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
+    adapter = next((name for name in ADAPTER_RANKS if OmegaConf.select(config, f"actor_rollout_ref.{name}")), "")
+    is_merged = bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"))
+    finish, staleness = block.tail.past_staleness == "finish", block.tail.max_staleness
+    no_wait = "nothing waits for the end of a batch's responses while engines go on"
+    mode, rollout_key = block.tail.interrupt_mode, "actor_rollout_ref.rollout"
+    for is_so, given, allowed, because in (
+        (not settings.uses_channel, f"{BLOCK}.weights.backend=verl", "auto", "weights go to engines by our channel"),
+        (
+            adapter and not is_merged,
+            f"actor_rollout_ref.{adapter}",
+            "0, or model.lora.merge=True",
+            "verl sends adapters to engines on the same devices only",
+        ),
+        (block.tail.policy != "partial", f"{BLOCK}.tail.policy={block.tail.policy}", "partial", no_wait),
+        (finish, f"{BLOCK}.tail.past_staleness=finish", "train, mask, drop or restart", no_wait),
+        (staleness == 0, f"{BLOCK}.tail.max_staleness=0", "null or at least 1", "engines go on while the model trains"),
+        (block.tail.keep_engine_memory, f"{BLOCK}.tail.keep_engine_memory=true", "false", "engines share no memory"),
+        (mode == "offload_kv", f"{BLOCK}.tail.interrupt_mode={mode}", "another one", "engines keep their memory"),
+        (
+            (rollout.get("data_parallel_size") or 1) > 1,
+            f"{rollout_key}.data_parallel_size={rollout.get('data_parallel_size')}",
+            "1",
+            "a rank sends weights to the workers of tensor-parallel engines",
+        ),
+        (
+            per_node < 1 or per_node % engine,
+            f"{rollout_key}.n_gpus_per_node={per_node}",
+            f"a multiple of tensor_model_parallel_size={engine}",
+            "an engine over several nodes cannot be started again",
+        ),
+    ):
+        if is_so:
+            yield refusal(f"{given} with {key}", allowed, because)
 
 
 def _check_weights(config: DictConfig, settings: Settings) -> None:
@@ -490,4 +533,5 @@ MODE_CHECKS: tuple[Check, ...] = (
     _check_weights,
     _check_devices,
     _check_engine_devices,
+    _check_placement,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import Refusal
-from partial_rollout.settings.derived import needs_critic, num_devices
+from partial_rollout.settings.derived import has_own_devices, needs_critic, num_engine_devices
 from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
@@ -131,15 +131,16 @@ def _batch(config: DictConfig) -> Iterator[Refusal]:
 
 
 def refused_sizes(config: DictConfig) -> Iterator[Refusal]:
-    """What verl refuses where engines and trainer share their devices."""
+    """What verl refuses of the engines' sizes."""
     names = ("tensor_model", "data")
     sizes = [_size(config, name) for name in names]
-    devices = num_devices(config)
+    devices = num_engine_devices(config)
     if min(sizes) < 1 or devices % (sizes[0] * sizes[1]):
         given = " x ".join(
             f"{ROLLOUT}.{name}_parallel_size={size}"
             for name, size in zip(names, sizes, strict=True)
             if size != 1 or name == "tensor_model"
         )
-        on = f"trainer.nnodes x trainer.n_gpus_per_node = {devices} devices"
+        block = ROLLOUT if has_own_devices(config) else "trainer"
+        on = f"{block}.nnodes x {block}.n_gpus_per_node = {devices} devices"
         yield refusal(f"{given} for {on}", "a divisor of the devices", "each engine has equally many of them")

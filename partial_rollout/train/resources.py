@@ -13,14 +13,17 @@ from ray._private.state import available_resources_per_node
 from verl.plugin.platform import get_platform
 
 from partial_rollout.errors import ResourcesUnavailable
+from partial_rollout.settings.derived import has_own_devices, num_rollout_devices
+from partial_rollout.settings.memory import devices_of_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from omegaconf import DictConfig
 
-CPUS_PER_DEVICE = 3
-"""verl reserves one CPU for each worker that shares a device, and plans for 3 of them (`max_colocate_count`)."""
+CPUS_PER_DEVICE, CPUS_PER_ENGINE_DEVICE = 3, 2
+"""verl reserves one CPU for each worker that shares a device, and plans for 3 of them (`max_colocate_count`); for 2 on
+a device of an engine alone."""
 SPARE_CPUS = 1
 """Actors that hold no CPU while they run (workers, servers, rewards) still need a free one to be started."""
 POOLS_OF_THEIR_OWN = {"reward.reward_model": "enable_resource_pool", "distillation": "enabled"}
@@ -31,7 +34,8 @@ TRANSFER_QUEUE = ("TransferQueueController", "transfer_queue")
 """Name and namespace of TransferQueue's controller, literals in TransferQueue: each Ray cluster has one at most."""
 ADVICE = (
     "Raise ray_kwargs.ray_init.num_cpus, add nodes, end other jobs, or lower trainer.n_gpus_per_node, trainer.nnodes "
-    "or transfer_queue.backend.SimpleStorage.num_data_storage_units"
+    "or transfer_queue.backend.SimpleStorage.num_data_storage_units; with partial_rollout.placement=separate also "
+    "actor_rollout_ref.rollout.n_gpus_per_node or nnodes"
 )
 
 
@@ -41,6 +45,7 @@ class Pool:
 
     devices_per_node: int
     num_nodes: int
+    cpus_per_device: int = CPUS_PER_DEVICE
 
     @property
     def num_devices(self) -> int:
@@ -70,7 +75,8 @@ class Need:
     def missing(self, nodes: Sequence[Mapping[str, float]]) -> str:
         """Say what is missing if `nodes` are the free resources of each node; empty if nothing is."""
         num_devices = sum(pool.num_devices for pool in self.pools)
-        wanted = {"CPU": self.own_cpus + num_devices * CPUS_PER_DEVICE, self.device: num_devices}
+        num_cpus = sum(pool.num_devices * pool.cpus_per_device for pool in self.pools)
+        wanted = {"CPU": self.own_cpus + num_cpus, self.device: num_devices}
         free = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
         lacking = [
             f"{name}: {amount:g} needed, {free[name]:g} free in the cluster"
@@ -83,7 +89,10 @@ class Need:
         """Nodes that a pool lacks, when the pools with the most devices on a node are placed first."""
         room = [dict(node) for node in nodes]
         for pool in sorted(self.pools, key=lambda pool: -pool.devices_per_node):
-            share = {self.device: pool.devices_per_node, "CPU": pool.devices_per_node * CPUS_PER_DEVICE + SPARE_CPUS}
+            share = {
+                self.device: pool.devices_per_node,
+                "CPU": pool.devices_per_node * pool.cpus_per_device + SPARE_CPUS,
+            }
             for number in range(pool.num_nodes):
                 node = next((n for n in room if all(n.get(name, 0) >= amount for name, amount in share.items())), None)
                 if node is None:
@@ -103,6 +112,9 @@ def needed_resources(config: DictConfig) -> Need:
         block = OmegaConf.select(config, key)
         if block is not None and block.get(switch):
             pools.append(Pool(block.n_gpus_per_node, block.nnodes))
+    if has_own_devices(config):  # verl makes a pool for each engine
+        devices = devices_of_engine(config)
+        pools += [Pool(devices, 1, CPUS_PER_ENGINE_DEVICE)] * (num_rollout_devices(config) // devices)
     return Need(controller + storage_units + SPARE_CPUS, get_platform().ray_resource_name(), tuple(pools))
 
 

@@ -51,10 +51,21 @@ def engine_servers(trainer: Any) -> list[Actor]:
     return _with_role(processes.ENGINE_SERVER, servers)
 
 
+def engine_places(trainer: Any) -> list[Actor]:
+    """The actors that hold the devices of engines, where training ranks do not."""
+    places = [
+        (f"replica-{replica.replica_rank}-place-{number}", place)
+        for replica in trainer.llm_server_manager.get_replicas()
+        for number, place in enumerate(replica.places)
+    ]
+    return _with_role(processes.ENGINE_PLACE, places)
+
+
 def other_actors(trainer: Any, agent_loops: Any) -> list[Actor]:
     """All other actors of a trainer that is ready to train, but for the prompt manager."""
     return [
         *engine_servers(trainer),
+        *engine_places(trainer),
         *_with_role(processes.LOAD_BALANCER, [("load-balancer", trainer.llm_server_manager.global_load_balancer)]),
         *_with_role(processes.TRAINING_RANK, training_ranks(trainer)),
         *_with_role(processes.REWARD_WORKER, _numbered("reward", trainer.reward_loop_manager.reward_loop_workers)),

@@ -57,7 +57,7 @@ class TaskRunner(TaskRunnerBase):
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))
-            import partial_rollout.train.trainer  # noqa: F401 (registers the trainer mode)
+            import partial_rollout.train.separate  # noqa: F401 (registers the trainer modes)
         interruption = Interruption(block.timeouts.stop_s)
         self._start = StartWatch(interruption, start_s=block.timeouts.start_s, claim_s=block.timeouts.claim_s)
         self._start.begin()

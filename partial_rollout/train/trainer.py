@@ -145,7 +145,6 @@ ADMIT_TIMEOUT_S = 600.0
 """Long, because the first fetch starts the dataloader's workers, and rows with images are large."""
 
 
-@register_trainer(TRAINER_MODE)
 class PartialRolloutTrainer(PPOTrainer):
     """verl's PPO/GRPO trainer; batches come from the prompt manager, unfinished trajectories go on next step."""
 
@@ -286,6 +285,10 @@ class PartialRolloutTrainer(PPOTrainer):
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
         self._phase.begin(f"generated the batch of step {self.global_steps}")
+        return {"partial_rollout/resumed_groups": float(self._begin_round())}
+
+    def _begin_round(self) -> int:
+        """Begin a round; returns how many deferred prompts go on."""
         tuners = [tuner for tuner in (self.slot_tuner, self.depth_tuner) if tuner is not None]
         statistics = self.fleet.statistics() if tuners else ()
         for tuner in tuners:
@@ -294,22 +297,26 @@ class PartialRolloutTrainer(PPOTrainer):
         self._round_kind = plan.kind
         if plan.num_fresh > 0:
             self._add_prompts_to_generate(plan.num_fresh)
-        return {"partial_rollout/resumed_groups": float(plan.num_resumed)}
+        return plan.num_resumed
 
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
         self._phase.begin(f"trained step {self.global_steps}", TRAIN)
         # Before the drain: afterwards engines hold nothing that tells how full they were.
         self._tune()
+        self._interrupt()
+        self.checkpoint_manager.sleep_replicas()
+        if self.curr_step_profile:
+            self._stop_rollout_profiling()
+
+    def _interrupt(self) -> None:
+        """Close all gates; unfinished requests leave the engines or stay there, as the interrupt mode says."""
         with marked_timer("drain", self.timing_raw, color="red"):
             interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=self.timing_raw["drain"], interrupted=interrupted)
         self._pending_sync_metrics["partial_rollout/interrupted"] = interrupted
         self._pending_sync_metrics["partial_rollout/deferred_groups"] = self.replay_buffer.num_deferred
         self._report_step("closed")
-        self.checkpoint_manager.sleep_replicas()
-        if self.curr_step_profile:
-            self._stop_rollout_profiling()
 
     def on_step_end(self) -> None:
         """Send weights, then open the gates: interrupted requests go on. After the last step none of them goes on."""
@@ -613,7 +620,7 @@ class PartialRolloutTrainer(PPOTrainer):
             return 0
         # The call that checkpoint_manager.update_weights makes too; but that stops waiting when the first rank fails.
         return update_engines(
-            lambda: self.actor_rollout_wg.update_weights(global_steps=version, mode="naive"),
+            lambda: self._start_update(version),
             self.fleet,
             version=version,
             relaunches=self.settings.block.weights.relaunches,
@@ -622,6 +629,10 @@ class PartialRolloutTrainer(PPOTrainer):
             before_resend=self.checkpoint_manager.sleep_replicas,
         )
 
+    def _start_update(self, version: int) -> Sequence[ray.ObjectRef[Any]]:
+        """Let every training rank send its part."""
+        return self.actor_rollout_wg.update_weights(global_steps=version, mode="naive")
+
     def _report_step(self, gate: str) -> None:
         version = self.global_steps - 1 if gate == "closed" else self.global_steps
         self._ask(self.manager.report_step.remote(self.global_steps, version, gate))
@@ -629,3 +640,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _ask(self, ref: ray.ObjectRef[Any]) -> Any:
         timeout_s = manager_limit_s(self.settings.block.timeouts.call_s)
         return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")
+
+
+# Not as a decorator: verl's hides the class from type checkers, and from those that derive from it.
+register_trainer(TRAINER_MODE)(PartialRolloutTrainer)

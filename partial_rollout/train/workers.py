@@ -30,10 +30,12 @@ WORKERS: dict[tuple[bool, bool], type] = {
 
 
 def use_workers(role_workers: dict[Any, Any], *, packed: bool, channel: bool) -> None:
-    """Replace verl's class of the actor and the reference in `role_workers`; a critic keeps verl's."""
-    worker = WORKERS.get((packed, channel))
-    if worker is None:
-        return
-    for role in (Role.ActorRollout, Role.ActorRolloutRef):
-        if role in role_workers:
+    """Replace verl's class of the actor and the reference in `role_workers`; a critic keeps verl's.
+
+    Ranks without an engine beside them (the roles Actor and RefPolicy) send weights by a checkpoint engine instead of
+    the channel of their own.
+    """
+    for role in (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor, Role.RefPolicy):
+        worker = WORKERS.get((packed, channel and role not in (Role.Actor, Role.RefPolicy)))
+        if role in role_workers and worker is not None:
             role_workers[role] = ray.remote(worker)

@@ -27,6 +27,7 @@ from verl.utils.device import get_device_name
 
 from partial_rollout.errors import InternalError, PartialRolloutError, WeightUpdateError
 from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.settings.derived import CHECKPOINT_ENGINE
 from partial_rollout.weights.fan_out import ENGINE_FAILURES, FanOut
 from partial_rollout.weights.line import TCP, Patience
 from partial_rollout.weights.sender import ANSWER_SHARE, SENDER_SHARE, WeightSender
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from partial_rollout.weights.directory import ChannelAddress
-
-NAME = "partial_rollout"
-"""Of the backend, in actor_rollout_ref.rollout.checkpoint_engine."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class _Update:
             self.call.result()
 
 
-@CheckpointEngineRegistry.register(NAME)  # pyright: ignore[reportAttributeAccessIssue] - a function without `self`
+@CheckpointEngineRegistry.register(CHECKPOINT_ENGINE)  # pyright: ignore[reportAttributeAccessIssue] - a function without `self`
 class ChannelCheckpointEngine(CheckpointEngine):
     """A training rank's end of the weight updates of engines on devices of their own."""
 

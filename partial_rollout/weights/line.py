@@ -33,7 +33,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 MAX_ANSWER_BYTES = 1 << 20
 """Over TCP: the longest message to the end that binds, to which strangers can connect; it only gets short answers."""
 LATER_SHARE = 1 / 8
-"""Of the time for a wait: so that eight more silent engines cost no more than the first one."""
+"""A share of the time for a wait: eight more silent engines cost no more than the first one."""
 IPC, TCP = "ipc://", "tcp://"
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -92,7 +92,7 @@ class Line:
         self._open: set[int] = set()
         """Descriptors of all connections, those of port scanners and others without the key included."""
         self._peers: set[int] = set()
-        """Those of which one is the peer's."""
+        """Descriptors of connections of which one is the peer's."""
         self.endpoint = self._listen(address, encrypt) if bind else self._call(endpoint, address, key)
         """Where the other end connects to."""
 

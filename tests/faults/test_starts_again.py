@@ -19,7 +19,8 @@ LIMIT_S = 1800.0
 """Limit of a job that starts four times again."""
 FIRST = 2
 """The step in which the first process dies; the others follow in a step each."""
-ROLES = [kind.role for kind in processes.KINDS if kind.then is processes.Then.STARTS_AGAIN]
+SHARED = [kind for kind in processes.KINDS if kind is not processes.ENGINE_PLACE]  # no job here has one
+ROLES = [kind.role for kind in SHARED if kind.then is processes.Then.STARTS_AGAIN]
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

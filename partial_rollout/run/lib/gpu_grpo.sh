@@ -6,6 +6,7 @@ setting PYTHON python3 "interpreter of an environment with this package, verl an
 INTERPRETER=$PYTHON
 setting NUM_NODES 1 "machines"
 setting GPUS_PER_NODE 8 "GPUs on each machine"
+setting ROLLOUT_GPUS 0 "GPUs of engines alone, of GPUS_PER_NODE on each machine; 0: engines and training share all"
 setting TENSOR_PARALLEL 1 "GPUs of one rollout engine"
 setting BATCH_SIZE 256 "prompts in a training step"
 setting MINI_BATCH_SIZE 64 "prompts in an optimizer step"
@@ -22,8 +23,14 @@ setting OUTPUT_DIR "$PWD/outputs" "checkpoints and metrics go to OUTPUT_DIR/EXPE
 setting LOGGER "[console,file]" "verl loggers, for example [console,wandb]"
 
 gpu_grpo() {
-  local recipe=$1 experiment output
+  local recipe=$1 experiment output placement=()
   shift
+  if ((ROLLOUT_GPUS > 0)); then
+    [[ $PARTIAL_ROLLOUT == 1 ]] || fail "ROLLOUT_GPUS=$ROLLOUT_GPUS needs PARTIAL_ROLLOUT=1: give a baseline as many GPUs by GPUS_PER_NODE"
+    ((ROLLOUT_GPUS < GPUS_PER_NODE)) || fail "ROLLOUT_GPUS=$ROLLOUT_GPUS must be below GPUS_PER_NODE=$GPUS_PER_NODE: training needs the others"
+    placement=(partial_rollout.placement=separate actor_rollout_ref.rollout.nnodes="$NUM_NODES"
+      actor_rollout_ref.rollout.n_gpus_per_node="$ROLLOUT_GPUS")
+  fi
   experiment=${EXPERIMENT}_$(mode_name)
   output=$OUTPUT_DIR/$experiment
   require_file "$TRAIN_FILE" "$DATA_HINT"
@@ -40,10 +47,10 @@ gpu_grpo() {
     actor_rollout_ref.rollout.n="$GROUP_SIZE" \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$TENSOR_PARALLEL" \
     actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY_UTILIZATION" \
-    trainer.nnodes="$NUM_NODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" \
+    trainer.nnodes="$NUM_NODES" trainer.n_gpus_per_node="$((GPUS_PER_NODE - ROLLOUT_GPUS))" \
     trainer.total_training_steps="$TOTAL_STEPS" trainer.total_epochs=1000 \
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" \
     trainer.project_name=partial_rollout trainer.experiment_name="$experiment" \
     trainer.default_local_dir="$(path_value "$output")" hydra.run.dir="$(path_value "$output/hydra")" trainer.logger="$LOGGER" \
-    "$@"
+    ${placement[@]+"${placement[@]}"} "$@"
 }

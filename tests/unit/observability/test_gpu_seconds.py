@@ -46,6 +46,26 @@ def test_each_second_of_a_step_has_one_cause() -> None:
     assert sum(step_causes(STEP).values()) == pytest.approx(20.0)
 
 
+def test_gpus_of_engines_alone_have_causes_of_their_own() -> None:
+    """One of the four generates: drain, saving and updates stop all; while it generates the others train or wait."""
+    separate = step_causes(STEP | {"partial_rollout/rollout_gpus": 1.0, "timing_s/gen": 10.0})
+    assert sum(separate.values()) == pytest.approx(20.0)
+    engine_s = 20.0 - 2.0 - 0.5 - 1.0
+    assert separate == pytest.approx(
+        {
+            "generating": (0.75 * engine_s - 1.0) / 4,
+            "re-prefill": 1.0 / 4,
+            "waiting for the longest": 0.25 * engine_s / 4,
+            "waiting for a batch": 10.0 * 3 / 4,
+            "drain": 2.0,
+            "training": 5.0 * 3 / 4,
+            "checkpoint": 0.5,
+            "updates": 1.0,
+            "idle": 1.5 * 3 / 4,
+        }
+    )
+
+
 def test_gpus_are_counted_from_verls_throughput_and_all_of_them_wait() -> None:
     assert num_gpus(STEP) == 4
     assert gpu_seconds([STEP, STEP]) == pytest.approx({cause: 8 * seconds for cause, seconds in CAUSES.items()})

@@ -181,6 +181,20 @@ def test_the_recipe_for_two_small_gpus_offloads_and_has_small_batches():
     check_config(config, read_settings(config))
 
 
+def test_engines_get_some_of_the_gpus_and_a_baseline_is_refused_them():
+    config = composed(command("run_qwen3-4b_gsm8k_grpo.sh", ROLLOUT_GPUS="3", NUM_NODES="2"))
+    assert config.partial_rollout.placement == "separate"
+    for block, per_node in ((config.trainer, 5), (config.actor_rollout_ref.rollout, 3)):
+        assert (block.nnodes, block.n_gpus_per_node) == (2, per_node)
+    for script, number, text in (
+        ("run_qwen3-4b_gsm8k_grpo.sh", "8", "must be below GPUS_PER_NODE=8"),
+        ("run_qwen3-4b_gsm8k_grpo_baseline.sh", "4", "needs PARTIAL_ROLLOUT=1"),
+    ):
+        done = shell(script, PARTIAL_ROLLOUT_DRY_RUN="1", ROLLOUT_GPUS=number)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert text in done.stderr
+
+
 def test_the_dapo_recipe_of_the_small_model_samples_dynamically():
     config = composed(command("run_qwen3-0.6b_dapo_math.sh"))
     assert config.algorithm.filter_groups.enable

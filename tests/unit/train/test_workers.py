@@ -31,6 +31,16 @@ def test_actor_and_reference_get_what_was_asked_for(packed: bool, channel: bool)
         assert issubclass(made_of, ChannelActorWorker) is channel
 
 
+@pytest.mark.parametrize("channel", [True, False])
+def test_ranks_without_an_engine_beside_them_are_planned_for_and_send_by_a_checkpoint_engine(channel: bool):
+    roles: dict[Any, Any] = dict.fromkeys((Role.Actor, Role.RefPolicy), VERLS)
+    use_workers(roles, packed=True, channel=channel)
+    for worker in roles.values():
+        made_of = worker.__ray_metadata__.modified_class.__ray_actor_class__
+        assert made_of.actor_worker_cls is PackedTrainingWorker
+        assert not issubclass(made_of, ChannelActorWorker)
+
+
 def test_asked_for_nothing_verls_classes_stay():
     assert set(chosen(packed=False, channel=False).values()) == {VERLS}
 

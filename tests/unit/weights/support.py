@@ -31,7 +31,7 @@ TCP_PORT = 20_000
 
 @dataclass(frozen=True)
 class TcpAddress(ChannelAddress):
-    """Both ends meet at a loopback address of this test's own, which stands in the place of the folder."""
+    """The two ends meet at a loopback address of this test's own, which stands in the place of the folder."""
 
     def endpoint(self, channel: str, update_number: int) -> str:
         return f"tcp://{self.directory}:{TCP_PORT + update_number}"
