@@ -5,6 +5,7 @@
     python -m partial_rollout.advise DATA.parquet --column lengths        # numbers of tokens, or a list for each prompt
     python -m partial_rollout.advise ... --curve CURVE --batch 64         # on another engine, with other batches
     python -m partial_rollout.advise ... --replicas 8                     # on eight such engines together
+    python -m partial_rollout.advise ... --gpus 8 --train-s 40            # which of 8 GPUs engines should have alone
 
     python -m partial_rollout.advise CURVE                                # three traces of lengths
     python -m partial_rollout.advise CURVE --jobs benchmarks/results/gpu/jobs_8b_h200.json    # beside measured jobs
@@ -32,6 +33,8 @@ from partial_rollout.advise.predict import (
     predict_all,
     predict_load,
     settings_of,
+    splits,
+    splits_table,
     table,
 )
 from partial_rollout.advise.result import read_result, store
@@ -88,7 +91,8 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     except (DataError, OSError) as error:
         line.error(str(error))
     load = found.workload(options.batch or DEFAULT_BATCH, options.group)
-    speed = fit(curve["curve"]).of_replicas(options.replicas)
+    one = fit(curve["curve"])
+    speed = one.of_replicas(options.replicas)
     curve["engine"]["kv_tokens"] *= options.replicas
     rows = predict_load(curve, speed, load)
     drawn = [tokens for group in found.groups for tokens in group]
@@ -103,7 +107,13 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
         print(
             "the engine is not yours: python -m partial_rollout.advise.measure takes its curve, --curve gives it here"
         )
-    store({"from": str(options.source), "speed": asdict(speed), "modes": rows}, options.json)
+    result: dict[str, Any] = {"from": str(options.source), "speed": asdict(speed), "modes": rows}
+    if options.gpus:
+        result["splits"] = splits(one, load, curve["engine"]["prompt_tokens"], options.gpus, options.train_s)
+        print(
+            f"\nwhole steps on {options.gpus} GPUs, an engine on each\n\n{splits_table(result['splits'], options.gpus)}"
+        )
+    store(result, options.json)
 
 
 def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any], load: Workload) -> list[str]:
@@ -161,6 +171,12 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES), help="(all)")
     line.add_argument("--batch", type=int, help="prompts of a step (32, or the curve's)")
     line.add_argument("--replicas", type=int, default=1, help="engines that share a batch (%(default)s)")
+    line.add_argument(
+        "--gpus", type=int, help="predict each split of so many GPUs (placement=separate); with --train-s"
+    )
+    line.add_argument(
+        "--train-s", type=float, help="seconds that a step trains on all of them, by a run with shared GPUs"
+    )
     line.add_argument("--jobs", type=Path, nargs="+", help="results of benchmarks.jobs, of one workload")
     line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios of jobs (%(default)s)")
     line.add_argument("--json", type=Path, help="also write what is predicted here")
@@ -177,6 +193,8 @@ def main(words: list[str] | None = None) -> None:
         line.error(f"--group {options.group} is not allowed: at least 2")
     if options.replicas < 1:
         line.error(f"--replicas {options.replicas} is not allowed: at least 1")
+    if (options.gpus is None) != (options.train_s is None) or (options.gpus or 2) < 2 or (options.train_s or 1.0) <= 0:
+        line.error("--gpus N and --train-s SECONDS belong together: at least 2 GPUs, above 0 seconds")
     if options.source.suffix != ".json":
         of_lengths(line, options)
         return

@@ -29,6 +29,8 @@ POLLING = "sync, 2 s poll"
 """verl's trainer as it is."""
 BOUND = "nothing interrupted, always prompts"
 """No mode can be faster with these slots; nobody can set it."""
+SPLIT_DEPTH = 2.0
+"""Batches in flight of a split, the number with which a run begins."""
 POLL_S = 2.0
 """Seconds between two looks of verl's trainers whether a batch is complete."""
 
@@ -88,6 +90,42 @@ def modes(slots: int, group: int) -> list[Mode]:
         found.append(Mode(f"KV retained, prefetch {prefetch}", slots, prefetch))
     found += [Mode(f"KV retained, prefetch {prefetch}, 1.5 x the slots", wide, prefetch) for prefetch in (3, 6, 8)]
     return [*found, Mode(BOUND, slots, 12, interrupts=False)]
+
+
+def splits(speed: Speed, load: Workload, prompt_tokens: int, gpus: int, train_s: float) -> list[dict[str, float]]:
+    """Whole steps of each split of `gpus` into engines and training, one engine a GPU; first of all: shared.
+
+    `speed` is that of one engine; training takes `train_s` seconds on all GPUs, and in proportion longer on fewer.
+    """
+    slots = load.batch * load.group
+    row = predict(Mode("shared", slots, SPLIT_DEPTH), speed.of_replicas(gpus), load, prompt_tokens)
+    rows = [row | {"rollout_gpus": 0, "train_s": train_s, "seconds": row["seconds"] + train_s}]
+    for engines in range(1, gpus):
+        alone_s = train_s * gpus / (gpus - engines)
+        mode = Mode("separate", slots, SPLIT_DEPTH, train_s=alone_s)
+        row = predict(mode, speed.of_replicas(engines), load, prompt_tokens)
+        rows.append(row | {"rollout_gpus": engines, "train_s": alone_s})
+    return [row | {"tokens_per_s": row["tokens"] / row["seconds"]} for row in rows]
+
+
+def splits_table(rows: Sequence[dict[str, float]], gpus: int) -> str:
+    """A Markdown table of `splits`, and which one is balanced."""
+    head = ["GPUs of engines", "of training", "seconds a step", "of them training", "tokens/s", "slots in use"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        engines = row["rollout_gpus"]
+        shares = [f"{engines:g}", f"{gpus - engines:g}"] if engines else ["all", "all"]
+        numbers = (f"{row['seconds']:.1f}", f"{row['train_s']:.1f}", f"{row['tokens_per_s']:,.0f}")
+        lines.append([*shares, *numbers, f"{row['slots_in_use']:.2f}"])
+    best = max(rows, key=lambda row: row["tokens_per_s"])
+    gain = best["tokens_per_s"] / rows[0]["tokens_per_s"]
+    words = (
+        f"balanced: {best['rollout_gpus']:g} GPUs of engines and {gpus - best['rollout_gpus']:g} of training, "
+        f"{gain:.2f} x the tokens/s of shared GPUs (partial_rollout.placement=separate)"
+        if best["rollout_gpus"]
+        else "no split is faster than sharing all GPUs"
+    )
+    return f"{markdown(lines)}\n\n{words}"
 
 
 def settings_of(name: str, load: Workload) -> str:

@@ -89,6 +89,8 @@ class Mode:
     """Which of the finished groups are trained first: those that were admitted first, or those that finished first."""
     poll_s: float = 0.0
     """Seconds between two looks of the trainer whether a batch is done; 0: the trainer is told at once."""
+    train_s: float = 0.0
+    """Seconds of training during which engines go on, on GPUs of their own; 0: they stand still, and no time passes."""
 
 
 @dataclass(eq=False)
@@ -163,6 +165,9 @@ class Rollout:
             self._proceed_until(started_s + polls * self.mode.poll_s)
         batch = self._take()
         ages = [self.number - group.started for group in batch]
+        if self.mode.train_s:
+            self._admit(self.queue.begin_round().num_fresh)
+            self._proceed_until(self.now_s + self.mode.train_s)
         return {
             "seconds": self.now_s - started_s,
             "slot_s": self.slot_s - started_slot_s,

@@ -49,3 +49,19 @@ def test_a_result_without_a_curve_is_an_error(capsys, repository):
     with pytest.raises(SystemExit):
         main([str(path)])
     assert f"{path} has no latency curve" in capsys.readouterr().err
+
+
+def test_each_split_of_the_gpus_is_predicted_where_it_was_asked_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1), Mode("ours", slots, 1)])
+    (tmp_path / "1.jsonl").write_text(
+        "".join(f'{{"uid": "{n}_0_0", "weight_versions": [[0, 90]]}}\n' for n in range(4))
+    )
+    words = [str(tmp_path), "--batch", "4", "--group", "2"]
+    main([*words, "--gpus", "3", "--train-s", "2.5", "--json", str(tmp_path / "out.json")])
+    splits = json.loads((tmp_path / "out.json").read_text())["splits"]
+    assert [(row["rollout_gpus"], row["train_s"]) for row in splits] == [(0, 2.5), (1, 3.75), (2, 7.5)]
+    assert "whole steps on 3 GPUs" in capsys.readouterr().out
+    for wrong in (["--gpus", "3"], ["--train-s", "2.5"], ["--gpus", "1", "--train-s", "2.5"]):
+        with pytest.raises(SystemExit):
+            main([*words, *wrong])
+        assert "--gpus N and --train-s SECONDS belong together" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from partial_rollout.advise.predict import COLOCATED, POLL_S, fit, modes, predict, table
+from partial_rollout.advise.predict import COLOCATED, POLL_S, fit, modes, predict, splits, splits_table, table
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.scheduler import SENT_PER_S, Group, Mode, Rollout, Speed
 from partial_rollout.advise.workload import Workload, lengths
@@ -192,3 +192,47 @@ def test_verl_s_mode_has_all_requests_of_two_batches_in_the_engine_and_computes_
 def test_the_table_has_a_row_for_every_mode():
     row = predict(Mode("sync", 32, 1), SPEED, LOAD, PROMPT) | {"time_ratio": 1.0, "kv_share": 0.25}
     assert table({"sync": row, "other": row}).count("\n") == 3
+
+
+# ---- engines on GPUs of their own ----
+
+
+def separate_steps(train_s: float, prefetch: float = 2, num_steps: int = 6) -> list[dict[str, float]]:
+    """Steps with constant lengths, and requests that are all there at once."""
+    slots = LOAD.batch * LOAD.group
+    rows = np.full((LOAD.batch * (num_steps + 3), LOAD.group), 200)
+    rollout = started(Mode("separate", slots, prefetch, train_s=train_s), rows, speed=AT_ONCE)
+    return [rollout.step() for _ in range(num_steps)]
+
+
+def test_a_step_takes_the_longer_of_training_and_generation():
+    generation_s = separate_steps(0.0, prefetch=1)[-1]["seconds"]
+    long, short = 3 * generation_s, generation_s / 3
+    # With one batch in flight too: prompts are admitted when a batch is taken, so engines have work meanwhile.
+    for prefetch in (1, 2):
+        assert separate_steps(long, prefetch)[-1]["seconds"] == pytest.approx(long, rel=0.02)
+    # The batch's generation, with the interruption that it outlasts.
+    assert separate_steps(short)[-1]["seconds"] == pytest.approx(generation_s + SPEED.interruption_s, rel=0.1)
+
+
+def test_engines_of_their_own_are_never_faster_than_what_is_never_interrupted():
+    slots = LOAD.batch * LOAD.group
+    bound = predict(Mode("bound", slots, 12, interrupts=False), SPEED, LOAD, PROMPT)
+    for train_s in (0.1, 1.0, 4.0):
+        apart = predict(Mode("separate", slots, 2, train_s=train_s), SPEED, LOAD, PROMPT)
+        assert apart["tokens_per_s"] <= bound["tokens_per_s"] * 1.001
+        assert apart["seconds"] >= train_s
+
+
+def test_the_balanced_split_is_where_both_take_about_equally_long():
+    whole_s = predict(Mode("shared", LOAD.batch * LOAD.group, 2), SPEED.of_replicas(8), LOAD, PROMPT)["seconds"]
+    rows = splits(SPEED, LOAD, PROMPT, gpus=8, train_s=whole_s)
+    assert [row["rollout_gpus"] for row in rows] == list(range(8))
+    assert [row["train_s"] / whole_s for row in rows[1:]] == pytest.approx([8 / (8 - n) for n in range(1, 8)])
+    text = splits_table(rows, 8)
+    best = max(rows, key=lambda row: row["tokens_per_s"])
+    assert best["rollout_gpus"] > 0
+    assert f"balanced: {best['rollout_gpus']} GPUs of engines" in text
+    assert text.count("\n| ") == 9
+    nothing_to_hide = splits(SPEED, LOAD, PROMPT, gpus=2, train_s=whole_s / 1000)
+    assert "no split is faster" in splits_table(nothing_to_hide, 2)
