@@ -18,7 +18,7 @@ from partial_rollout.runtime.phase_watch import PhaseWatch
 from partial_rollout.runtime.processes import TASK_RUNNER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
-from partial_rollout.settings.block import ManagerConfig, PartialRolloutConfig, TimeoutConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class Run:
     def __init__(self, folder: Path, name: str) -> None:
         timeouts = TimeoutConfig(claim_s=CLAIM_S)
         self.folder, self.clock = folder, Clock()
-        self.manager = create_manager(PartialRolloutConfig(manager=ManagerConfig(name=name), timeouts=timeouts), 8)
+        self.manager = create_manager(PartialRolloutConfig(timeouts=timeouts), 8, name=name)
         self.phase = PhaseWatch(LEAST_S, "was starting", self.clock)
         self.interruption = Interruption(LIMIT_S)
         self.watch = RunWatch(
