@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SOUND_S = 330.0
+"""Sound starts on a GPU took up to 319 s, where all libraries came from the disk; a warning before says nothing."""
 ASK_S = 10.0
 """Ray answers at once; where it does not, the last answer counts."""
 START = "start"
@@ -194,7 +196,9 @@ class StartWatch:
                         return
                     self._end(late)
                 return
-            self._warn(late)
+            # Where `start_s` is set low, a tenth of it is the time of the warning, as for all other waits.
+            if late.phase == STOPPED or not late.waited_s < SOUND_S <= late.limit_s / 2:
+                self._warn(late)
 
     def explain(self, error: BaseException) -> BaseException:
         """The error that names the process, where `error` comes of one that has died in the start; else `error`."""

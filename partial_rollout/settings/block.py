@@ -102,7 +102,7 @@ class TimeoutConfig(_Block):
     start_s: float = _bound_s(
         1800.0,
         "Ray's first worker process must run this long after Ray, and all processes must have started, with the first "
-        "weights in the engines, so long after that. After a tenth of it a warning says what has not started.",
+        "weights in the engines, so long after that. After a fifth of it (360 s) a warning says what has not started.",
         who="slow disks, very large models",
         evidence="docs/results/gpu.md: first steps of recipes came 163 to 301 s after the start; larger models take "
         "longer",

@@ -36,12 +36,12 @@ CONTROLLER = Process("TransferQueue controller", "TransferQueueController", NODE
 class Start:
     """What Ray and the kernel tell, a clock, and what was killed."""
 
-    def __init__(self, *actors: Actor) -> None:
+    def __init__(self, *actors: Actor, start_s: float = START_S) -> None:
         self.actors, self.now_s, self.killed = list(actors), 1000.0, list[Process]()
         self.interruption = Interruption(LIMIT_S)
         self.watch = StartWatch(
             self.interruption,
-            start_s=START_S,
+            start_s=start_s,
             claim_s=CLAIM_S,
             find=lambda: self.actors,
             clock=lambda: self.now_s,
@@ -63,6 +63,18 @@ def stage() -> Iterator[None]:
     stages.begin(stages.ENGINES)
     yield
     stages.begin(stages.CONFIGURATION)
+
+
+def test_a_start_is_named_when_it_takes_longer_than_sound_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that is stopped is named early, as ever."""
+    start = Start(Actor(RANK), start_s=1800.0)
+    start.after(350.0)
+    assert caplog.messages == []
+    start.after(15.0)
+    assert [message.partition(" (")[0] for message in caplog.messages] == ["training has been starting for 360 s"]
+    start.actors = [Actor(SERVER, (CORE,))]
+    start.after(10.0)
+    assert f"{CORE} is stopped for" in caplog.messages[-1]
 
 
 def test_a_process_that_is_stopped_is_named_and_killed_and_the_start_ends(caplog: pytest.LogCaptureFixture) -> None:
