@@ -3,6 +3,8 @@ VENV ?= .venv-cpu
 VENV_PYTHON := $(VENV)/bin/python
 # vllm-omni has an environment of its own on top: elsewhere it would change every vLLM engine.
 OMNI_PYTHON ?= $(VENV)/omni/bin/python
+# What only the SmolLM2 recipe needs.
+SMOLLM2 ?= $(VENV)/smollm2
 PYTEST := $(VENV_PYTHON) -m pytest
 # Further arguments for pytest, for example ARGS="-k gate -x".
 ARGS ?=
@@ -13,7 +15,7 @@ TEST_PARTS := omni unit ray engine e2e
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni setup-browser setup-prometheus check format test tell-time test-unit test-ray test-engine test-omni e2e faults nodes matrix bench docs config clean
+.PHONY: help setup setup-omni setup-browser setup-prometheus check format test tell-time test-unit test-ray test-engine test-omni test-smollm2 e2e faults nodes matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -63,6 +65,10 @@ test-engine: setup ## tests with a real vLLM engine on the CPU
 
 test-omni: setup-omni ## tests with a real vllm-omni engine on the CPU
 	PARTIAL_ROLLOUT_OMNI=1 $(OMNI_PYTHON) -m pytest -m "omni and not gpu" $(ARGS)$(if $(strip $(ARGS)), || [ $$? -eq 5 ] # 5: ARGS selected none of them)
+
+test-smollm2: setup ## the problems of the SmolLM2 recipe with the real reasoning-gym, put into VENV/smollm2 (100 MB, a C compiler)
+	test -d $(SMOLLM2) || $(VENV_PYTHON) -m pip install -q --no-deps --target $(SMOLLM2) -r requirements/smollm2.txt
+	PYTHONPATH=$(abspath $(SMOLLM2)):$$PYTHONPATH $(PYTEST) tests/unit/run/test_smollm2.py $(ARGS)
 
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)

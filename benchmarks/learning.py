@@ -48,20 +48,18 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "reuse_kv_3": ({}, [*REUSE_KV, f"{DEPTH}=3"]),
     "reuse_kv_5_adaptive": ({}, [*REUSE_KV, f"{DEPTH}=5", "partial_rollout.slots.adaptive=True"]),
     "flag_alone": ({}, []),
+    "flag_bypass": ({}, ["algorithm.rollout_correction.bypass_mode=True"]),
     "reuse_kv_5_deep": ({}, [*REUSE_KV, f"{DEPTH}=5", *DEEP]),
 }
 """The recipe's variables and overrides of each mode."""
 COMPARED = ("sync", "wait", "partial_rollout", "reorder")
-MODES = {"quickstart": list(CPU_MODES), "smollm2": list(RECIPE_MODES)}
-"""By task."""
+MODES = {"quickstart": list(CPU_MODES), "smollm2": list(RECIPE_MODES)}  # by task
 STEPS = {"quickstart": 60, "smollm2": 200}
-QUICKSTART_SLOTS = 64
-"""16 prompts x 4."""
-WARMUP_STEPS = 5
-"""Steps in which the quickstart's learning rate rises, so that a schedule can go wrong."""
+QUICKSTART_SLOTS = 64  # 16 prompts x 4
+WARMUP_STEPS = 5  # in which the quickstart's learning rate rises, so that a schedule can go wrong
 BASE = "sync"
-WINDOW = 10
-"""Steps of a mean: the reward of one batch of 256 responses varies by 0.06."""
+WINDOW = 10  # steps of a mean: the reward of one batch of 256 responses varies by 0.06
+LEVELS = (0.5, 0.52, 0.54, 0.56)  # rewards of which the first seconds are told: near the top, chance decides of one
 REWARD, RATE, STEP_S, VALIDATION = "critic/score/mean", "actor/lr", "timing_s/step", "val-core/"
 PANELS = {
     "reward": REWARD,
@@ -152,6 +150,8 @@ def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
         row |= {"reward_common": statistics.fmean(step[REWARD] for step in job["steps"][:common])}
         row |= {"reward_common_last_half": statistics.fmean(s[REWARD] for s in job["steps"][common // 2 : common])}
         row |= {"common_steps_s": seconds(job, common)} | compared_with(job, bases.get(job["seed"]), common)
+        reached = ((level, steps_to(job, level)) for level in LEVELS)
+        row["s_to_reward"] = {f"{level:.2f}": number and round(seconds(job, number), 1) for level, number in reached}
         for title, name in PANELS.items():
             values = [step[name] for step in job["steps"][WINDOW:common] if name in step]
             row[title] = statistics.fmean(values) if values else None

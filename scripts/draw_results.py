@@ -231,6 +231,7 @@ MODE_NAMES = {
     "reuse_kv_3": "ours: KV retained, 3 batches",
     "reuse_kv_5_adaptive": "ours: KV retained, 5 batches, adaptive number of slots",
     "flag_alone": "ours: the flag alone",
+    "flag_bypass": "ours: the flag alone with rollout log-probs as old ones",
     "reuse_kv_5_deep": "ours: KV retained, 5 batches, all of which generate at once",
 }
 
@@ -317,6 +318,10 @@ def pictures() -> dict[str, Figure]:
         "smollm2_long_h200": draw_real_model(
             "smollm2_long_h200.json",
             "Rewards rise alike; with the flag alone and with deep queues about as soon as in colocate_async",
+        ),
+        "smollm2_bypass_h200": draw_real_model(
+            "smollm2_bypass_h200.json",
+            "With rollout log-probs as old ones the flag alone learns as much in each step, in shorter steps",
         ),
         "smollm2_long_steps_h200": draw_real_steps(
             "smollm2_long_h200.json",

@@ -73,6 +73,7 @@ def job_rows(result: dict[str, Any], first: int) -> dict[str, dict[str, Any]]:
         seconds = sum(step["timing_s/gen"] for step in steps)
         row: dict[str, Any] = {"num_steps": len(steps), "gen_s": seconds / len(steps), "tokens_per_s": tokens / seconds}
         row["each_gen_s"] = [step["timing_s/gen"] for step in steps]
+        row["update_weights_s"] = statistics.median(step["timing_s/update_weights"] for step in steps)
         mean, most = next(names for names in STALENESS if names[0] in steps[0])
         row["staleness_mean"] = statistics.fmean(step[mean] for step in steps)
         row["staleness_max"] = max(step[most] for step in steps)

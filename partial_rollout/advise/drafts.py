@@ -4,6 +4,8 @@
     python -m partial_rollout.advise.drafts --shape tiny --json PRICES      # a CPU, in its shortest form
     python -m partial_rollout.advise.drafts --predict PRICES --curve CURVE  # what drafts would gain
 
+Prices of several runs count together: name the other files after the first, into which the prediction goes.
+
 Engines, each in a process of its own, started `--at-once` at a time and measured one after the other:
 
     plain               asynchronous scheduling and vLLM's newer model runner, as rollouts have it
@@ -27,7 +29,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -67,10 +69,23 @@ TOKENS_A_STEP = (1.0, 1.4, 1.7, 2.3, 3.3)
 """Tokens that a verified step brings: one of the model itself, and the drafts that it accepts."""
 WORTH = 0.9
 """Time with drafts, without them = 1, from which on they are worth their code."""
-DRAFTER = "draft_5"
-VARIANTS = {"three": (3, "plain"), "five": (5, "plain"), "three_without_the_loss": (3, DRAFTER)}
-"""Drafts of a verified step, and what it is compared with. The last one is what drafts would gain if an engine that may
-draft were as fast as one that may not."""
+
+
+class Variant(NamedTuple):
+    """Which engine drafts, how many tokens in a verified step, and with the steps of which engine it is compared."""
+
+    engine: str
+    drafts: int
+    base: str
+
+
+VARIANTS = {
+    "three": Variant("draft_3", 3, "plain"),
+    "five": Variant("draft_5", 5, "plain"),
+    "three_without_the_loss": Variant("draft_3", 3, "draft_5"),
+}
+"""All drafts of a step are as long, as if short ones were filled up, so that it has whole CUDA graphs. The last one is
+what drafts would gain if an engine that may draft were as fast as one that may not."""
 
 
 @dataclass(frozen=True)
@@ -384,25 +399,32 @@ def compared(slots: int) -> list[Mode]:
     return [Mode(BASE, slots, 1), *(Mode(f"KV retained, prefetch {number}", slots, number) for number in (2, 3))]
 
 
-def gains(prices: dict[str, Any], curve: dict[str, Any], load: Workload, drafts: int, base: str) -> dict[str, Any]:
-    """By mode and gate: time with drafts, the mode without drafts = 1, for each of `TOKENS_A_STEP`.
-
-    And from how many tokens a verified step on a tenth of the time is saved; None where no prediction saves as much.
-    Prices are those of `DRAFTER`, compared with the steps of `base`.
-    """
+def time_ratios(
+    prices: dict[str, Any], curve: dict[str, Any], load: Workload, variant: Variant, *, tokens: Sequence[float]
+) -> dict[str, dict[str, list[float]]]:
+    """By mode and gate: time with drafts, the mode without drafts = 1, for each number of tokens a verified step."""
     speed, prompt_tokens = fit(curve["curve"]), curve["engine"]["prompt_tokens"]
-    extra, idle = (surcharge(prices["rows"], DRAFTER, number, base) for number in (drafts, 0))
-    found: dict[str, Any] = {"drafts": drafts, "base": base, "time_ratio": {}, "needed_for_a_tenth": {}}
+    engine, drafts, base = variant
+    extra, idle = (surcharge(prices["rows"], engine, number, base) for number in (drafts, 0))
+    found: dict[str, dict[str, list[float]]] = {}
     for mode in compared(load.batch * load.group):
         plain = predict(mode, speed, load, prompt_tokens)["tokens_per_s"]
-        ratios: dict[str, list[float]] = {}
+        found[mode.name] = {}
         for gate in GATES:
-            fast = [drafted(speed, tokens=each, gate=gate, extra=extra, idle=idle) for each in TOKENS_A_STEP]
+            fast = [drafted(speed, tokens=each, gate=gate, extra=extra, idle=idle) for each in tokens]
             rates = [predict(mode, each, load, prompt_tokens)["tokens_per_s"] for each in fast]
-            ratios[str(gate)] = [plain / rate for rate in rates]
-        found["time_ratio"][mode.name] = ratios
-        found["needed_for_a_tenth"][mode.name] = {gate: needed(each) for gate, each in ratios.items()}
+            found[mode.name][str(gate)] = [plain / rate for rate in rates]
     return found
+
+
+def gains(prices: dict[str, Any], curve: dict[str, Any], load: Workload, variant: Variant) -> dict[str, Any]:
+    """The time ratios of `TOKENS_A_STEP`, and from how many tokens a verified step on a tenth of the time is saved.
+
+    None where no prediction saves as much.
+    """
+    ratios = time_ratios(prices, curve, load, variant, tokens=TOKENS_A_STEP)
+    enough = {mode: {gate: needed(each) for gate, each in gates.items()} for mode, gates in ratios.items()}
+    return {**variant._asdict(), "time_ratio": ratios, "needed_for_a_tenth": enough}
 
 
 def needed(ratios: Sequence[float]) -> float | None:
@@ -417,13 +439,24 @@ def needed(ratios: Sequence[float]) -> float | None:
     return float(np.interp(1 / WORTH, [1 / ratio for ratio in ratios], TOKENS_A_STEP)) if enough else None
 
 
-def predict_gains(path: Path, curve_path: Path, trace: str) -> None:
-    """Add to the stored prices what drafts would gain, and print it."""
-    prices, curve = read_result(path), read_result(curve_path)
+def read_prices(paths: Sequence[Path]) -> dict[str, Any]:
+    """The first of some stored results, with the rows of all; a row of a later one replaces an equal one."""
+    found = [read_result(path) for path in paths]
+    rows = {
+        (row["engine"], row["requests"], row["context"], *row["drafts"]): row for each in found for row in each["rows"]
+    }
+    return {**found[0], "rows": list(rows.values())}
+
+
+def predict_gains(paths: Sequence[Path], curve_path: Path, trace: str) -> None:
+    """Add to the first of the stored prices what drafts would gain by all of them, and print it."""
+    prices, curve = read_prices(paths), read_result(curve_path)
     load = workload(curve["engine"]["shape"], trace)
-    variants = {name: gains(prices, curve, load, drafts, base) for name, (drafts, base) in VARIANTS.items()}
-    prices["gains"] = {"curve": curve_path.name, "trace": trace, "tokens_a_step": TOKENS_A_STEP, **variants}
-    store(prices, path)
+    variants = {name: gains(prices, curve, load, variant) for name, variant in VARIANTS.items()}
+    found = {"curve": curve_path.name, "prices": [path.name for path in paths], "tokens_a_step": TOKENS_A_STEP}
+    first = read_result(paths[0])
+    first.setdefault("gains", {})[trace] = {**found, **variants}
+    store(first, paths[0])
     for name, variant in variants.items():
         head = [f"{name}: mode", "gate", *map(str, TOKENS_A_STEP), "needed for 0.9"]
         body = [
@@ -446,7 +479,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--budget-s", type=float, default=560.0, help="nothing begins after it (%(default)s)")
     line.add_argument("--json", type=Path, help="where the result goes")
     line.add_argument("--dry-run", action="store_true", help="print the engines and cells, and run nothing")
-    line.add_argument("--predict", type=Path, metavar="PRICES", help="add to stored prices what drafts would gain")
+    line.add_argument(
+        "--predict", nargs="+", type=Path, metavar="PRICES", help="add to stored prices what drafts would gain"
+    )
     line.add_argument("--curve", type=Path, help="latency curve of the same shape, for --predict")
     line.add_argument("--trace", default="long_tail", choices=TRACES, help="of lengths, for --predict (%(default)s)")
     return line

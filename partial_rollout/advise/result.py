@@ -31,8 +31,14 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "load_average_at_start": os.getloadavg()[0],
-        "options": {key: value.name if isinstance(value, Path) else value for key, value in given.items()},
+        "options": {key: _option(value) for key, value in given.items()},
     }
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_option(each) for each in value]
+    return value.name if isinstance(value, Path) else value
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from partial_rollout.advise.drafts import (
     DRAFT_TOKENS,
     ENGINES,
     NOTE,
+    VARIANTS,
     FixedDrafts,
     Note,
     Prices,
@@ -24,6 +25,7 @@ from partial_rollout.advise.drafts import (
     prices_table,
     surcharge,
 )
+from partial_rollout.advise.result import read_result, store
 from partial_rollout.advise.scheduler import Speed
 from partial_rollout.advise.workload import Workload
 
@@ -59,7 +61,9 @@ def prices(extra_ms: float) -> dict:
     rows = [
         {"engine": engine, "requests": number, "context": 320.0, "drafts": [drafts, drafts], "tokens_a_step": 1.0,
          "step_ms": 5.0 + (extra_ms if drafts else 0.0)}
-        for number in (1, 16, 64, 256) for engine, drafts in (("plain", 0), ("draft_5", 0), ("draft_5", 3))
+        for number in (1, 16, 64, 256) for engine, drafts in (
+            ("plain", 0), ("draft_5", 0), ("draft_3", 0), ("draft_3", 3)
+        )
     ]  # fmt: skip
     return {"rows": rows}
 
@@ -93,7 +97,7 @@ def test_graphs_are_captured_for_every_step_that_is_run():
 
 
 def test_drafts_that_cost_nothing_and_bring_nothing_change_nothing():
-    found = gains(prices(0.0), CURVE, LOAD, 3, "plain")["time_ratio"]
+    found = gains(prices(0.0), CURVE, LOAD, VARIANTS["three"])["time_ratio"]
     assert [ratios[0] for gates in found.values() for ratios in gates.values()] == pytest.approx([1.0] * 9)
     of_sync = found["sync"]["256"]
     assert of_sync == sorted(of_sync, reverse=True)
@@ -102,7 +106,7 @@ def test_drafts_that_cost_nothing_and_bring_nothing_change_nothing():
 
 def test_a_gate_keeps_the_price_of_drafts_from_full_slots():
     """Full slots pay what an engine that may draft costs anyway, few requests the price of drafts."""
-    extra, idle = (surcharge(prices(2.0)["rows"], "draft_5", number, "plain") for number in (3, 0))
+    extra, idle = (surcharge(prices(2.0)["rows"], "draft_3", number, "plain") for number in (3, 0))
     assert extra == [(number, pytest.approx(0.002)) for number in (1, 16, 64, 256)]
     fast = drafted(SPEED, tokens=2.0, gate=64, extra=extra, idle=idle)
     assert fast.decode_s(4, 65, 0) == SPEED.decode_s(4, 65, 0)
@@ -110,14 +114,43 @@ def test_a_gate_keeps_the_price_of_drafts_from_full_slots():
 
 
 def test_the_tokens_that_save_a_tenth_are_between_two_predictions():
-    assert 1.0 < gains(prices(0.5), CURVE, LOAD, 3, "plain")["needed_for_a_tenth"]["sync"]["256"] < 1.7
-    assert gains(prices(50.0), CURVE, LOAD, 3, "plain")["needed_for_a_tenth"]["sync"]["256"] is None
+    assert 1.0 < gains(prices(0.5), CURVE, LOAD, VARIANTS["three"])["needed_for_a_tenth"]["sync"]["256"] < 1.7
+    assert gains(prices(50.0), CURVE, LOAD, VARIANTS["three"])["needed_for_a_tenth"]["sync"]["256"] is None
+
+
+def test_a_prediction_for_one_trace_leaves_that_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr("partial_rollout.advise.drafts.VARIANTS", {"three": VARIANTS["three"]})
+    path, curve = tmp_path / "prices.json", tmp_path / "curve.json"
+    store(prices(0.5), path)
+    store({**CURVE, "engine": {**CURVE["engine"], "shape": "tiny"}}, curve)
+    for trace in ("long_tail", "heavy_tail"):
+        main(["--predict", str(path), "--curve", str(curve), "--trace", trace])
+    found = read_result(path)["gains"]
+    assert list(found) == ["long_tail", "heavy_tail"]
+    assert found["heavy_tail"]["three"]["time_ratio"] != found["long_tail"]["three"]["time_ratio"]
+
+
+def test_prices_of_two_runs_count_together_and_are_stored_apart(tmp_path, monkeypatch):
+    """The first has no engine that drafts three tokens; the second has it, and a price of its own for `plain`."""
+    monkeypatch.setattr("partial_rollout.advise.drafts.VARIANTS", {"three": VARIANTS["three"]})
+    rows = prices(0.5)["rows"]
+    paths, curve = [tmp_path / "first.json", tmp_path / "second.json"], tmp_path / "curve.json"
+    store({"rows": [row for row in rows if row["engine"] == "plain"]}, paths[0])
+    store({"rows": [row for row in rows if row["engine"] == "draft_3"]}, paths[1])
+    store({**CURVE, "engine": {**CURVE["engine"], "shape": "tiny"}}, curve)
+    main(["--predict", *map(str, paths), "--curve", str(curve)])
+    first = read_result(paths[0])
+    assert {row["engine"] for row in first["rows"]} == {"plain"}
+    assert first["gains"]["long_tail"]["prices"] == ["first.json", "second.json"]
+    store({"rows": rows}, tmp_path / "whole.json")
+    main(["--predict", str(tmp_path / "whole.json"), "--curve", str(curve)])
+    assert read_result(tmp_path / "whole.json")["gains"]["long_tail"]["three"] == first["gains"]["long_tail"]["three"]
 
 
 def test_a_table_has_a_line_for_each_engine_and_plan():
     lines = prices_table(prices(1.0)["rows"]).splitlines()
     assert lines[0] == "| engine | drafts | 1 x 320 | 16 x 320 | 64 x 320 | 256 x 320 |"
-    assert lines[-1] == "| draft_5 | 3 | 6.00 | 6.00 | 6.00 | 6.00 |"
+    assert lines[-1] == "| draft_3 | 3 | 6.00 | 6.00 | 6.00 | 6.00 |"
 
 
 def test_a_dry_run_names_engines_and_cells(capsys):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from partial_rollout.advise.result import raw_path, read_result, store
+from partial_rollout.advise.result import circumstances, raw_path, read_result, store
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 MOST_BYTES = 20_000
@@ -21,6 +22,11 @@ def test_a_summary_is_short(path):
 def test_no_raw_file_is_without_a_summary():
     raw = {path.name.removesuffix(".raw.json.gz") for path in RESULTS.rglob("*.gz")}
     assert raw <= {path.stem for path in RESULTS.rglob("*.json")}
+
+
+def test_paths_among_the_options_are_stored_by_their_names(tmp_path):
+    options = argparse.Namespace(curve=tmp_path / "c.json", prices=[tmp_path / "a.json", tmp_path / "b.json"], steps=3)
+    assert circumstances(options)["options"] == {"curve": "c.json", "prices": ["a.json", "b.json"], "steps": 3}
 
 
 def test_what_is_stored_is_read_back_as_one(tmp_path):

@@ -73,7 +73,7 @@ def test_a_dry_run_shows_the_recipe_of_each_mode(mode: str, capsys: pytest.Captu
     assert is_enabled(config) == (mode not in ("sync", "colocate_async"))
     if is_enabled(config):
         check_config(config, read_settings(config))
-        assert mode == "flag_alone" or read_settings(config).block.tail.interrupt_mode == "reuse_kv"
+        assert mode.startswith("flag_") or read_settings(config).block.tail.interrupt_mode == "reuse_kv"
     else:
         assert config.trainer.v1.trainer_mode == mode
 
@@ -86,6 +86,7 @@ def test_jobs_of_unequal_length_are_compared_over_the_steps_that_all_have():
     first, second = found["summary"]
     assert (first["steps_to_level"], first["s_to_level"], first["time_ratio"]) == (20, 40.0, 1.0)
     assert (second["steps_to_level"], second["s_to_level"], second["time_ratio"]) == (15, 15.0, 0.5)
+    assert (first["s_to_reward"]["0.50"], second["s_to_reward"]["0.50"]) == (30.0, 10.0)
 
 
 def test_results_of_single_jobs_become_one(tmp_path: Path):

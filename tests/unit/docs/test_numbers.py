@@ -64,8 +64,11 @@ def test_values_of_a_list_are_counted_one_by_one(monkeypatch):
 
 
 def test_steps_from_several_first_ones_are_a_list():
-    steps = [{"timing_s/gen": float(n), "perf/total_num_tokens": 10, "partial_rollout/staleness_steps/mean": 0.0,
-              "partial_rollout/staleness_steps/max": 0.0} for n in range(1, 7)]  # fmt: skip
+    staleness = {"partial_rollout/staleness_steps/mean": 0.0, "partial_rollout/staleness_steps/max": 0.0}
+    steps = [
+        {"timing_s/gen": float(n), "timing_s/update_weights": float(n), "perf/total_num_tokens": 10, **staleness}
+        for n in range(1, 7)
+    ]
     result = {
         "workload": {"batch": 1, "group": 1},
         "engine": {"prompt_tokens": 0},
@@ -73,3 +76,4 @@ def test_steps_from_several_first_ones_are_a_list():
     }
     assert look_up(result, "from_3-5.sync.num_steps") == [4, 2, 2]
     assert look_up(result, "from_3.sync.num_steps") == 4
+    assert look_up(result, "from_3.sync.update_weights_s") == 4.5
