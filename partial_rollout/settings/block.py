@@ -30,8 +30,8 @@ RETIRED_KEYS = {
     "manager": "leave the block out: a Ray cluster carries one run, whose prompt manager has one name",
     "slots.most": f"leave it out: {BLOCK}.prefetch_factor bounds the prompts in flight, tail.max_staleness the age of "
     "their tokens, and slots.adaptive=false with num_slots keeps the number of slots as it is",
-    "tail.max_deferrals": "leave it out: a prompt that was deferred 8 times is trained next, and "
-    f"{BLOCK}.tail.max_staleness bounds how old trained tokens become",
+    "tail.max_deferrals": "leave it out: a prompt that was deferred 8 times is trained next; for fewer set "
+    f"{BLOCK}.tail.max_deferred_per_round, which bounds how many deferred prompts a round has",
     "weights.timeout_s": f"set {BLOCK}.timeouts.resume_s to ten times as much: an engine waits a tenth of it for a "
     "silent training rank",
     "slots.kv_high": "leave it out: the KV cache counts as full when 90 % are in use",

@@ -279,8 +279,8 @@ def test_a_checkpoint_that_is_not_whole_leaves_the_log_of_the_one_before(tmp_pat
 def test_a_run_that_has_ended_leaves_no_log(tmp_path: Path) -> None:
     start = Start(config(tmp_path))
     start.train(5, "a")
+    start.worker.close(LONG_S)  # its thread may not have opened its file yet, which would make the folder again
     start.log.end(is_complete=True, timeout_s=LONG_S)
-    start.worker.close(LONG_S)
     assert not (tmp_path / "checkpoints" / rollout_log.FOLDER).exists()
 
 
