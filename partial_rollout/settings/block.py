@@ -122,7 +122,7 @@ class TimeoutConfig(_Block):
     resume_s: float = _bound_s(
         600.0,
         "A weight update of all engines, relaunching engines, opening the gates: each. Within an update an engine "
-        "waits a tenth of it for a silent training rank, a rank half as long for a silent engine.",
+        "waits a tenth of it (60 s) for a silent training rank, and a rank a twentieth (30 s) for a silent engine.",
         who="large models, whose engines take longer to start or whose largest tensor takes longer to gather",
         evidence="a measured update of 4B takes 0.3 s, the start of an 8B engine 106 to 203 s, docs/results/gpu.md",
     )
@@ -152,9 +152,10 @@ class TimeoutConfig(_Block):
     )
     claim_s: float = _bound_s(
         300.0,
-        "A process of the run may give no sign of life for so long; of an agent-loop worker that says: its event loop "
-        "does not turn and none of its trajectories goes on. Then it is killed, and the run goes the way of a killed "
-        "one (docs/troubleshooting.md). After a tenth of it a warning names the process.",
+        "A process of the run may give no sign of life for so long. An agent-loop worker gives none when its event "
+        "loop does not turn and none of its trajectories goes on. After a tenth of the time a warning names the "
+        "process. At its end the process is killed, and the run does what it does for a killed one "
+        "(docs/troubleshooting.md).",
         who="agent loops whose code blocks their event loop for longer in one piece",
         evidence="frozen workers and managers in `make faults`",
     )
@@ -523,7 +524,7 @@ class PartialRolloutConfig(_Block):
     save_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = _key(
         AUTO,
         "Minutes between two checkpoints, each at the end of a step. auto: 20 where trainer.save_freq was not set (one "
-        "node only), else none. Where that sets no limit of its own, the newest one is kept. null: none.",
+        "node only), else none. The newest one is kept, or as many as trainer.max_actor_ckpt_to_keep says. null: none.",
         who="runs that can afford to lose more or less than 20 minutes",
         evidence="without it a run that sets no trainer.save_freq loses all its steps with one dead training rank",
     )
@@ -532,7 +533,7 @@ class PartialRolloutConfig(_Block):
         "true: responses are written into a log beside the checkpoints, `rollout_log` in trainer.default_local_dir, "
         "until a checkpoint has them. A run that is started again trains the steps since its last checkpoint from the "
         "log instead of generating them again. Without checkpoints, and with tail.policy=reorder, there is no log.",
-        who="`false`: disks without room for it, about 9 bytes a token between two checkpoints",
+        who="`false`: disks without room for it, about 10 bytes a token between two checkpoints",
         evidence="docs/design/0014: what it costs",
     )
     dump_every: int = _key(

@@ -555,12 +555,12 @@ ROWS = (
     Row(
         "agent loop",
         "several calls of one trajectory; tools",
-        SEEN,
-        "the tool recipe; its random model called no tool",
+        TESTED,
+        "`tests/engine/test_turns.py`",
         _calls_tools,
         {f"{ROLLOUT}.multi_turn.enable": True},
-        also="in the tests with a scripted agent",
-        brief="tools",
+        also="with a scripted agent, on a CPU; on GPUs the tool recipe ran, and its random model called no tool",
+        brief="tool calls of a scripted agent",
     ),
     Row(
         "agent loop",
