@@ -58,7 +58,7 @@ def test_an_unknown_key_is_named_with_what_was_perhaps_meant_and_the_known_ones(
         ({"packing": {"cost_model": "verl"}}, "packing.cost_model was retired .*: leave it out"),
         ({"manager": {"name": "mine"}}, "manager was retired .*: leave the block out"),
         ({"slots": {"most": 48}}, "slots.most was retired .*prefetch_factor .*tail.max_staleness"),
-        ({"tail": {"policy": "reorder", "max_deferrals": 2}}, "tail.max_deferrals was retired .*max_deferred_per_round"),
+        ({"tail": {"policy": "reorder", "max_deferrals": 2}}, "max_deferrals was retired .*max_deferred_per_round"),
         ({"weights": {"timeout_s": 600.0}}, "weights.timeout_s was retired .*timeouts.resume_s to ten times"),
         ({"slots": {"kv_high": 0.8}}, "slots.kv_high was retired .*: leave it out"),
         ({"tail": {"boundary": "cost"}}, r"partial_rollout\.tail\.boundary was retired in release 0\.2: leave it out"),
