@@ -45,7 +45,9 @@ class Run:
             step = rollout.step()
             found.append(step | {"in_use": step["slot_s"] / step["seconds"] / slots, "depth": rollout.mode.prefetch})
             if self.moves_depth:
-                after = depth.observe(StepLoad(found[-1]["in_use"], len(rollout.pending), is_kv_full=False)).after
+                after = depth.observe(
+                    StepLoad(found[-1]["in_use"], rollout.queue.statistics().pending, is_kv_full=False)
+                ).after
                 rollout.mode = replace(rollout.mode, prefetch=after)
             if self.moves_slots:
                 # Looked at when the step's requests run, as the trainer does while it waits for a batch.
