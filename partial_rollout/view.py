@@ -32,7 +32,7 @@ from partial_rollout.observability.report import STYLE, is_shown, lost_rows, mes
 from partial_rollout.observability.step_line import PREFIX, step_line
 from partial_rollout.observability.summary import duration, summary_lines
 from partial_rollout.observability.waits import WHAT, Waits
-from partial_rollout.observability.why import Interruptions, step_rows, step_why
+from partial_rollout.observability.why import PENDING, Interruptions, step_rows, step_why
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -157,17 +157,22 @@ class RunState:
     def _flow_of(self, step: int, metrics: Mapping[str, float]) -> str:
         """What the numbers of the flow are of."""
         if self._queue is not None:
-            return "Prompts now:" if self._goes_on else "Prompts, as it told last:"
-        return f"Prompts at the end of step {step}:" if any(name in metrics for name in QUEUE.values()) else ""
+            return "Prompts now, as told once a second:" if self._goes_on else "Prompts, as it told last:"
+        if all(name not in metrics for name in QUEUE.values()):
+            return ""
+        is_last = PENDING in metrics and step == self.record.total
+        again = " (workers had stopped: prompts that they had begun count as pending again)" if is_last else ""
+        return f"Prompts at the end of step {step}{again}:"
 
     def _waiting(self, waits: Sequence[Wait]) -> str:
         number = len({wait.uid for wait in waits})
         told = f"{number} prompt{'' if number == 1 else 's'}"
+        pending = "Prompts that are pending wait for a free slot, and are not in the table."
         if len(waits) > NUM_OLDEST:
-            told += f"; the first {NUM_OLDEST} of {len(waits)} rows:"
+            told += f"; the first {NUM_OLDEST} of {len(waits)} rows"
         if self.record.ended is not None:
-            return f"The run has ended: nobody waits. Unfinished at its end: {told}"
-        return told
+            return f"The run has ended: nobody waits. Cut off by its end, with the times until then: {told}"
+        return f"{told}. {pending}"
 
     def why(self, step: int | None) -> list[str]:
         """Sentences about a step, by default about the last one."""
@@ -219,10 +224,21 @@ class RunState:
 
 def _row(wait: Wait, now_s: float) -> list[str]:
     """The uid that a click asks for, then the cells of the table."""
-    begun, since = duration(now_s - wait.begun_s), duration(now_s - wait.since_s)
+    until_s = now_s if wait.until_s is None else wait.until_s
+    begun, since = duration(until_s - wait.begun_s), duration(until_s - wait.since_s)
     has = ["", ""] if wait.tokens is None else [f"{wait.tokens:,}", str(wait.interruptions)]
     turn = f"response {wait.response}" if wait.response else "before the first"
-    return [wait.uid, wait.row, wait.uid, f"{begun} ago", wait.who, turn, WHAT.get(wait.what, wait.what), since, *has]
+    return [
+        wait.uid,
+        wait.row,
+        wait.uid,
+        f"{begun} {'ago' if wait.until_s is None else 'before'}",
+        wait.who,
+        turn,
+        WHAT.get(wait.what, wait.what),
+        since,
+        *has,
+    ]
 
 
 def _number(request: web.Request, name: str, default: float) -> float:

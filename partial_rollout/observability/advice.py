@@ -15,7 +15,7 @@ from partial_rollout.observability.gpu_seconds import LONGEST, REPREFILL, gpu_se
 from partial_rollout.observability.record import numbers
 from partial_rollout.observability.step_line import PREFIX
 from partial_rollout.observability.summary import dropped_by_reason
-from partial_rollout.observability.why import PENDING
+from partial_rollout.observability.why import PENDING, pending_at_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
+USE = ("slot_utilisation", "mean_running")
 MANY_AGAIN = 0.1
 """Share of trained tokens computed again from which on retained KV is worth a try."""
 ROOMY_KV = 0.8
@@ -37,7 +38,7 @@ class Answer:
     """Whether a setting would help."""
 
     word: str
-    """`no`, `hardly` or `perhaps`."""
+    """`no`, `hardly`, `perhaps` or `not known`."""
     seen: str
     change: str = ""
     """How to change it, where it may help."""
@@ -55,7 +56,9 @@ def next_step(record: RunRecord) -> str:
         return (
             "run it with +async_training.partial_rollout=True too, and compare: python -m partial_rollout.compare A B"
         )
-    return change(record) or "compare with the same command without the flag: python -m partial_rollout.compare A B"
+    if found := change(record):
+        return f"perhaps: {found}"
+    return "compare with the same command without the flag: python -m partial_rollout.compare A B"
 
 
 def change(record: RunRecord) -> str:
@@ -78,26 +81,50 @@ def would_help(record: RunRecord) -> list[tuple[str, str]]:
     last = _last_steps(record)
     if not last:
         return []
-    return [("a deeper queue", str(_deeper(record, last))), ("keeping KV", str(_kept(record, last)))]
+    return [
+        ("a deeper queue", str(_deeper(record, last))),
+        ("keeping the KV cache of interrupted responses", str(_kept(record, last))),
+    ]
 
 
 def _last_steps(record: RunRecord) -> list[dict[str, float]]:
     """Empty for verl's own modes, which do not say how many slots were in use."""
+    last = [(record.steps[number], numbers(record.steps[number])) for number in _counted(record)]
+    # Without what is not known, as how many were pending after the last step.
+    return [
+        {name: value for name, value in metrics.items() if name != PENDING or pending_at_end(step) is not None}
+        for step, metrics in last
+    ]
+
+
+def _counted(record: RunRecord) -> list[int]:
     steps = sorted(record.steps)
-    last = [numbers(record.steps[number]) for number in (steps[SKIP:] or steps)[-LAST:]]
-    return [step for step in last if f"{PREFIX}/slot_utilisation" in step]
+    return [n for n in (steps[SKIP:] or steps)[-LAST:] if f"{PREFIX}/slot_utilisation" in record.steps[n].metrics]
+
+
+def _which(record: RunRecord) -> str:
+    """The steps that count, for a sentence: others may show other shares."""
+    first, *others = _counted(record)
+    return f"in steps {first} to {others[-1]}" if others else f"in step {first}"
 
 
 def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
-    used = fmean(step[f"{PREFIX}/slot_utilisation"] for step in last)
-    lacking = sum(not step.get(PENDING, 0.0) for step in last)
-    of_steps = f"no prompt was pending at the end of {lacking} of {len(last)} steps"
-    seen = f"{used:.0%} of the slots at the start were in use ({_share(last, LONGEST)} lost), and {of_steps}"
+    used, running = (fmean(step.get(f"{PREFIX}/{name}", 0.0) for step in last) for name in USE)
+    pending = [step[PENDING] for step in last if PENDING in step]
+    lacking = sum(not each for each in pending)
+    slots = f"{running / used:.0f} slots" if used and running else "slots"
+    of_steps = f"no prompt was pending at the end of {lacking} of {len(pending)} of these steps"
+    seen = (
+        f"{_which(record)} requests filled {used:.0%} of the {slots} that the run began with (empty ones took "
+        f"{_share(last, LONGEST)}), and {of_steps if pending else 'how many prompts were pending is not known'}"
+    )
     if used >= IDLE_BELOW:
         return Answer("no", seen)
+    if not pending:
+        return Answer("not known", seen)
     if not lacking:
         return Answer("no", f"{seen}, so slots were not empty for want of prompts")
-    if 2 * lacking <= len(last):
+    if 2 * lacking <= len(pending):
         return Answer("hardly", f"{seen}; in the other steps slots were empty though prompts were pending")
     mode = _chosen(record, MODE_KEY)
     if mode is not None and mode.after == "abort":
@@ -110,7 +137,10 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
 def _kept(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     trained = sum(step.get(f"{PREFIX}/response_tokens", 0.0) for step in last)
     again = sum(step.get(f"{PREFIX}/reprefilled_tokens", 0.0) for step in last) / trained if trained else 0.0
-    seen = f"for 100 trained tokens {100 * again:.0f} of context were computed again ({_share(last, REPREFILL)} lost)"
+    seen = (
+        f"for 100 tokens of trained responses {100 * again:.0f} of context were computed again {_which(record)} (this "
+        f"took {_share(last, REPREFILL)})"
+    )
     return Answer("perhaps", seen, _keep_kv(record)) if again > MANY_AGAIN else Answer("no", seen)
 
 
@@ -143,8 +173,8 @@ def _keep_kv(record: RunRecord) -> str:
     if most < ROOMY_KV:
         return (
             f"auto took {choice.after}, and the KV cache was never more than {most:.0%} full, so nothing was evicted: "
-            "vLLM keeps whole blocks only, and these responses are short. Smaller blocks: "
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
+            "vLLM keeps full blocks only (unless set of 16 tokens, on a CPU of 128), and these responses are short. "
+            "A block size: +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
         )
     return (
         f"auto took {choice.after}, and KV was evicted before it was used again: more KV memory, or fewer "

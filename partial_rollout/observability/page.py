@@ -28,8 +28,8 @@ where a request found room in the drawing: it stands for no certain slot of the 
 <table id="told"></table></div>
 <h2>Oldest prompts, and what they wait for</h2>
 <p>Prompts that workers have begun and that are not complete, the oldest first: how long ago each was begun, which of
-its trajectories are unfinished, what these wait for and how long already. Those that wait for the same stand together.
-Prompts that are <i>pending</i> wait for a free slot, and are not in the table.</p>
+its trajectories are unfinished, what these wait for and how long already. Those that wait for the same stand
+together.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
@@ -43,7 +43,7 @@ const at = name => document.getElementById(name);
 const WAITS = ["data row", "prompt", "begun", "who", "turn", "waits for", "how long", "tokens",
   "interruptions"];
 const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it", "slots in use",
-  "pending"];
+  "pending", "seconds in no step"];
 const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];
 let paused = false, seconds = 120, back = 0, timer = 0, drawn = "";
 function make(tag, text) { return Object.assign(document.createElement(tag), {textContent: text}); }

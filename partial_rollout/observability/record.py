@@ -32,6 +32,7 @@ from partial_rollout.observability.events import (
     Warned,
     WeightsUpdated,
 )
+from partial_rollout.observability.step_line import STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -70,6 +71,10 @@ class RunRecord:
     num_trajectories: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
     """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
+    between_s: dict[int, float] = field(default_factory=dict)
+    """By step: seconds between the end of the step before and its own end that its timer does not count."""
+    _last_end_s: float | None = None
+    """When a step ended last; None: this start has ended none."""
     keep: Callable[[str], bool] | None = None
     """Which metrics of a step are kept; None: all of them."""
 
@@ -77,7 +82,7 @@ class RunRecord:
         """Take in one event."""
         match event:
             case StepEnded():
-                self.steps[event.step] = self._kept(event)
+                self._end_step(event)
             case StageBegan():
                 self._begin(event)
             case GateMoved():
@@ -102,6 +107,12 @@ class RunRecord:
             case _:
                 pass
 
+    def _end_step(self, event: StepEnded) -> None:
+        self.steps[event.step] = self._kept(event)
+        if self._last_end_s is not None and (seconds := event.metrics.get(STEP_SECONDS)):
+            self.between_s[event.step] = max(0.0, event.t - self._last_end_s - seconds)
+        self._last_end_s = event.t or None  # a file of verl's logger has no times
+
     def _kept(self, event: StepEnded) -> StepEnded:
         if self.keep is None:
             return event
@@ -111,7 +122,7 @@ class RunRecord:
 
     def _begin(self, event: StageBegan) -> None:
         if event.number == 1:
-            self.stages, self.ended, self.queue = [event], None, None
+            self.stages, self.ended, self.queue, self._last_end_s = [event], None, None, None
         elif not self.stages or event.number > self.stages[-1].number:
             self.stages.append(event)
 

@@ -27,7 +27,7 @@ from partial_rollout.observability.record import first_steps, load
 from partial_rollout.observability.step_line import NUM_TOKENS, PREFIX, REWARD, STEP_SECONDS
 from partial_rollout.observability.suggestions import suggestion
 from partial_rollout.observability.summary import LABEL_WIDTH, WINDOW, summary_lines
-from partial_rollout.observability.why import LONGEST_RESPONSE
+from partial_rollout.observability.why import LONGEST_RESPONSE, PENDING, pending_at_end
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ CHARTS = {
     f"{PREFIX}/kv_usage": ("KV cache in use when the batch is complete, fullest engine", 1),
     THROUGHPUT: ("trained tokens/s of a GPU", 1),
     "response_length/mean": ("response length, tokens", 1),
-    f"{PREFIX}/queue/pending": ("prompts pending at the end of a step", 1),
+    PENDING: ("prompts pending at the end of a step", 1),
 }
 """By metric: title of the chart, and steps of a running mean."""
 MAX_MESSAGES = 100
@@ -186,7 +186,8 @@ def step_charts(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _line(record: RunRecord, metric: str, window: int, colour: str) -> Line:
-    values = {number: record.steps[number].metrics.get(metric) for number in sorted(record.steps)}
+    steps = [record.steps[number] for number in sorted(record.steps)]
+    values = {step.step: pending_at_end(step) if metric == PENDING else step.metrics.get(metric) for step in steps}
     known = {number: value for number, value in values.items() if value is not None}
     return Line(record.name, colour, list(known), list(known.values()), window)
 

@@ -59,7 +59,9 @@ def summary_lines(record: RunRecord) -> list[str]:
 def _steps(record: RunRecord) -> str:
     seconds, tokens = record.sum(STEP_SECONDS), record.sum(NUM_TOKENS)
     rate = f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds else ""
-    return f"{len(record.steps)} in {duration(seconds)}{rate}"
+    between_s = sum(record.between_s.values())
+    between = f"; {duration(between_s)} between steps are in none" if between_s >= 1 else ""
+    return f"{len(record.steps)} in {duration(seconds)}{between}{rate}"
 
 
 def _reward(record: RunRecord) -> str:

@@ -57,6 +57,8 @@ class Wait:
     tokens: int | None = 0
     """Tokens of the trajectories in the attempt under way; None: not known, images tell it when they are complete."""
     interruptions: int = 0
+    until_s: float | None = None
+    """When the last of them was cut off; None: they wait now."""
 
     @property
     def who(self) -> str:
@@ -83,6 +85,8 @@ class Waits:
         """The phases before these."""
         self._cut: dict[tuple[str, int], PhaseBegan] = {}
         """The last phases of trajectories that have failed or were cancelled, and have not begun again."""
+        self._cut_s: dict[tuple[str, int], float] = {}
+        """By trajectory of `_cut`: when it was cut off."""
         self._segments: dict[tuple[str, int], tuple[int, int]] = {}
         """Tokens and interruptions of each unfinished trajectory."""
         self._prompts: dict[str, _Begun] = {}
@@ -108,6 +112,7 @@ class Waits:
                     self._before[key] = self._phases[key]
                 self._phases[key] = event
                 self._cut.pop(key, None)
+                self._cut_s.pop(key, None)
             case PhaseBegan():
                 self._end(event)
             case TrajectoryEnded():
@@ -124,12 +129,14 @@ class Waits:
                 self._closed_s = None if event.is_open else event.t
             case CommandEnded():
                 self._cut |= self._phases
+                self._cut_s |= dict.fromkeys(self._phases, event.t)
                 self._phases.clear()
                 self.ended_s = event.t
             case StageBegan(number=1):  # what earlier starts left unfinished
                 self._phases.clear()
                 self._before.clear()
                 self._cut.clear()
+                self._cut_s.clear()
                 self._segments.clear()
                 self._prompts.clear()
                 self.ended_s = None
@@ -143,10 +150,10 @@ class Waits:
         if last is None:
             return
         is_cancelled = before is not None and last.phase == "tool" and event.t - last.t < CANCELLED_S
-        self._cut[key] = before if before is not None and is_cancelled else last
+        self._cut[key], self._cut_s[key] = before if before is not None and is_cancelled else last, event.t
 
     def _forget(self, key: tuple[str, int]) -> None:
-        for known in (self._phases, self._before, self._cut, self._segments):
+        for known in (self._phases, self._before, self._cut, self._cut_s, self._segments):
             known.pop(key, None)
         uid, session = key
         if (prompt := self._prompts.get(uid)) is not None:
@@ -178,6 +185,9 @@ class Waits:
                 sessions=tuple(sorted(each.session for each in of)),
                 tokens=sum(tokens for tokens, _ in seen) if seen else None,
                 interruptions=sum(interruptions for _, interruptions in seen),
+                until_s=max(
+                    (self._cut_s[key] for each in of if (key := (each.uid, each.session)) in self._cut_s), default=None
+                ),
             )
             for (uid, what), of in groups.items()
             for seen in [self._seen(of)]
@@ -203,7 +213,10 @@ def describe(waits: Waits, now_s: float) -> str:
 
 
 def format_waits(waits: Sequence[Wait], now_s: float) -> str:
-    """A line for each wait of the oldest prompts, and how many there are by what is waited for."""
+    """A line for each wait of the oldest prompts, and how many there are by what is waited for.
+
+    Times are until `now_s`; of those that were cut off, until then.
+    """
     if not waits:
         return "no trajectory is unfinished"
     counts: dict[str, int] = {}
@@ -216,6 +229,7 @@ def format_waits(waits: Sequence[Wait], now_s: float) -> str:
 
 
 def _line(wait: Wait, now_s: float) -> str:
+    now_s = now_s if wait.until_s is None else wait.until_s
     row = f"row {wait.row}, " if wait.row else ""
     attempt = f", attempt {wait.attempt}" if wait.attempt > 1 else ""
     turn = f"at response {wait.response}" if wait.response else "before their first response"

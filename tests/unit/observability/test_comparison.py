@@ -187,7 +187,7 @@ def test_what_to_try_next_is_told_of_each_run_that_has_something_to_change(
     assert compare_command.main([str(tmp_path / name) for name in runs]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next to try")]
     assert len(told) == 1
-    assert told[0].startswith("next to try with idle: 50% of the slots at the start were in use")
+    assert told[0].startswith("next to try with idle: in steps 3 to 14 requests filled 50% of the slots")
     page = report_page(list(runs.values()))
     assert page.count("<th>next</th>") == 1
     assert "partial_rollout.compare A B" not in page

@@ -38,6 +38,7 @@ from partial_rollout.observability.prompt_view import MAX_TEXTS, NO_TEXT, SO_FAR
 from partial_rollout.observability.record import RunRecord, load
 from partial_rollout.observability.report import lost_rows
 from partial_rollout.observability.summary import summary_lines
+from partial_rollout.observability.waits import describe
 from partial_rollout.view import RunState, make_app
 
 if TYPE_CHECKING:
@@ -192,9 +193,11 @@ async def test_the_numbers_are_those_of_the_stream_and_new_events_come_with_the_
     assert first["waits"][0][6:] == ["a tool or its agent loop", "1 min 56 s", "7", "0"]
     assert first["messages"] == [["warning", EVIL, "", ""]]
     assert (second["step"], dict(second["head"])["health"]) == (3, "ended")
-    assert second["waiting"] == "The run has ended: nobody waits. Unfinished at its end: 1 prompt"
+    assert (
+        second["waiting"] == "The run has ended: nobody waits. Cut off by its end, with the times until then: 1 prompt"
+    )
     assert second["waits"][0][:3] == first["waits"][0][:3]
-    assert (second["waits"][0][3], second["waits"][0][7]) == ("20 s ago", "16 s")
+    assert (second["waits"][0][3], second["waits"][0][7]) == ("20 s before", "16 s")
     assert (first["flow_of"], first["flow"]) == (second["flow_of"].replace("3", "2"), second["flow"])
 
 
@@ -213,7 +216,10 @@ def test_the_flow_is_that_of_the_moment_while_the_run_goes_on_and_of_the_last_st
     assert state.shown["flow"] == [["pending", "3"], ["taken", "16"]]
     write(tmp_path, moved(111.0, 7), role="queue")
     state.look()
-    assert (state.shown["flow_of"], "slots in use", "31 of 32") == ("Prompts now:", *state.shown["head"][2])  # pyright: ignore[reportIndexIssue]
+    assert (state.shown["flow_of"], "slots in use", "31 of 32") == (
+        "Prompts now, as told once a second:",
+        *state.shown["head"][2],  # pyright: ignore[reportIndexIssue]
+    )
     assert state.shown["flow"] == [["pending", "7"], ["ongoing", "4"], ["done", "1"], ["taken", "16"]]
     assert ["now", "step 2 for 11 s, usually 8 s"] in state.shown["head"]  # pyright: ignore[reportOperatorIssue]
     write(tmp_path, moved(113.0, 6, deferred=2), role="queue-2")
@@ -224,6 +230,20 @@ def test_the_flow_is_that_of_the_moment_while_the_run_goes_on_and_of_the_last_st
     state.look()
     assert state.shown["flow_of"] == "Prompts at the end of step 1:"
     assert dict(state.shown["head"]).keys() == {"steps done", "health"}  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_an_ended_run_tells_how_long_its_trajectories_waited_until_each_was_cut_off(tmp_path: Path) -> None:
+    """The end of the command may come long after that."""
+    run = write(tmp_path, phase("a", "engine", 91.0), step(8), phase("a", "ended", 109.0), step(9))
+    write(tmp_path, CommandEnded(t=130.0, code=0), role="driver")
+    state = RunState(run, clock=lambda: 700.0)
+    assert state.shown["waits"] == [
+        ["a", "row-a", "a", "18 s before", "trajectory 0", "response 1", "tokens of an engine", "18 s", "", ""]
+    ]
+    assert "for tokens of an engine since 18 s, begun 18 s ago" in describe(state.waits, 700.0)
+    assert state.shown["flow_of"] == (
+        "Prompts at the end of step 9 (workers had stopped: prompts that they had begun count as pending again):"
+    )
 
 
 def test_a_run_that_stands_still_has_the_flow_that_it_told_last(tmp_path: Path) -> None:
@@ -240,7 +260,9 @@ def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ende
         "running, last event 9 min 57 s ago",
         "last event 10 min 07 s ago: it stands still, or was killed",
     ]
-    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == "1 prompt"
+    assert RunState(run, clock=lambda: 700.0).shown["waiting"] == (
+        "1 prompt. Prompts that are pending wait for a free slot, and are not in the table."
+    )
     write(tmp_path, CommandEnded(t=110.0, code=0), role="driver")
     assert str(RunState(run, clock=lambda: 700.0).shown["waiting"]).startswith("The run has ended: ")
 

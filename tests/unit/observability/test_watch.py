@@ -191,7 +191,7 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
     ]
     lines = dict(line.split(maxsplit=1) for line in summary_lines(recorded(*events)))
     assert lines == {
-        "steps": "4 in 32 s, 500 tokens/s",
+        "steps": "4 in 32 s; 90 s between steps are in none, 500 tokens/s",
         "reward": "0.250 -> 0.750 (the mean of the first and of the last 2 steps)",
         "time": "generation 50%, log-probs 12%, update 25%, weights 6%, rest 6%",
         "slots": "50% of those at the start in use while engines generated, mean of the steps",
@@ -221,7 +221,7 @@ EMPTY = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/queue/pe
     ],
 )
 def test_the_next_step_follows_from_what_was_seen(changed: dict[str, float], told: str) -> None:
-    assert told in next_step(recorded(*steps(1, **changed)))
+    assert told in next_step(recorded(*steps(2, **changed)))
 
 
 AGAIN = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/reprefilled_tokens": 900}
@@ -245,8 +245,8 @@ def test_the_next_step_is_not_what_the_run_chose_already(
     changed: dict[str, float], key: str, after: str | float, told: str
 ) -> None:
     chosen = Choice(step=0, key=key, before="auto", after=after, reason="because", seen="seen")
-    advice = next_step(recorded(*steps(1, **changed), chosen))
-    later = next_step(recorded(*steps(1, **changed), msgspec.structs.replace(chosen, step=4)))
+    advice = next_step(recorded(*steps(2, **changed), chosen))
+    later = next_step(recorded(*steps(2, **changed), msgspec.structs.replace(chosen, step=4)))
     assert told in advice
     assert told in later.replace("since step 4: ", "")
     assert ("since step 4: because" in later) == ("batches" in told)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from partial_rollout.observability.advice import next_step, would_help
-from partial_rollout.observability.events import Choice, GateMoved, PhaseBegan, SegmentEnded, StepEnded
+from partial_rollout.observability.events import (
+    Choice,
+    CommandEnded,
+    GateMoved,
+    PhaseBegan,
+    SegmentEnded,
+    StageBegan,
+    StepEnded,
+)
 from partial_rollout.observability.record import RunRecord
+from partial_rollout.observability.report import step_charts
 from partial_rollout.observability.suggestions import SUGGESTIONS, suggestion
+from partial_rollout.observability.summary import summary_lines
 from partial_rollout.observability.why import Interruption, Interruptions, step_rows, step_why
 
+KEEPING = "keeping the KV cache of interrupted responses"
 PACKAGE = Path(__file__).resolve().parents[3] / "partial_rollout"
 STEP = {
     "timing_s/step": 8.0,
@@ -33,7 +45,7 @@ def record_of(*changed: dict[str, float]) -> RunRecord:
     record = RunRecord()
     for number, more in enumerate(changed, 1):
         metrics: dict[str, float | None] = {**STEP, **more}
-        record.add(StepEnded(step=number, total=len(changed), metrics=metrics))
+        record.add(StepEnded(step=number, total=len(changed) + 1, metrics=metrics))
     return record
 
 
@@ -108,8 +120,8 @@ def test_a_step_says_whether_its_engines_were_slow():
             found.add(request(uid, version=step - 1, prompt=9, tokens=tokens))
         found.add(closed(step, step - 1, interrupted=0))
     said = [[told for told in step_why(record, found, step) if "engines:" in told] for step in (1, 2)]
-    assert said[1] == ["slow engines: 3.1 tokens/s for each request; around it 12.5, in the median"]
-    assert said[0] == ["engines: 12.5 tokens/s for each request; around it 7.8, in the median"]
+    assert said[1] == ["slow engines: 3.1 tokens/s for each request; in the steps around it 12.5, in the median"]
+    assert said[0] == ["engines: 12.5 tokens/s for each request; in the steps around it 7.8, in the median"]
     assert not any("engines:" in told for told in step_why(record, Interruptions(), 2))
 
 
@@ -118,25 +130,102 @@ def test_the_cost_of_an_interruption_is_its_drain_and_what_was_computed_again():
     found.add(request("a", version=0, prompt=100, tokens=300, aborted=True))
     found.add(closed(1, 0, interrupted=1))
     assert step_why(record, found, 1)[-1].endswith(
-        "0.50 s of drain; tokens computed again are known when the next request of one of their trajectories has ended"
+        "0.50 s of drain; what 1 trajectories cost is known when their next requests have ended"
     )
+    assert step_rows(record, found)[0][5] == "0.50 s so far"
     found.add(request("a", version=1, prompt=400, tokens=5))
     assert step_why(record, found, 1)[-1] == (
-        "its end interrupted 1 requests; their 300 new tokens were kept. Cost: 0.50 s of drain; 400 tokens computed "
-        "again when 1 of their trajectories went on, about 0.40 s, mostly in later steps: 11% of this step's seconds"
+        "its end interrupted 1 requests; their 300 new tokens were kept. Cost: 0.50 s of drain; 400 tokens of context "
+        "(prompts and earlier tokens too) computed again when 1 of their trajectories went on, about 0.40 s, mostly in "
+        "later steps. In all 11% of a usual step"
     )
-    assert step_rows(record, found)[0][4:] == ("1", "0.90 s", "32 of 64", "0")
+    assert step_rows(record, found)[0][4:] == ("1", "0.90 s", "32 of 64", "0", "")
     nothing = Interruptions()
     nothing.add(closed(1, 0, interrupted=0))
     assert step_why(record, nothing, 1)[-1] == "its end interrupted nothing; the drain took 0.50 s"
 
 
+def test_a_cost_is_one_so_far_until_all_interrupted_trajectories_have_gone_on_or_the_run_has_ended():
+    def interrupted() -> Interruptions:
+        found = Interruptions()
+        for uid in ("a", "b"):
+            found.add(request(uid, version=0, prompt=100, tokens=300, aborted=True))
+        found.add(closed(1, 0, interrupted=2))
+        found.add(request("a", version=1, prompt=400, tokens=5))
+        return found
+
+    record, found = record_of({}), interrupted()
+    assert step_rows(record, found)[0][5] == "0.90 s so far"
+    assert "a usual step so far; what 1 trajectories cost is known when" in step_why(record, found, 1)[-1]
+    for last in (
+        request("b", version=1, prompt=400, tokens=5),
+        PhaseBegan(uid="b", session=0, phase="ended"),
+        CommandEnded(code=0),
+        StageBegan(number=1, total=5, name="configuration"),
+    ):
+        found = interrupted()
+        found.add(last)
+        assert not step_rows(record, found)[0][5].endswith("so far")
+
+
+def test_a_long_interruption_is_compared_with_a_usual_step_and_not_with_a_short_one():
+    record, found = record_of({"timing_s/step": 1.0}, {}, {}), Interruptions()
+    found.add(closed(1, 0, interrupted=1, seconds=0.8))
+    found.add(request("a", version=0, prompt=100, tokens=300, aborted=True))
+    found.add(request("a", version=1, prompt=0, tokens=5))
+    assert step_why(record, found, 1)[-1].endswith("In all 10% of a usual step")
+
+
+def timed(*ends: tuple[float, dict[str, float]]) -> list[StepEnded]:
+    return [
+        StepEnded(t=at_s, step=number, total=9, metrics={**STEP, **more}) for number, (at_s, more) in enumerate(ends, 1)
+    ]
+
+
+def test_seconds_between_steps_are_told_and_generation_in_them_counts_for_the_speed_of_the_engines():
+    """Step 2's gate was open for 5 s, and its timer counts the last of them."""
+    record, found = RunRecord(), Interruptions()
+    short = {"timing_s/step": 4.0, "timing_s/gen": 1.5, "timing_s/drain": 0.5}
+    for event in (
+        *timed((10.0, {})),
+        GateMoved(t=9.0, step=1, version=1, is_open=True),
+        request("a", version=1, prompt=9, tokens=800),
+        msgspec.structs.replace(closed(2, 1, interrupted=0), t=14.5),
+        GateMoved(t=17.0, step=2, version=2, is_open=True),
+        *timed((10.0, {}), (18.0, short))[1:],
+        request("b", version=2, prompt=9, tokens=800),
+        msgspec.structs.replace(closed(3, 2, interrupted=0), t=22.5),
+        *timed((10.0, {}), (18.0, short), (26.0, {}))[2:],
+    ):
+        record.add(event)
+        found.add(event)
+    assert step_why(record, found, 2)[1:3] == [
+        "4.0 s more passed between the end of the step before and the end of step 2; no step counts them: metrics, "
+        "logs, validation",
+        "engines generated for 5.0 s with the gate open: 4.0 s of them before step 2 began, and no step counts these",
+    ]
+    assert "engines: 5.0 tokens/s for each request; in the steps around it 5.0, in the median" in step_why(
+        record, found, 2
+    )
+    assert [row[8] for row in step_rows(record, found)] == ["0.0", "4.0", ""]
+    assert not any("more passed" in told for told in step_why(record, found, 3))
+    assert "3 in 20 s; 4 s between steps are in none" in summary_lines(record)[0]
+
+
+def test_the_pause_before_a_new_start_is_none_between_steps():
+    record = RunRecord()
+    first, second = timed((10.0, {}), (500.0, {}))
+    for event in (first, StageBegan(t=400.0, number=1, total=5, name="configuration"), second):
+        record.add(event)
+    assert record.between_s == {}
+
+
 @pytest.mark.parametrize(
     ("changed", "answer"),
     [
-        ({}, "perhaps: 50% of the slots at the start were in use (31% of the GPU seconds lost), and no prompt was"),
-        ({"partial_rollout/slot_utilisation": 0.9}, "no: 90% of the slots at the start were in use"),
-        ({"partial_rollout/queue/pending": 4.0}, "no: 50% of the slots at the start were in use (31% of the GPU"),
+        ({}, "perhaps: in step 3 requests filled 50% of the 64 slots that the run began with (empty ones took 31% of"),
+        ({"partial_rollout/slot_utilisation": 0.9}, "no: in step 3 requests filled 90% of the 36 slots"),
+        ({"partial_rollout/queue/pending": 4.0}, "no: in step 3 requests filled 50% of the 64 slots"),
     ],
 )
 def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed: dict[str, float], answer: str):
@@ -147,9 +236,9 @@ def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed:
 def test_a_deeper_queue_hardly_helps_where_prompts_were_pending_in_half_of_the_steps():
     pending = {"partial_rollout/queue/pending": 4.0}
     answer = dict(would_help(record_of({}, {}, {}, pending, {}, pending)))["a deeper queue"]
-    assert answer.startswith("hardly: 50% of the slots at the start were in use")
+    assert answer.startswith("hardly: in steps 3 to 6 requests filled 50% of the 64 slots")
     assert answer.endswith(
-        "pending at the end of 2 of 4 steps; in the other steps slots were empty though prompts were pending"
+        "pending at the end of 2 of 4 of these steps; in the other steps slots were empty though prompts were pending"
     )
 
 
@@ -158,23 +247,37 @@ def chosen(record: RunRecord, key: str, value: object) -> RunRecord:
     return record
 
 
+def test_after_the_last_step_all_that_workers_had_begun_is_pending_again_which_says_nothing():
+    """Neither the table, nor the curve, nor the advice has it."""
+    record = RunRecord()
+    for number in range(1, 6):
+        metrics: dict[str, float | None] = {**STEP, "partial_rollout/queue/pending": 23.0 if number == 5 else 0.0}
+        record.add(StepEnded(step=number, total=5, metrics=metrics))
+    assert [row[7] for row in step_rows(record, Interruptions())] == ["", "0", "0", "0", "0"]
+    assert "at the end of 2 of 2 of these steps" in dict(would_help(record))["a deeper queue"]
+    assert not any("last step: 23" in chart for chart in step_charts([record]))
+    only = RunRecord(steps={5: record.steps[5]})
+    assert dict(would_help(only))["a deeper queue"].startswith("not known: ")
+
+
 def test_with_abort_a_deeper_queue_hardly_helps():
     aborting = chosen(record_of({}), "partial_rollout.tail.interrupt_mode", "abort")
     assert dict(would_help(aborting))["a deeper queue"].startswith("hardly: ")
 
 
 def test_kept_kv_helps_where_much_is_computed_again():
-    assert dict(would_help(record_of({})))["keeping KV"] == (
-        "no: for 100 trained tokens 2 of context were computed again (0% of the GPU seconds lost)"
+    assert dict(would_help(record_of({})))[KEEPING] == (
+        "no: for 100 tokens of trained responses 2 of context were computed again in step 1 (this took 0% of the GPU "
+        "seconds)"
     )
     much = {"partial_rollout/reprefilled_tokens": 400.0, "partial_rollout/kv_usage": 0.02}
-    assert "interrupt_mode=auto" in dict(would_help(record_of(much)))["keeping KV"]
+    assert "interrupt_mode=auto" in dict(would_help(record_of(much)))[KEEPING]
     reusing = chosen(record_of(much), "partial_rollout.tail.interrupt_mode", "reuse_kv")
-    assert "never more than 2% full, so nothing was evicted" in dict(would_help(reusing))["keeping KV"]
+    assert "never more than 2% full, so nothing was evicted" in dict(would_help(reusing))[KEEPING]
     full = chosen(
         record_of(much | {"partial_rollout/kv_usage": 0.99}), "partial_rollout.tail.interrupt_mode", "reuse_kv"
     )
-    assert "KV was evicted" in dict(would_help(full))["keeping KV"]
+    assert "KV was evicted" in dict(would_help(full))[KEEPING]
 
 
 def test_the_one_thing_to_try_is_none_that_would_not_help():
@@ -192,9 +295,11 @@ def test_the_one_thing_to_try_is_none_that_would_not_help():
 
 def test_what_has_cost_most_is_tried_first():
     both = {"partial_rollout/reprefilled_tokens": 400.0, "partial_rollout/kv_usage": 0.02}
-    assert next_step(record_of(both)).startswith("50% of the slots at the start were in use (31% of the GPU seconds")
+    assert next_step(record_of(both)).startswith("perhaps: in step 1 requests filled 50% of the 64 slots")
     again = both | {"partial_rollout/slot_utilisation": 0.84, "partial_rollout/reprefilled_tokens": 2000.0}
-    assert next_step(record_of(again)).startswith("for 100 trained tokens 400 of context were computed again (25% of")
+    assert next_step(record_of(again)).startswith(
+        "perhaps: for 100 tokens of trained responses 400 of context were computed again"
+    )
 
 
 def test_verls_own_modes_have_no_such_settings():
