@@ -150,9 +150,10 @@ class RunState:
 
     def _flow(self, metrics: Mapping[str, float]) -> list[list[str]]:
         if (queue := self._queue) is None:
-            return [[state, f"{metrics[name]:.0f}"] for state, name in QUEUE.items() if name in metrics]
-        counts = {state: getattr(queue, state) for state in QUEUE}
-        return [[state, str(count)] for state, count in counts.items() if count or state != "deferred"]
+            counts = {state: metrics[name] for state, name in QUEUE.items() if name in metrics}
+        else:
+            counts = {state: getattr(queue, state) for state in QUEUE}
+        return [[state, f"{count:.0f}"] for state, count in counts.items() if count or state != "deferred"]
 
     def _flow_of(self, step: int, metrics: Mapping[str, float]) -> str:
         """What the numbers of the flow are of."""
@@ -179,7 +180,21 @@ class RunState:
         if not self.record.steps:
             return []
         number = max(self.record.steps) if step is None else step
-        return step_why(self.record, self.interruptions, number) or [f"there is no step {number}"]
+        said = step_why(self.record, self.interruptions, number) or [f"there is no step {number}"]
+        return [*self._running_step(number), *said] if step is None else said
+
+    def _running_step(self, last: int) -> list[str]:
+        """What the step after the last one does now; empty where none goes on."""
+        since_s, gate = self.record.steps[last].t, self.record.gate
+        if last == self.record.total or not self._goes_on or not since_s:
+            return []
+        does = ""
+        if gate is not None:
+            what = "engines generate" if gate.is_open else "the model is trained, or weights are sent"
+            state = "open" if gate.is_open else "closed"
+            does = f" the gate is {state} for {duration(self._now_s - gate.t)}, so {what};"
+        goes_on = f"step {last + 1} goes on for {duration(self._now_s - since_s)}:"
+        return [f"{goes_on}{does} its parts are known when it has ended. What follows is of step {last}"]
 
     @property
     def _now_s(self) -> float:
@@ -218,7 +233,7 @@ class RunState:
         if record.gate is not None:  # verl's own modes have none
             head += [["gate", "open" if record.gate.is_open else "closed"], ["weights", str(record.version)]]
         if self._queue is not None and self._queue.slots_total:
-            head += [["slots in use", f"{self._queue.slots_in_use} of {self._queue.slots_total}"]]
+            head += [["slots taken", f"{self._queue.slots_in_use} of {self._queue.slots_total}"]]
         return [*head, *([["left", f"about {duration(left_s)}"]] if left_s else []), ["health", health]]
 
 

@@ -27,6 +27,8 @@ MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.pr
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
 USE = ("slot_utilisation", "mean_running")
+FEW = 10
+"""Steps since a choice below which most of what was seen is of the choice before."""
 MANY_AGAIN = 0.1
 """Share of trained tokens computed again from which on retained KV is worth a try."""
 ROOMY_KV = 0.8
@@ -113,7 +115,8 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     pending = [step[PENDING] for step in last if PENDING in step]
     lacking = sum(not each for each in pending)
     slots = f"{running / used:.0f} slots" if used and running else "slots"
-    of_steps = f"no prompt was pending at the end of {lacking} of {len(pending)} of these steps"
+    tells = "" if len(pending) == len(last) else " (the last step of a run does not tell)"
+    of_steps = f"no prompt was pending at the end of {lacking} of {len(pending)} steps{tells}"
     seen = (
         f"{_which(record)} requests filled {used:.0%} of the {slots} that the run began with (empty ones took "
         f"{_share(last, LONGEST)}), and {of_steps if pending else 'how many prompts were pending is not known'}"
@@ -174,7 +177,7 @@ def _keep_kv(record: RunRecord) -> str:
         return (
             f"auto took {choice.after}, and the KV cache was never more than {most:.0%} full, so nothing was evicted: "
             "vLLM keeps full blocks only (unless set of 16 tokens, on a CPU of 128), and these responses are short. "
-            "A block size: +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
+            "To try: +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
         )
     return (
         f"auto took {choice.after}, and KV was evicted before it was used again: more KV memory, or fewer "
@@ -188,9 +191,10 @@ def _more_prompts(record: RunRecord) -> str:
     if choice is None:
         return "a higher partial_rollout.prefetch_factor fills them, for older tokens (docs/modes.md)"
     since = f"since step {choice.step}: " if choice.step else ""  # else it reads as if it were seen now
+    few = "; few steps have had them yet" if choice.step and max(record.steps) - choice.step < FEW else ""
     return (
-        f"auto keeps {choice.after} batches in flight ({since}{choice.reason}); more may fill them, for older tokens: "
-        f"{DEPTH_KEY}={_one_more(choice.after)} (docs/modes.md)"
+        f"auto keeps {choice.after} batches in flight ({since}{choice.reason}{few}); more may fill them, for older "
+        f"tokens: {DEPTH_KEY}={_one_more(choice.after)} (docs/modes.md)"
     )
 
 

@@ -161,7 +161,12 @@ def text(parent: ElementTree.Element, content: str, x: float, y: float, anchor: 
 def _legend(svg: ElementTree.Element, lines: Sequence[Line]) -> None:
     """Between title and lines; a chart of one run needs no names."""
     if len(lines) < 2:
-        text(svg, f"last step: {_short(lines[0].values[-1])}", WIDTH - RIGHT, 35, "end")
+        values, window = lines[0].values, lines[0].window
+        said = f"last step: {_short(values[-1])}"
+        if window > 1:  # the line ends elsewhere
+            last = values[-window:]
+            said += f", mean of the last {len(last)}: {_short(_mean(last))}"
+        text(svg, said, WIDTH - RIGHT, 35, "end")
         return
     width = (WIDTH - 10) / len(lines)
     for index, line in enumerate(lines):

@@ -22,6 +22,7 @@ from partial_rollout.observability.events import (
     WeightsUpdated,
 )
 from partial_rollout.observability.record import INTERRUPTED
+from partial_rollout.observability.step_line import STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,6 +49,9 @@ SILENT_S = 10.0
 """An engine with requests, of which none has begun or ended for longer, says so beside its lane."""
 STEP_WIDTH = 24
 """From the number of one step above the lanes to the next; steps between them have none."""
+GREY = "#777777"
+VERSION_COLOURS = tuple(colour for colour in COLOURS if colour != GREY)
+"""Without grey, which says that the gate was closed."""
 GATE_COLOUR, DRAIN_COLOUR, UPDATE_COLOUR = "#999999", "#cc0000", "#6a3d9a"
 
 
@@ -90,8 +94,10 @@ class Lanes:
         self.drains: deque[tuple[float, float]] = deque(maxlen=max_segments)
         self.updates: deque[tuple[float, float, int]] = deque(maxlen=max_segments)
         """From when to when, and the version of the weights that came."""
-        self.steps: deque[tuple[float, int]] = deque(maxlen=max_segments)
-        """When steps have ended, and their numbers."""
+        self.steps: deque[tuple[float, int, float | None]] = deque(maxlen=max_segments)
+        """When steps have ended, their numbers, and of the first of a start when it began."""
+        self._has_steps = False
+        """Whether this start has ended a step."""
         self._running: dict[tuple[str, int], float] = {}
         """Since when trajectories have waited for an engine, the gate included."""
         self._sent: dict[tuple[str, int], str] = {}
@@ -120,8 +126,11 @@ class Lanes:
                 if len(self._opened) > MAX_SEGMENTS:
                     del self._opened[next(iter(self._opened))]
             case StepEnded():
-                self.steps.append((event.t, event.step))
+                first = None if self._has_steps else event.t - (event.metrics.get(STEP_SECONDS) or 0.0)
+                self.steps.append((event.t, event.step, first))
+                self._has_steps = True
             case CommandEnded() | StageBegan(number=1):
+                self._has_steps = False
                 self._end_closed(event.t)
                 self._opened.clear()
                 self._running.clear()
@@ -256,7 +265,7 @@ class _Drawing:
             for server in servers
         }
         height = TOP + sum(heights.values()) + GAP * len(servers) + 14
-        title = f"requests in the engines, {self._window_s:.0f} s, coloured by weight version, pale: not ended"
+        title = f"requests in the engines, {self._window_s:.0f} s, a colour for each weight version, pale: not ended"
         svg = make_svg(WIDTH, height, f"{title}; grey: gate closed, red: drain, violet: weight update")
         self._draw_bands(svg, height)
         self._draw_steps(svg, height)
@@ -282,9 +291,11 @@ class _Drawing:
         said = [NOWHERE if server == NOWHERE else f"engine {number}"]
         if now and self._last_s == self._now_s:
             quiet_s = self._now_s - max(bar.start_s if bar.reason == RUNNING else bar.end_s for bar in own)
-            said += [f"{len(now)} running"] + ([f"silent {quiet_s:.0f} s"] if quiet_s >= SILENT_S else [])
+            said += [f"{len(now)} {'waiting' if server == NOWHERE else 'running'}"] + (
+                [f"silent {quiet_s:.0f} s"] if quiet_s >= SILENT_S else []
+            )
         hidden = sum(slot >= MAX_ROWS for slot in slots.values())
-        return said + ([f"{hidden} more bars"] if hidden else [])
+        return said + ([f"{hidden} bars not drawn"] if hidden else [])
 
     def _draw_bands(self, svg: ElementTree.Element, height: float) -> None:
         lanes, now_s = self._lanes, self._now_s
@@ -308,7 +319,12 @@ class _Drawing:
 
     def _draw_steps(self, svg: ElementTree.Element, height: float) -> None:
         begun_s, told = self._first_s, -STEP_WIDTH
-        for ended_s, number in self._lanes.steps:
+        for ended_s, number, first_s in self._lanes.steps:
+            if first_s is not None:  # what was before it is no part of a step
+                begun_s = max(begun_s, first_s)
+                if self._first_s < first_s < self._last_s:
+                    left = self._x(first_s)
+                    add(svg, "line", x1=left, y1=TOP - 14, x2=left, y2=height - 16, stroke=GATE_COLOUR)
             if ended_s > self._first_s and begun_s < self._last_s:
                 left, right = self._x(begun_s), self._x(ended_s)
                 add(svg, "line", x1=right, y1=TOP - 14, x2=right, y2=height - 16, stroke=GATE_COLOUR)
@@ -321,7 +337,7 @@ class _Drawing:
     def _draw_bar(self, svg: ElementTree.Element, bar: Bar, top: float) -> None:
         left = self._x(bar.start_s)
         box = add(svg, "rect", x=left, y=top, width=max(self._x(bar.end_s) - left, 0.5), height=ROW - 1)
-        box.attrib |= {"fill": COLOURS[bar.version % len(COLOURS)], "data-uid": bar.uid}
+        box.attrib |= {"fill": VERSION_COLOURS[bar.version % len(VERSION_COLOURS)], "data-uid": bar.uid}
         end = "interrupted" if bar.interrupted else "ended"
         took = f"{bar.tokens} {bar.unit} in {bar.end_s - bar.start_s:.1f} s"
         if bar.reason == RUNNING:

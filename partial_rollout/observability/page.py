@@ -8,7 +8,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>NAME
 .cards span { border: 1px solid var(--line); border-radius: .5em; padding: .2em .8em }
 .cards b { font-size: 1.15em } .flow { gap: .6em 2.2em } .flow span { position: relative }
 .flow span + span::before { content: "→"; position: absolute; left: -1.65em } .flow b { font-size: 1.4em }
-#advice { font-weight: 600; border-left: 4px solid #009e73; background: rgba(0, 158, 115, .1); padding: .6em 1em }
+#advice { border-left: 4px solid #009e73; background: rgba(0, 158, 115, .1); padding: .6em 1em }
 #pictures img { max-width: 100% } #helps td:first-child { white-space: nowrap; font-weight: 600 }
 #waits td { white-space: nowrap } [data-uid], #steps td { cursor: pointer }
 #prompt { border-left: 3px solid #0072b2; padding-left: 1em }
@@ -21,8 +21,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 20em; overflow
 <h2>Engines</h2>
 <p><button id="in">zoom in</button> <button id="out">zoom out</button> <button id="earlier">earlier</button>
 <button id="later">later</button> <button id="latest">latest</button>
-A click on a bar, or on a prompt below, shows the prompt. A pale bar is a request that has not ended. A row is
-where a request found room in the drawing: it stands for no certain slot of the engine.</p>
+A click on a bar, or on a prompt below, shows the prompt. A pale bar is a request that has not ended. The
+colour is that of its weight version: colours repeat after seven, and the pointer on a bar names the version. While
+the gate is closed the model is trained, and requests wait. A row is where a request found room in the drawing: it
+is no certain slot of the engine. The numbers above are those of the steps.</p>
 <div id="lanes"></div><figure id="pictures"></figure>
 <div id="prompt" hidden><h2 id="uid"></h2><button id="close">close</button><div id="texts"></div>
 <table id="told"></table></div>
@@ -33,17 +35,22 @@ together.</p>
 <p id="waiting"></p><table id="waits"></table>
 <h2>Steps</h2><p id="line"></p>
 <h3>Why did a step take so long, and what did its interruption cost? Click on a row, or type a step:
-<input id="which" type="number" min="1" placeholder="last" size="6"></h3><ul id="why"></ul>
+<input id="which" type="number" min="1" placeholder="last that ended" size="13"></h3>
+<p>The usual step is the median of up to ten steps before it and ten after it, so it moves a little while further steps
+end. A cost is an estimate, and <i>so far</i> until all that was interrupted has gone on.</p><ul id="why"></ul>
 <table id="steps"></table><h2>Curves</h2><div class="charts" id="charts"></div>
-<h2>GPU seconds by cause</h2><table id="causes"></table>
+<h2>GPU seconds by cause</h2>
+<p>Of all steps that have ended, the first ones too; without the seconds between steps. What a step calls
+<i>generation</i> is here <i>generating</i>, <i>re-prefill</i>, <i>waiting for the longest</i> and <i>drain</i>, where
+engines have no GPUs of their own.</p><table id="causes"></table>
 <h2>What it showed so far</h2><table id="summary"></table>
 <h2>Warnings, errors and faults</h2><table id="messages"></table>
 <script nonce="NONCE">
 const at = name => document.getElementById(name);
 const WAITS = ["data row", "prompt", "begun", "who", "turn", "waits for", "how long", "tokens",
-  "interruptions"];
-const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it", "slots in use",
-  "pending", "seconds in no step"];
+  "interruptions of all of them"];
+const STEPS = ["step", "seconds", "times the usual", "what took longer", "interrupted", "cost of it",
+  "requests in slots", "pending", "seconds in no step"];
 const CAUSES = ["cause", "GPU seconds", "share", "", "what it is"], MESSAGES = ["kind", "text", "", "what to change"];
 let paused = false, seconds = 120, back = 0, timer = 0, drawn = "";
 function make(tag, text) { return Object.assign(document.createElement(tag), {textContent: text}); }

@@ -64,7 +64,7 @@ def _told(event: AnyEvent) -> list[str]:
     match event:
         case PhaseBegan():
             what = (
-                "failed or was cancelled"
+                "ended before it was complete: it failed, was cancelled, or the run ended"
                 if event.phase == "ended"
                 else f"waits for {WHAT.get(event.phase, event.phase)}"
             )

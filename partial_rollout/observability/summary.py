@@ -83,7 +83,9 @@ def _time(record: RunRecord) -> str:
 
 def _slots(record: RunRecord) -> str:
     used = record.mean(f"{PREFIX}/slot_utilisation")
-    return "" if used is None else f"{used:.0%} of those at the start in use while engines generated, mean of the steps"
+    if used is None:
+        return ""
+    return f"requests filled {used:.0%} of those that the run began with while engines generated, mean of all steps"
 
 
 def _staleness(record: RunRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,9 +121,10 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     seconds = gpu_seconds(load(run).series)
     assert {row[0]: row[1] for row in causes[1:-1]} == {cause: f"{each:,.1f}" for cause, each in seconds.items()}
     assert [row[6] for row in steps[1:]] == [*(f"{20 + number} of 64" for number in range(7, 2, -1)), "", ""]
+    means = [each["critic/score/mean"] or 0.0 for each in metrics.values()]
     ends = {title.partition(",")[0]: end for title, end in curves}
     assert ends == {
-        "reward": f"last step: {last['critic/score/mean']:g}",
+        "reward": f"last step: {last['critic/score/mean']:g}, mean of the last {len(means)}: {fmean(means):.3g}",
         "seconds a step": f"last step: {last['timing_s/step']:g}",
         "seconds of generation a step": f"last step: {last['timing_s/gen']:g}",
         "slots in use while engines generate": f"last step: {last['partial_rollout/slot_utilisation']:.3g}",
@@ -130,7 +132,8 @@ async def test_every_number_of_the_page_is_that_of_the_metrics_and_of_status(tmp
     }
     assert helps == [[f"{what}?", said] for what, said in would_help(load(run))]
     assert summary == [line.split(maxsplit=1) for line in summary_lines(load(run))]
-    assert why.startswith(f"step 7 took {last['timing_s/step']:.1f} s")
+    assert re.match(r"step 8 goes on for \d+ s: the gate is closed for \d+ s", why)
+    assert f"step 7 took {last['timing_s/step']:.1f} s" in why
     found = Waits()
     found.add(EventReader(run / "events").read())
     told = format_waits(found.now(), 0.0)  # status --why

@@ -216,7 +216,7 @@ def test_the_flow_is_that_of_the_moment_while_the_run_goes_on_and_of_the_last_st
     assert state.shown["flow"] == [["pending", "3"], ["taken", "16"]]
     write(tmp_path, moved(111.0, 7), role="queue")
     state.look()
-    assert (state.shown["flow_of"], "slots in use", "31 of 32") == (
+    assert (state.shown["flow_of"], "slots taken", "31 of 32") == (
         "Prompts now, as told once a second:",
         *state.shown["head"][2],  # pyright: ignore[reportIndexIssue]
     )
@@ -244,6 +244,25 @@ def test_an_ended_run_tells_how_long_its_trajectories_waited_until_each_was_cut_
     assert state.shown["flow_of"] == (
         "Prompts at the end of step 9 (workers had stopped: prompts that they had begun count as pending again):"
     )
+
+
+def test_a_step_that_goes_on_says_what_it_does_and_of_which_step_the_parts_are(tmp_path: Path) -> None:
+    now = iter([112.0, 114.0, 116.0, 118.0])
+    state = RunState(write(tmp_path, step(8)), clock=lambda: next(now))
+    assert (
+        state.why(None)[0] == "step 9 goes on for 4 s: its parts are known when it has ended. What follows is of step 8"
+    )
+    for t, is_open, what in (
+        (111.0, True, "open for 3 s, so engines generate"),
+        (115.0, False, "closed for 1 s, so the model is trained, or weights are sent"),
+    ):
+        write(tmp_path, GateMoved(t=t, step=9, version=8, is_open=is_open), role=f"gate-{t:.0f}")
+        state.look()
+        assert f": the gate is {what}; its parts" in state.why(None)[0]
+    assert state.why(8)[0].startswith("step 8 took")
+    write(tmp_path, CommandEnded(t=117.0, code=0), role="driver")
+    state.look()
+    assert state.why(None)[0].startswith("step 8 took")
 
 
 def test_a_run_that_stands_still_has_the_flow_that_it_told_last(tmp_path: Path) -> None:
@@ -429,7 +448,7 @@ def test_a_request_that_has_not_ended_is_in_the_lane_of_its_engine_so_that_a_hun
     assert labels(lanes.svg(now_s=75.0)) == [
         *("engine 1", "1 running", "silent 15 s"),
         *("engine 2", "2 running", "silent 68 s"),
-        *("no engine yet", "1 running"),
+        *("no engine yet", "1 waiting"),
     ]
     lanes.add(phase("e", "tool", 76.0))
     lanes.add(msgspec.structs.replace(segment("d", 77.0, 70.0, "s2")))
@@ -452,7 +471,26 @@ def test_steps_stand_above_the_lanes_where_there_is_room() -> None:
     lanes.add(segment("a", 141.0, 1.0))
     drawn = lanes.svg(window_s=60.0)
     assert [f">{number}<" in drawn for number in (1, 2, 3, 40)] == [True, True, False, True]
-    assert drawn.count("<line") == 4
+    assert drawn.count("<line") == 5  # the ends, and the begin of the first
+
+
+def test_the_first_step_of_a_start_begins_with_its_timer_and_not_with_the_drawing() -> None:
+    lanes = Lanes()
+    for event in (step(20), StageBegan(t=150.0, number=1, total=5, name="configuration"), step(80), step(84)):
+        lanes.add(event)
+    lanes.add(segment("a", 185.0, 1.0))
+    drawn = lanes.svg(window_s=60.0)
+    at = {number: float(x) for x, number in re.findall(r'<text x="([\d.]+)"[^>]*>(\d+)<', drawn)}
+    by_s = (1120 - 90 - 20) / 60.0
+    assert at["80"] == pytest.approx(90 + by_s * (176.0 - 125.0), abs=0.1)  # from 172 s to 180 s
+    assert at["84"] == pytest.approx(90 + by_s * (182.0 - 125.0), abs=0.1)
+
+
+def test_no_weight_version_has_the_colour_of_a_closed_gate() -> None:
+    lanes = Lanes()
+    for version in range(9):
+        lanes.add(msgspec.structs.replace(segment(f"p{version}", 100.0 + version), version=version))
+    assert (lanes.svg().count("#777777"), len(set(re.findall(r'fill="(#[0-9a-f]+)"', lanes.svg())))) == (0, 7)
 
 
 def test_a_request_that_was_on_its_way_when_the_gate_closed_began_with_the_weights_that_it_has() -> None:

@@ -238,7 +238,7 @@ def test_a_deeper_queue_hardly_helps_where_prompts_were_pending_in_half_of_the_s
     answer = dict(would_help(record_of({}, {}, {}, pending, {}, pending)))["a deeper queue"]
     assert answer.startswith("hardly: in steps 3 to 6 requests filled 50% of the 64 slots")
     assert answer.endswith(
-        "pending at the end of 2 of 4 of these steps; in the other steps slots were empty though prompts were pending"
+        "pending at the end of 2 of 4 steps; in the other steps slots were empty though prompts were pending"
     )
 
 
@@ -254,10 +254,22 @@ def test_after_the_last_step_all_that_workers_had_begun_is_pending_again_which_s
         metrics: dict[str, float | None] = {**STEP, "partial_rollout/queue/pending": 23.0 if number == 5 else 0.0}
         record.add(StepEnded(step=number, total=5, metrics=metrics))
     assert [row[7] for row in step_rows(record, Interruptions())] == ["", "0", "0", "0", "0"]
-    assert "at the end of 2 of 2 of these steps" in dict(would_help(record))["a deeper queue"]
+    assert (
+        "at the end of 2 of 2 steps (the last step of a run does not tell)"
+        in dict(would_help(record))["a deeper queue"]
+    )
     assert not any("last step: 23" in chart for chart in step_charts([record]))
     only = RunRecord(steps={5: record.steps[5]})
     assert dict(would_help(only))["a deeper queue"].startswith("not known: ")
+
+
+def test_a_depth_that_auto_chose_a_few_steps_ago_is_told_as_such():
+    said = []
+    for step in (8, 1):
+        record = record_of(*[{}] * 12)
+        record.add(Choice(step=step, key="partial_rollout.prefetch_factor", before=2, after=3, reason="because"))
+        said.append(dict(would_help(record))["a deeper queue"])
+    assert ["few steps have had them yet" in told for told in said] == [True, False]
 
 
 def test_with_abort_a_deeper_queue_hardly_helps():
