@@ -76,7 +76,7 @@ async def _see_page(state: RunState, profile: Path, timeout_s: float) -> SeenPag
             return SeenPage(
                 starting=starting,
                 live=live,
-                live_flows={_counts(parts) for what, *parts in flows if what == "Prompts now:"},
+                live_flows={_counts(parts) for what, *parts in flows if what == "Prompts now, as told once a second:"},
                 status=said,
                 head=await tab.parts("head"),
                 flow=await tab.parts("flow"),
