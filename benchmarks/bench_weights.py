@@ -253,7 +253,7 @@ def row(values: list[float], reference: list[float], num_bytes: int) -> dict[str
     low, median, high = statistics.quantiles(values, n=4)
     parts = [base / mine for mine, base in zip(values, reference, strict=True)]
     seconds = {"median_s": median, "quartile_1_s": low, "quartile_3_s": high, "min_s": min(values)}
-    rates = {"gb_per_s": round(num_bytes / median / 1e9, 1), "of_copy_flat": round(statistics.median(parts), 3)}
+    rates = {"gb_per_s": float(f"{num_bytes / median / 1e9:.3g}"), "of_copy_flat": round(statistics.median(parts), 3)}
     return {name: round(value, 6) for name, value in seconds.items()} | rates
 
 

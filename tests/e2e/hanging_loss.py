@@ -16,9 +16,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 
 from partial_rollout.observability.events import BatchTaken, EventReader
 from partial_rollout.train.resources import TRANSFER_QUEUE
-
-RANK_IN, QUEUE_IN = 2, 3
-"""Steps."""
+from tests.e2e.hangs_in import QUEUE_IN, RANK_IN
 
 
 @register_policy_loss("hanging")

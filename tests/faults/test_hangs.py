@@ -10,7 +10,7 @@ import pytest
 from partial_rollout.observability.events import BatchTaken, StepEnded, Warned
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.e2e.hanging_loss import QUEUE_IN, RANK_IN
+from tests.e2e.hangs_in import QUEUE_IN, RANK_IN
 from tests.faults.conftest import options, strike
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ def run(tmp_path, config, **variables):
     """The shell that has evaluated the script's lines; its output is its environment."""
     (tmp_path / "pip.conf").write_text(config)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
-    environment = kept | {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")} | variables
+    # Files of the machine and of its user would count too.
+    places = {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "XDG_CONFIG_DIRS": str(tmp_path), "HOME": str(tmp_path)}
+    environment = kept | places | variables
     command = f'lines=$({sys.executable} {SCRIPT}) && eval "$lines" && env -0'
     return subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True)
 
