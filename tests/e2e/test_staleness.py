@@ -99,6 +99,6 @@ def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_r
     assert job.code == 1
     # The kill may meet the engine while it generates, or while it takes new weights.
     named = re.search(
-        r"error: training failed: (EngineDead|WeightUpdateError): replica 0 .*engine \(pid \d+", job.output
+        r"error: training failed: .*(EngineDead|WeightUpdateError): replica 0 .*engine \(pid \d+", job.output, re.DOTALL
     )
     assert named, job.output[-4000:]
