@@ -12,7 +12,7 @@ from partial_rollout.errors import WaitTimeout, WeightUpdateError
 from partial_rollout.runtime.bounded import Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from partial_rollout.train.fleet import ReplicaFleet
 
@@ -54,7 +54,7 @@ def update_engines(
         reasons = "; ".join(f"replica {rank}: {reason}" for rank, reason in failed.items()) or str(failure)
         if not (failed and attempts_left):
             raise WeightUpdateError(
-                f"weight version {version} did not reach the engines ({num_relaunched} were relaunched, "
+                f"{_subject(failed)} not taken weight version {version} ({num_relaunched} were relaunched, "
                 f"partial_rollout.weights.relaunches={relaunches}): {reasons}"
             ) from failure
         logger.warning("weight version %s: engines are relaunched and sent all weights again: %s", version, reasons)
@@ -63,6 +63,16 @@ def update_engines(
         before_resend()
         num_relaunched += len(failed)
     return num_relaunched
+
+
+def _subject(failed: Collection[int]) -> str:
+    match sorted(failed):
+        case []:
+            return "some replica has"
+        case [rank]:
+            return f"replica {rank} has"
+        case ranks:
+            return f"replicas {', '.join(map(str, ranks))} have"
 
 
 def _first_failure(refs: Sequence[ray.ObjectRef[Any]], waiting: Wait) -> WeightUpdateError | None:

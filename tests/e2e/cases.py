@@ -31,6 +31,7 @@ REFERENCE = (
 REWARD_MODEL, REWARD_FUNCTION = "reward.reward_model", "reward.custom_reward_function"
 READ_IMAGES = ("torchvision==0.28.0", "qwen-vl-utils==0.0.14")
 """The first is the one for the CPU's torch 2.13."""
+PIP_S = 600.0
 CHAT_WITH_IMAGES = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -79,7 +80,7 @@ class Case:
 def with_torchvision(folder: Path) -> str:
     """What reads images, from PyPI, and what lets torchvision load beside the CPU's torch."""
     options = ["--quiet", "--no-deps", "--target", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *READ_IMAGES], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *READ_IMAGES], check=True, timeout=PIP_S)
     return os.pathsep.join([str(folder), str(Path(__file__).with_name("torchvision_on_a_cpu"))])
 
 

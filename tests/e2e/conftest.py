@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,12 @@ def is_conserved(step: dict[str, Any]) -> bool:
     queue = {name: step[f"partial_rollout/queue/{name}"] for name in ("admitted", "taken", "num_dropped")}
     in_flight = sum(step[f"partial_rollout/queue/{name}"] for name in ("pending", "ongoing", "deferred", "done"))
     return queue["admitted"] == in_flight + queue["taken"] + queue["num_dropped"]
+
+
+def times_trained(events: Iterable[AnyEvent]) -> Counter[str]:
+    """How often each prompt was trained. A batch whose training was cut off is taken again: the last one counts."""
+    batches = {event.step: event for event in events if isinstance(event, BatchTaken)}
+    return Counter(uid for batch in batches.values() for uid in batch.uids)
 
 
 def with_lengths(

@@ -31,6 +31,8 @@ new MutationObserver(() => flows.push([document.getElementById('flow_of').textCo
 """Remembers what the flow has shown."""
 FLOW_IS_THERE = "document.querySelector('#flow span') !== null"
 STATUS_EVERY_S = "0.5"
+END_S = 60.0
+"""Within which `status` ends when it is told to, on a busy machine."""
 Counts = tuple[int, ...]
 """Prompts in the order of `STATES`."""
 
@@ -114,8 +116,7 @@ async def _status_of(run: Path) -> AsyncIterator[set[Counts]]:
     finally:
         if process.returncode is None:  # it may have met the end of the cluster already
             process.terminate()
-        await process.wait()
-        await reading
+        await asyncio.wait_for(asyncio.gather(process.wait(), reading), END_S)
 
 
 def _cluster_of(run: Path) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partial_rollout.observability.events import BatchTaken, GateMoved, ProcessFound, SegmentEnded
 from partial_rollout.runtime.processes import ENGINE_PLACE, TRAINING_RANK
-from tests.e2e.conftest import FLAG, LONG, is_conserved, run_job, traced
+from tests.e2e.conftest import FLAG, LONG, SHORT, is_conserved, run_job, traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,12 +86,15 @@ def _check_responses(task: Path, dumps: Path) -> None:
     """Each is what the model of the start generates without an interruption, token by token."""
     rows = [json.loads(line) for file in dumps.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert any(len(row["weight_versions"]) > 1 for row in rows)
+    lengths = [sum(count for _, count in row["weight_versions"]) for row in rows]
+    assert set(lengths) == {SHORT, LONG}
     wanted = _greedy(task / "model", sorted({row["input"] for row in rows}))
-    assert [row for row in rows if not wanted[row["input"]].startswith(row["output"])] == []
+    texts = [wanted[row["input"]][length] for row, length in zip(rows, lengths, strict=True)]
+    assert [row for row, text in zip(rows, texts, strict=True) if row["output"] != text] == []
 
 
-def _greedy(folder: Path, prompts: list[str]) -> dict[str, str]:
-    """The most likely responses of the longest length; an end of text, which the jobs ignore, ends none."""
+def _greedy(folder: Path, prompts: list[str]) -> dict[str, dict[int, str]]:
+    """The most likely responses of both lengths; an end of text, which the jobs ignore, ends none."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     contents = [prompt.removeprefix("user\n").removesuffix("\nassistant\n") for prompt in prompts]
@@ -103,4 +106,6 @@ def _greedy(folder: Path, prompts: list[str]) -> dict[str, str]:
             output = model(tokens, past_key_values=past, use_cache=True)
             past, tokens = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
             found.append(tokens)
-    return dict(zip(prompts, tokenizer.batch_decode(torch.cat(found, 1), skip_special_tokens=True), strict=True))
+    responses = torch.cat(found, 1)
+    decoded = {n: tokenizer.batch_decode(responses[:, :n], skip_special_tokens=True) for n in (SHORT, LONG)}
+    return {prompt: {n: texts[row] for n, texts in decoded.items()} for row, prompt in enumerate(prompts)}

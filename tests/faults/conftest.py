@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from partial_rollout.observability.events import (
     StepEnded,
 )
 from partial_rollout.runtime import processes, ray_watch
-from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, task, traced
+from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, is_conserved, task, traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,6 +101,12 @@ class Struck:
         return next(fault.t for fault in self.faults if fault.t >= self.at_s[blow]) - self.at_s[blow]
 
     @property
+    def step_done_s(self) -> list[float]:
+        """From each blow to the end of the next step."""
+        ended_s = [event.t for event in self.job.stream if isinstance(event, StepEnded)]
+        return [round(next((t for t in ended_s if t > at_s), 0.0) - at_s, 1) for at_s in self.at_s]
+
+    @property
     def seconds_to_end(self) -> float:
         """From the last blow to the end of the driver."""
         return self.ended_s - self.at_s[-1]
@@ -113,20 +120,33 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
     log = folder / f"output-{mark}.txt"
     with log.open("w") as output, _start(task, folder, overrides, mark, output=output) as job:
         deadline_s = time.monotonic() + limit_s
-        while not _has_ended(job):
-            events += reader.read()
-            if due and due[0].is_due(events):
-                blow = due.pop(0)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.wait(blow.delay_s)
-                at_s.append(time.time())
-                _strike(blow, job, mark, events)
-            if time.monotonic() > deadline_s:
-                job.kill()
+        try:
+            while not _has_ended(job):
+                events += reader.read()
+                if due and due[0].is_due(events):
+                    blow = due.pop(0)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        job.wait(blow.delay_s)
+                    at_s.append(time.time())
+                    _strike(blow, job, mark, events)
+                if time.monotonic() > deadline_s:
+                    job.kill()
+        finally:
+            job.kill()  # else an error of this test would wait for the job's end
         ended_s = time.time()
     text = log.read_text()
     assert not due, text[-4000:]
     return Struck(_ended(job, text, folder, mark), tuple(at_s), ended_s)
+
+
+def check_all_trained_once(job: Job, num_steps: int) -> None:
+    """Every step has ended, no prompt was lost, dropped or trained twice, and the job has left no process behind."""
+    assert [step["training/global_step"] for step in job.steps] == list(range(1, num_steps + 1))
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    uids = Counter(uid for event in job.events for uid in event["uids"])
+    assert set(uids.values()) == {1}
+    assert job.survivors == []
 
 
 def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:

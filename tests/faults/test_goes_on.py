@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from partial_rollout.observability.events import StepEnded
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
-from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import CORE, GENERATING, TRAINING, WORKER, Blow, options, strike
+from tests.faults.conftest import CORE, GENERATING, TRAINING, WORKER, Blow, check_all_trained_once, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,13 +39,8 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == roles
     assert max(report["known_and_replaced_s"]) < processes.REPLACED_S
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    check_all_trained_once(job, NUM_STEPS)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []
 
 
 def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
@@ -66,13 +58,8 @@ def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: P
     assert [fault.role for fault in struck.faults] == [role] * len(blows)
     assert all("no sign of life" in fault.text for fault in struck.faults)
     assert struck.seconds_to_notice(0) < CLAIM_S + processes.REPLACED_S
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    check_all_trained_once(job, NUM_STEPS)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []
 
 
 def test_an_engine_that_is_killed_or_frozen_is_started_again(
@@ -95,13 +82,8 @@ def test_an_engine_that_is_killed_or_frozen_is_started_again(
     assert {fault.role for fault in struck.faults} == {ENGINE}
     assert struck.seconds_to_notice(0) < processes.NOTICED_S
     assert struck.seconds_to_notice(2) < FROZEN_TO_NOTICE_S
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    check_all_trained_once(job, NUM_STEPS)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []
 
 
 def test_a_worker_of_a_tensor_parallel_engine_that_is_killed_alone_costs_no_restart(
@@ -121,13 +103,8 @@ def test_a_worker_of_a_tensor_parallel_engine_that_is_killed_alone_costs_no_rest
     assert job.code == 0, job.output[-4000:]
     assert {fault.role for fault in struck.faults} == {ENGINE}
     assert struck.seconds_to_notice() < processes.ENGINE_WORKER_S
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, 5))
+    check_all_trained_once(job, 4)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -147,19 +124,13 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     report |= {"role": role, "replicas": num_replicas, "code": job.code, "steps": len(job.steps)}
     report |= {"faults": [(fault.role, fault.text[:200], fault.action) for fault in struck.faults]}
     report |= {"known_and_started_s": [round(f.t - at_s, 1) for f, at_s in zip(told, struck.at_s, strict=False)]}
-    ended = [event for event in job.stream if isinstance(event, StepEnded)]
-    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
+    report |= {"step_done_s": struck.step_done_s}
     assert job.code == 0, job.output[-4000:]
     assert len(told) == len(blows)
     assert max(report["known_and_started_s"][:2]) < processes.REPLACED_S
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
+    check_all_trained_once(job, NUM_STEPS)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
     assert "failed (" not in job.output  # no attempt was charged to a prompt
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []
 
 
 @pytest.mark.parametrize(
@@ -179,17 +150,11 @@ def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
     report |= {"role": role, "code": job.code, "steps": len(job.steps)}
     report |= {"faults": [(fault.role, fault.text[:200], fault.action) for fault in struck.faults]}
     report |= {"known_s": [round(f.t - at_s, 1) for f, at_s in zip(struck.faults, struck.at_s, strict=False)]}
-    ended = [event for event in job.stream if isinstance(event, StepEnded)]
-    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in struck.at_s]}
+    report |= {"step_done_s": struck.step_done_s}
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == [role] * len(blows)
     assert all("was started again" in fault.action for fault in struck.faults)
     assert max(report["known_s"][:2]) < processes.REPLACED_S
     assert re.search("no sign of life|not answered in time", struck.faults[-1].text)
-    assert [step["training/global_step"] for step in job.steps] == list(range(1, NUM_STEPS + 1))
-    assert all(is_conserved(step) for step in job.steps)
-    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    check_all_trained_once(job, NUM_STEPS)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
-    uids = Counter(uid for event in job.events for uid in event["uids"])
-    assert set(uids.values()) == {1}
-    assert job.survivors == []

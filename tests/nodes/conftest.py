@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,3 +64,15 @@ def job_command(task: Path, folder: Path, *overrides: str) -> list[str]:
         "ray_kwargs.ray_init.num_cpus=null", "~ray_kwargs.ray_init.num_gpus",
         "actor_rollout_ref.rollout.agent.num_workers=2", f"partial_rollout.events={folder / 'events'}", *overrides,
     ]  # fmt: skip
+
+
+def run_on_head(cluster: Cluster, command: list[str], log: Path, limit_s: float) -> tuple[int, str]:
+    """Run a command on the head to its end; returns code and output."""
+    with log.open("w") as file:
+        job = cluster.head.popen(*command, stdout=file)
+        try:
+            code = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            job.kill()  # its processes end with the node
+            raise
+    return code, log.read_text()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.observability.events import AnyEvent, EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
 from scripts.two_nodes import join_cluster, ray_cluster, second_node, two_nodes
-from tests.e2e.conftest import FLAG, is_conserved, traced
+from tests.e2e.conftest import FLAG, is_conserved, times_trained, traced
 from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_
     print(json.dumps(measured))
     assert [event.step for event in ended] == list(range(1, NUM_STEPS + 1))
     assert all(is_conserved(event.metrics) for event in ended)
-    batches = {event.step: event for event in events if isinstance(event, BatchTaken)}  # the last one of each step
-    uids = Counter(uid for batch in batches.values() for uid in batch.uids)
+    uids = times_trained(events)
     assert (len(uids), set(uids.values())) == (NUM_STEPS * BATCH, {1})
     # The new node has the dead one's address, which can have written nothing since.
     engines = [event for event in events if isinstance(event, ProcessFound) and event.role == ENGINE.role]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import pytest
 from partial_rollout.observability.events import BatchTaken, EventReader, ProcessFound, StepEnded, WeightsUpdated
 from partial_rollout.runtime.processes import ENGINE, ENGINE_PLACE, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
-from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command
+from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, run_on_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,14 +34,7 @@ def test_an_engine_on_another_node_than_the_training_rank_gets_its_weights(clust
         "partial_rollout.weights.encrypt=true",
         f"trainer.total_training_steps={NUM_STEPS}",
     ]
-    with (folder / "log").open("w") as log:
-        job = cluster.head.popen(*job_command(task, folder, *options), stdout=log)
-        try:
-            code = job.wait(JOB_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            job.kill()  # its processes end with the node
-            raise
-    output = (folder / "log").read_text()
+    code, output = run_on_head(cluster, job_command(task, folder, *options), folder / "log", JOB_LIMIT_S)
     assert code == 0, output[-4000:]
     assert "Traceback" not in output
     events = EventReader(folder / "events").read()

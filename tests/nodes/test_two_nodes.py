@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import pytest
 from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, PROMPT_MANAGER, TASK_RUNNER, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
-from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command
+from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, run_on_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,16 +60,17 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
     cluster: Cluster, tmp_path: Path, repository: Path
 ) -> None:
     """First an empty folder hides the package on the second node, then nothing does."""
+    check = [sys.executable, "-c", CHECK_NODES, str(cluster.shared)]
     package, empty = str(repository / "partial_rollout"), "/dev/shm/empty"
     cluster.other.run("mkdir", empty)
     cluster.other.run("mount", "--bind", empty, package)
-    code, output = _run(cluster, [sys.executable, "-c", CHECK_NODES, str(cluster.shared)], tmp_path / "hidden", CALL_S)
+    code, output = run_on_head(cluster, check, tmp_path / "hidden", CALL_S)
     cluster.other.run("umount", package)
     assert code == 1
     told = [line for line in output.splitlines() if "VersionError: " in line][-1]
     assert f"node {cluster.other.name} ({cluster.other.address}) lacks partial_rollout 0." in told
     assert cluster.head.name not in told
-    code, output = _run(cluster, [sys.executable, "-c", CHECK_NODES, str(cluster.shared)], tmp_path / "there", CALL_S)
+    code, output = run_on_head(cluster, check, tmp_path / "there", CALL_S)
     assert code == 0, output
     warnings = [line for line in output.splitlines() if "does not see" in line]
     assert len(warnings) == 1
@@ -78,7 +78,7 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
 
 
 def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_path: Path) -> None:
-    code, output = _run(cluster, [sys.executable, "-c", PLACE_MANAGERS], tmp_path / "placed", CALL_S)
+    code, output = run_on_head(cluster, [sys.executable, "-c", PLACE_MANAGERS], tmp_path / "placed", CALL_S)
     assert code == 0, output
     assert f"placed on {cluster.head.address}\n" in output
 
@@ -91,7 +91,7 @@ def test_a_job_over_both_nodes_goes_on_from_its_checkpoint(cluster: Cluster, tas
     options = [FLAG, *traced(task, folder, num_rows=64, every=3), "trainer.save_freq=2", "trainer.test_freq=-1"]
     for number, last in enumerate((2, 4)):
         command = job_command(task, folder, *options, f"trainer.total_training_steps={last}")
-        code, output = _run(cluster, command, folder / f"log-{number}", JOB_LIMIT_S)
+        code, output = run_on_head(cluster, command, folder / f"log-{number}", JOB_LIMIT_S)
         assert code == 0, output[-4000:]
         assert "Traceback" not in output
     events = EventReader(folder / "events").read()
@@ -118,15 +118,3 @@ def _check_both_nodes_worked(cluster: Cluster, events: list[AnyEvent]) -> None:
     runners, managers = ([event.node for event in found if event.role == kind.role] for kind in PAIR)
     assert managers == runners
     assert set(runners) == {cluster.head.address}  # where the driver is
-
-
-def _run(cluster: Cluster, command: list[str], log: Path, limit_s: float) -> tuple[int, str]:
-    """Run a command on the head to its end; returns code and output."""
-    with log.open("w") as file:
-        job = cluster.head.popen(*command, stdout=file)
-        try:
-            code = job.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            job.kill()  # its processes end with the node
-            raise
-    return code, log.read_text()

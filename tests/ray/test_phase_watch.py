@@ -19,6 +19,7 @@ from partial_rollout.runtime.processes import TASK_RUNNER, TRAINING_RANK, TRANSF
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
+from tests.unit.core.queue.queues import ManualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 
 LIMIT_S = 60.0
 CLAIM_S = 20.0
@@ -49,22 +50,12 @@ class Rank:
         threading.Event().wait()
 
 
-class Clock:
-    """Shows what a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Run:
     """A run whose trainer is the main thread of the test."""
 
     def __init__(self, folder: Path, name: str) -> None:
         timeouts = TimeoutConfig(claim_s=CLAIM_S)
-        self.folder, self.clock = folder, Clock()
+        self.folder, self.clock = folder, ManualClock()
         self.manager = create_manager(PartialRolloutConfig(timeouts=timeouts), 8, name=name)
         self.phase = PhaseWatch(LEAST_S, "was starting", self.clock)
         self.interruption = Interruption(LIMIT_S)
@@ -96,6 +87,7 @@ class Run:
 
     def join(self, thread: threading.Thread) -> None:
         thread.join(LIMIT_S)
+        assert not thread.is_alive(), f"the watch's look did not end within {LIMIT_S:g} s"
 
     def end(self) -> None:
         self.watch.stop()

@@ -89,6 +89,19 @@ def test_jobs_of_unequal_length_are_compared_over_the_steps_that_all_have():
     assert (first["s_to_reward"]["0.50"], second["s_to_reward"]["0.50"]) == (30.0, 10.0)
 
 
+def test_a_level_is_reached_by_the_mean_of_a_whole_window_or_has_no_time():
+    lucky = job("sync", [1.0] * 5 + [0.0] * 15, 2.0)
+    (row,) = learning.summarise([lucky])["summary"]
+    assert [row["s_to_reward"][level] for level in ("0.50", "0.52")] == [20.0, None]
+
+
+def test_another_learning_rate_is_told():
+    first, second = (job(mode, [0.5] * 3, 1.0) for mode in ("sync", "reuse_kv_3"))
+    for rate, each in ((1e-6, first), (2e-6, second)):
+        each["steps"] = [step | {learning.RATE: rate} for step in each["steps"]]
+    assert [row["same_learning_rate"] for row in learning.summarise([first, second])["summary"]] == [True, False]
+
+
 def test_results_of_single_jobs_become_one(tmp_path: Path):
     files = [tmp_path / "sync.json", tmp_path / "fast.json"]
     for file, each in zip(files, (job("sync", [0.5] * 20, 2.0), job("reuse_kv_3", [0.5] * 30, 1.0)), strict=True):
@@ -126,6 +139,7 @@ def test_a_comparison_goes_on_with_the_jobs_that_it_lacks(monkeypatch: pytest.Mo
     rows = {(row["mode"], row["seed"]): row for row in read_result(result)["summary"]}
     assert set(rows) == {("wait", 3), ("flag", 3), ("wait", 4), ("flag", 4)}
     assert all(row["same_learning_rate"] and row["time_ratio"] == 1.0 for row in rows.values())
+    assert all(row["generation, s a step"] == 2.0 for row in rows.values())
     assert (rows["flag", 4]["reward_common"], rows["flag", 4]["reward_last"]) == (
         round(6.5 / 12, 4),
         round(7.5 / 12, 4),

@@ -63,5 +63,7 @@ def test_without_either_it_is_stuck():
     progress = Progress("r")
     for _ in range(2):
         progress.interrupted(Interrupted(None, 3, 1))
-    with pytest.raises(ResumeStalled, match="'r' was interrupted 3 times and is still at step 3"):
+    with pytest.raises(
+        ResumeStalled, match="'r' was interrupted 3 times and is still at step 3 after opening 1 of the gate"
+    ):
         progress.interrupted(Interrupted(None, 3, 1))

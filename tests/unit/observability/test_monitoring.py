@@ -110,6 +110,7 @@ tests:
       - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="a"}}', values: '0+10x600'}}
       - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="b"}}', values: '0+10x600'}}
       - {{series: 'ray_partial_rollout_engine_relaunches_total{{run="a"}}', values: '_x40 1x300'}}
+      - {{series: 'ray_partial_rollout_engine_relaunches_total{{run="second"}}', values: '0x200 1x100'}}
       - {{series: 'ray_partial_rollout_dropped_prompts_total{{run="burst", reason="timeout"}}', values: '_x40 48x300'}}
       - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="burst"}}', values: '_x2 256x600'}}
       - {{series: 'ray_partial_rollout_step{{run="a"}}', values: '1+1x600'}}
@@ -137,12 +138,13 @@ FIRES = {
     "NoFirstStep": {30: [], 33: ["first"], 50: []},
     "OldPrompt": {4: [], 20: ["a"]},
     "DroppedPrompts": {4: ["a"], 10: ["a", "burst"], 18: ["a"]},
-    "EngineStartedAgain": {6: [], 8: ["a"], 35: ["a"], 38: []},
+    "EngineStartedAgain": {6: [], 8: ["a"], 35: ["a", "second"], 38: ["second"]},
     "OldTokens": {4: [], 20: ["a"]},
     "KvCacheFull": {4: [], 20: ["a"]},
 }
 """By alert and minutes: the runs for which it fires. Run `a` has every trouble from its sixth minute on. Counters are
-not there before they count, as Ray exports them. Run `first` never ends its first step, and `gone` has ended in it."""
+not there before they count, as Ray exports them; that of run `second` was there and rises. Run `first` never ends its
+first step, and `gone` has ended in it."""
 
 
 @NEEDS_PROMETHEUS
@@ -187,7 +189,7 @@ async def test_a_prometheus_evaluates_every_expression_on_a_recorded_job(tmp_pat
             assert [rule["health"] for group in groups for rule in group["rules"]] == ["ok"] * len(rules())
         finally:
             process.terminate()
-            await process.wait()
+            await asyncio.wait_for(process.wait(), WAIT_S)
 
 
 async def start_prometheus(folder: Path) -> tuple[asyncio.subprocess.Process, str]:

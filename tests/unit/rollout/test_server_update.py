@@ -112,7 +112,7 @@ async def broken(server: FakeServer) -> FakeServer:
     await server.set_global_steps(4)
     await server.abort_all_requests()
     server.fake.rpc_failure = FAILURE
-    with pytest.raises(WeightUpdateError, match=r"replica 0 node 0 .*update 1 .*tensor 'a' does not fit"):
+    with pytest.raises(WeightUpdateError, match=r"replica 0 node 0 .*update 1 \(version 5\).*tensor 'a' does not fit"):
         await server.receive_weights(update_number=1, version=5)
     return server
 

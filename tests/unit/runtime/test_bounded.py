@@ -11,6 +11,7 @@ import pytest
 from partial_rollout.errors import EngineDead, WaitTimeout
 from partial_rollout.runtime import bounded
 from partial_rollout.runtime.bounded import Wait, call_bounded, in_own_thread
+from tests.unit.core.queue.queues import ManualClock
 
 WAIT_S = 20.0
 
@@ -72,19 +73,10 @@ def test_a_call_that_never_returns_does_not_keep_the_event_loop_from_ending():
     gate.set()
 
 
-class Clock:
-    """Shows what a test sets."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_wait_is_named_after_a_tenth_of_its_limit_and_each_time_that_it_has_lasted_twice_as_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    clock, told = Clock(), []
+    clock, told = ManualClock(), []
     wait = Wait("trainer waits for replicas to resume", 600.0, clock=clock)
     while not wait.is_over:
         clock.now_s += wait.step_s()
@@ -99,7 +91,7 @@ def test_a_wait_is_named_after_a_tenth_of_its_limit_and_each_time_that_it_has_la
 
 
 def test_what_a_sound_wait_takes_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+    clock = ManualClock()
     wait = Wait("trainer waits for validation", 7200.0, sound_s=1800.0, clock=clock)
     clock.now_s = 2339.0
     wait.look()
@@ -115,7 +107,7 @@ def test_what_a_sound_wait_takes_is_not_warned_of(caplog: pytest.LogCaptureFixtu
 def test_a_blocking_call_that_takes_long_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate, clock = threading.Event(), Clock()
+    gate, clock = threading.Event(), ManualClock()
     monkeypatch.setattr(bounded, "Wait", partial(Wait, clock=clock))
 
     def check() -> None:

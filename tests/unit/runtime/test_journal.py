@@ -269,7 +269,9 @@ def test_records_in_another_order_are_refused_or_lead_to_the_same_books(tmp_path
     begins = [frames.num_bytes for _ in frames]  # ends, in fact: of the books and of two records
     swapped = content[: begins[0]] + content[begins[1] :] + content[begins[0] : begins[1]]
     first.write_bytes(swapped)
-    with pytest.raises(JournalUnreadable, match=r"journal\.2 at byte \d+ cannot be read"):
+    with pytest.raises(
+        JournalUnreadable, match=r"journal\.2 at byte \d+ cannot be read: the changes of the file before"
+    ):
         Journal(*_made("partial", clock), Place(folder, goes_on=True))
 
 

@@ -281,7 +281,7 @@ def test_take_batch_names_who_is_waited_for_at_the_deadline() -> None:
 def test_take_batch_names_the_slots_needed_when_nobody_claims() -> None:
     async def main() -> None:
         manager = await make_manager("a")
-        with pytest.raises(WaitTimeout, match=r"the next one needs 2 free slots; 0 workers"):
+        with pytest.raises(WaitTimeout, match=r"no prompt is ongoing, the next one needs 2 free slots; 0 workers"):
             await manager.take_batch(1, 1.0)
 
     run_virtual(main())

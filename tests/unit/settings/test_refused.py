@@ -151,7 +151,7 @@ def test_what_a_mode_needs_of_the_engine_is_told(composed: Composed, mode: str, 
 
 def test_kv_is_offloaded_from_a_gpu_whose_memory_is_released(composed: Composed):
     changes = {INTERRUPT_MODE: "offload_kv", "partial_rollout.tail.offload_gib": 8}
-    with pytest.raises(ConfigError, match="trainer.device=cpu with .*offload_kv is .* a GPU"):
+    with pytest.raises(ConfigError, match="trainer.device=cpu with .*offload_kv is .* a GPU, from which alone vLLM"):
         check(composed(changes))
     changes["trainer.device"] = "cuda"
     with pytest.raises(ConfigError, match="free_cache_engine=False with .*offload_kv .* must be True"):
@@ -193,7 +193,7 @@ def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
     config = composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 20}})
     check(config)
     assert read_settings(config).num_slots == 20 * 4
-    with pytest.raises(ConfigError, match=r"gen_batch_size=16 .*train_batch_size=16 and at most 32"):
+    with pytest.raises(ConfigError, match=r"tail.gen_batch_size=16 .* above data.train_batch_size=16 and at most 32"):
         check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
 
 
@@ -246,23 +246,23 @@ def test_a_flag_that_is_no_boolean_is_refused(composed: Composed, value: Any):
 
 
 def test_a_mistyped_flag_does_not_train_without_it(composed: Composed):
-    with pytest.raises(ConfigError, match="async_training.partial_rolout; known here: partial_rollout"):
+    with pytest.raises(ConfigError, match="unknown key async_training.partial_rolout; known here: partial_rollout"):
         is_enabled(composed({"async_training.partial_rolout": True}))
 
 
 def test_a_flag_in_a_mistyped_block_does_not_train_without_it(composed: Composed):
-    with pytest.raises(ConfigError, match="asyc_training.partial_rollout; the flag is async_training"):
+    with pytest.raises(ConfigError, match="unknown key asyc_training.partial_rollout; the flag is async_training"):
         is_enabled(composed({"asyc_training.partial_rollout": True}))
 
 
 @pytest.mark.parametrize("value", [True, None, "partial_rollout"])
 def test_a_block_of_the_flag_that_is_none_is_refused(composed: Composed, value: Any):
-    with pytest.raises(ConfigError, match="async_training=.* set .*partial_rollout to True or False"):
+    with pytest.raises(ConfigError, match="async_training=.* set async_training.partial_rollout to True or False"):
         is_enabled(composed({"async_training": value}))
 
 
 def test_no_data_file_is_refused(composed: Composed):
-    with pytest.raises(ConfigError, match=r"data.train_files=\[\] .* must be at least one file"):
+    with pytest.raises(ConfigError, match=r"data.train_files=\[\] is not allowed: must be at least one file"):
         check_inputs(composed({"data.train_files": []}))
 
 
@@ -308,12 +308,12 @@ def test_an_old_name_is_handed_on_as_the_new_one(composed: Composed):
 
 def test_sequence_parallelism_that_does_not_fit_the_devices_is_refused_with_verls_planner_too(composed: Composed):
     sizes = {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 4, "trainer.n_gpus_per_node": 2}
-    with pytest.raises(ConfigError, match="sequence parallelism of 4 .* = 2 devices .* a divisor"):
+    with pytest.raises(ConfigError, match="sequence parallelism of 4 .* = 2 devices is not allowed: must be a divisor"):
         check(composed({**sizes, "partial_rollout.packing.planner": "verl"}))
 
 
 def test_a_reward_model_needs_a_function_that_asks_it(composed: Composed):
     own_devices = {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True}
-    with pytest.raises(ConfigError, match=r"without a reward function .*custom_reward_function\.path"):
+    with pytest.raises(ConfigError, match=r"without a reward function .*reward\.custom_reward_function\.path"):
         check(composed({**own_devices, "reward.custom_reward_function.path": None}))
     check(composed({**own_devices, "reward.custom_reward_function.path": __file__}))

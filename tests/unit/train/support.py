@@ -7,9 +7,9 @@ from typing import Any
 from partial_rollout.train.trainer import PartialRolloutTrainer
 
 
-def bare_trainer(**attributes: Any) -> Any:
-    """A trainer with these attributes and no others: its constructor starts actors."""
-    trainer = object.__new__(PartialRolloutTrainer)
+def bare_trainer(of: type[PartialRolloutTrainer] = PartialRolloutTrainer, **attributes: Any) -> Any:
+    """A trainer of this class with these attributes and no others: its constructor starts actors."""
+    trainer = object.__new__(of)
     for name, value in attributes.items():
         setattr(trainer, name, value)
     return trainer

@@ -38,7 +38,7 @@ async def test_the_call_blocks_inside_a_running_loop_too():
 
 
 def test_a_replica_that_does_not_answer_is_told_with_the_call():
-    with pytest.raises(WaitTimeout, match="to resume; no answer from replica 1 at 10.0.0.1:80$"):
+    with pytest.raises(WaitTimeout, match="for 2 rollout replicas to resume; no answer from replica 1 at 10.0.0.1:80$"):
         ReplicaFleet(cast("Any", [OpenReplica(2), Replica(3, rank=1)]), TimeoutConfig(resume_s=0.01)).resume()
 
 

@@ -118,8 +118,8 @@ def test_our_queue_and_verls_buffer_drop_the_same_groups(drawn: list[Sequence[Ou
 
 def test_a_metric_that_the_reward_does_not_give_ends_the_run_with_what_it_gives() -> None:
     trajectory = Trajectory(make_claim(), 0)
-    with pytest.raises(ConfigError, match=r"metric=accuracy is not allowed.*numbers for \['acc'\]"):
+    with pytest.raises(ConfigError, match=r"filter_groups\.metric=accuracy is not allowed.*numbers for \['acc'\]"):
         summaries(trajectory, [output(1.0, 1.0)], "accuracy")
     unscored = output(1.0, 1.0).model_copy(update={"reward_score": None})
-    with pytest.raises(ConfigError, match=r"metric=reward is not allowed: a trajectory has None"):
+    with pytest.raises(ConfigError, match=r"filter_groups\.metric=reward is not allowed: a trajectory has None"):
         summaries(trajectory, [unscored], "reward")

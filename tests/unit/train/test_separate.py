@@ -9,6 +9,7 @@ import pytest
 
 from partial_rollout.train.separate import SeparateTrainer
 from partial_rollout.train.trainer import PartialRolloutTrainer
+from tests.unit.train.support import bare_trainer
 
 
 @pytest.fixture
@@ -33,10 +34,13 @@ def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
         self._resume()
 
     monkeypatch.setattr(PartialRolloutTrainer, "on_step_end", on_step_end)
-    trainer: Any = object.__new__(SeparateTrainer)
-    trainer._phase = SimpleNamespace(begin=lambda *_: None)
-    trainer.global_steps, trainer.total_training_steps, trainer.curr_step_profile = 1, 2, False
-    return trainer
+    return bare_trainer(
+        SeparateTrainer,
+        _phase=SimpleNamespace(begin=lambda *_: None),
+        global_steps=1,
+        total_training_steps=2,
+        curr_step_profile=False,
+    )
 
 
 def step(trainer: Any, *, saves: bool = False) -> None:

@@ -243,7 +243,7 @@ def test_a_stalled_receiver_is_named_within_the_limit(channels):
     received = []
     thread = threading.Thread(target=lambda: received.append(catch(stall)))
     thread.start()
-    with pytest.raises(WeightPeerLost, match="silent for 0.2 s; we waited for a free buffer"):
+    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for a free buffer"):
         send_all(channels.address, make_weights(8), timeout_s=SHORT_S)
     gate.set()
     thread.join()
@@ -261,7 +261,7 @@ def test_a_stalled_sender_is_named_within_the_limit(channels):
     sent = []
     thread = threading.Thread(target=lambda: sent.append(catch(send_all, channels.address, weights())))
     thread.start()
-    with pytest.raises(WeightPeerLost, match="silent for 0.2 s; we waited for the next message"):
+    with pytest.raises(WeightPeerLost, match="channel test was silent for 0.2 s; we waited for the next message"):
         receive_all(channels.address, timeout_s=SHORT_S)
     gate.set()
     thread.join()

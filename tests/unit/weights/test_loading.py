@@ -113,7 +113,7 @@ def test_a_missing_part_of_an_expert_is_named(missing: str) -> None:
 
 
 def test_an_expert_that_only_one_layer_lacks_is_named() -> None:
-    with pytest.raises(WeightMismatch, match=r"mlp\.experts\.2\..* was not sent, one of 3 experts"):
+    with pytest.raises(WeightMismatch, match=r"layers\.3\.mlp\.experts\.2\..* was not sent, one of 3 experts"):
         require_experts([each for each in EXPERTS if "3.mlp.experts.2." not in each])
 
 
