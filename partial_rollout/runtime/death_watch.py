@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
+STDOUT, STDERR = 1, 2
 NUM_LAST_LINES = 5
 LAST_BYTES = 8192
 """Bytes read at the end of a log file: more than `NUM_LAST_LINES` lines of usual length."""
@@ -57,9 +58,14 @@ def own_process(role: str, name: str) -> Process:
 
 def own_log() -> str:
     """Path of the file that this process writes its errors to; empty where they go elsewhere."""
+    return log_of(os.getpid(), STDERR)
+
+
+def log_of(pid: int, fd: int) -> str:
+    """Path of the file that a process of this node writes to at `fd`; empty where that is no file."""
     try:
-        log = os.readlink("/proc/self/fd/2")
-    except OSError:  # another operating system than Linux
+        log = os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:  # it has ended, or another operating system than Linux
         return ""
     return log if Path(log).is_file() else ""
 
@@ -101,8 +107,14 @@ def end_actor(handle: Any, process: Process) -> None:
         process = rays_process(told, process.role, process.name)  # it froze before it could say where it runs
     ray.kill(handle, no_restart=False)  # an actor that Ray may start again is started again
     if process.pid and process.node == ray.util.get_node_ip_address():
+        kill_pid(process.pid)
+
+
+def kill_pid(pid: int) -> None:
+    """Kill a process of this node, which may have ended; 0: its id is not known."""
+    if pid:  # the kernel would take 0 for all processes of this one's group
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def last_lines(log: str) -> str:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import threading
 from typing import TYPE_CHECKING
 
 import psutil
 
 from partial_rollout.observability.events import Fault
-from partial_rollout.runtime.death_watch import last_lines
+from partial_rollout.runtime.death_watch import STDOUT, kill_pid, last_lines, log_of
 from partial_rollout.runtime.processes import GCS, RAYLET
 from partial_rollout.runtime.run_restarts import runs
 from partial_rollout.types import Death, Process
@@ -99,17 +97,8 @@ class RayWatch:
         )
         # Without the GCS a raylet does not end in time when it is told to; with the raylet its workers end.
         for pid in (self._runner.pid, *(watched.pid for watched, _ in self._watched if watched.role == RAYLET.role)):
-            if pid:  # 0 would be all processes of this one's group
-                _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+            kill_pid(pid)
 
 
 def _place(title: str, process: psutil.Process, node: str) -> Process:
-    log = ""
-    with contextlib.suppress(OSError):
-        log = os.readlink(f"/proc/{process.pid}/fd/1")
-    return Process(TITLES[title].role, title, node, process.pid, log if os.path.isfile(log) else "")
+    return Process(TITLES[title].role, title, node, process.pid, log_of(process.pid, STDOUT))

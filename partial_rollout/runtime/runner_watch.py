@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import threading
 import time
 from concurrent.futures import TimeoutError as LateAnswer
@@ -26,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.core.deadlines import Deadlines
 from partial_rollout.errors import ClusterError, TaskRunnerLost
-from partial_rollout.runtime.death_watch import end_actor, how_it_died, last_lines, own_process
+from partial_rollout.runtime.death_watch import end_actor, how_it_died, kill_pid, last_lines, own_process
 from partial_rollout.runtime.heartbeat import ANSWER_S, BLOCKED_S, SILENT, Pulse, describe_silence, interval_s
 from partial_rollout.runtime.processes import TASK_RUNNER, WITNESS
 from partial_rollout.runtime.run_watch import note_found
@@ -183,8 +181,7 @@ class RunnerWatch:
     def _without_witness(self, error: Exception) -> None:
         if self._place.pid and not self._stopped.is_set():
             logger.warning("%s does not answer (%s); it is started again", self._place, type(error).__name__)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._place.pid, signal.SIGKILL)  # Ray starts another one
+            kill_pid(self._place.pid)  # Ray starts another one
             self._place = Process(WITNESS.role, WITNESS.role)
 
     def _tell(self, late: Late[str], runner: ActorHandle) -> None:

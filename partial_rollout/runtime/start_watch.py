@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from partial_rollout.observability import stages
 from partial_rollout.observability.events import Fault
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.bounded import call_bounded
-from partial_rollout.runtime.death_watch import how_it_died, rays_process
+from partial_rollout.runtime.death_watch import how_it_died, kill_pid, rays_process
 from partial_rollout.runtime.heartbeat import BLOCKED_S, interval_s
 from partial_rollout.runtime.run_restarts import root_cause
 from partial_rollout.runtime.run_watch import note_found
@@ -288,8 +286,7 @@ class StartWatch:
 def end_process(process: Process) -> None:
     """Kill a process of the run that may be frozen."""
     if process.node == ray.util.get_node_ip_address() and process.pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        kill_pid(process.pid)
         return
     with contextlib.suppress(ValueError):  # an actor without a name ends with its maker
         ray.kill(ray.get_actor(process.name))
