@@ -353,10 +353,7 @@ class Replicas:
                 if self._start is None
                 else "it has died twice since the last update of weights: the run ends"
             )
-        fault = Fault(
-            role=ROLE, name=process.name, node=process.node, pid=process.pid, text=str(death), action=action,
-            noticed_after_s=noticed_after_s,
-        )  # fmt: skip
+        fault = Fault.of(process, text=str(death), action=action, noticed_after_s=noticed_after_s)
         logger.error("%s; %s", death, action, extra={"event": fault})
         if again:
             server.starting = self._supervised(self._start_again(server), f"start of {ROLE} {server.index}")
@@ -406,8 +403,7 @@ class Replicas:
         """Ask a server where it runs, and say so."""
         place = await self._call(server, "its place", lambda each: each.place.remote())
         process = server.process = dataclasses.replace(place, role=ROLE, name=str(server.index))
-        found = ProcessFound(role=ROLE, name=process.name, node=process.node, pid=process.pid)
-        logger.info("%s runs", process, extra={"event": found})
+        logger.info("%s runs", process, extra={"event": ProcessFound.of(process)})
 
     async def _watch(self, server: _Server) -> None:
         """Ask the engine of one server for signs of life, which it gives between two denoise steps."""

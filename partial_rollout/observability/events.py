@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from partial_rollout.settings.block import PartialRolloutConfig
+    from partial_rollout.types import Process
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +276,20 @@ class Fault(Event, frozen=True, tag="fault"):
     action: str = ""
     """What was done: `started again`, `its prompts went back to the queue`, `the run ends`, ..."""
 
+    @classmethod
+    def of(
+        cls,
+        process: Process,
+        *,
+        text: str,
+        action: str,
+        step: int | None = None,
+        noticed_after_s: float | None = None,
+    ) -> Fault:
+        """The fault of a process whose place is known."""
+        where = {"role": process.role, "name": process.name, "node": process.node, "pid": process.pid}
+        return cls(**where, text=text, action=action, step=step, noticed_after_s=noticed_after_s)
+
 
 class ProcessFound(Event, frozen=True, tag="process"):
     """A process that the run needs is watched from now on; one that is started again is found again."""
@@ -285,6 +300,11 @@ class ProcessFound(Event, frozen=True, tag="process"):
     node: str = ""
     pid: int = 0
     """0: not known, the process was too busy to answer."""
+
+    @classmethod
+    def of(cls, process: Process) -> ProcessFound:
+        """The process as it was found."""
+        return cls(role=process.role, name=process.name, node=process.node, pid=process.pid)
 
 
 class StageBegan(Event, frozen=True, tag="stage"):

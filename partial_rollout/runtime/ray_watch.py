@@ -91,10 +91,8 @@ class RayWatch:
         action = (
             "training ends, with this Ray; it is started again from its last checkpoint unless the log says why not"
         )
-        where = {"role": place.role, "name": place.name, "node": place.node, "pid": place.pid}
-        logger.error(
-            "%s\n%s", self._death, action, extra={"event": Fault(**where, text=str(self._death), action=action)}
-        )
+        fault = Fault.of(place, text=str(self._death), action=action)
+        logger.error("%s\n%s", self._death, action, extra={"event": fault})
         # Without the GCS a raylet does not end in time when it is told to; with the raylet its workers end.
         for pid in (self._runner.pid, *(watched.pid for watched, _ in self._watched if watched.role == RAYLET.role)):
             kill_pid(pid)

@@ -113,9 +113,7 @@ class RunRestarts:
             action = f"training is not started again: {why_not}"
         fault = None
         if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
-            process = failure.error.death.process
-            place = {"role": process.role, "name": process.name, "node": process.node, "pid": process.pid}
-            fault = Fault(**place, text=str(failure.error), action=action)
+            fault = Fault.of(failure.error.death.process, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0
 

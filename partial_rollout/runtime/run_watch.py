@@ -378,20 +378,10 @@ class RunWatch:
             self._stopped.set()
 
     def _note(self, death: Death, action: str) -> None:
-        process, step = death.process, self._step()
-        fault = Fault(
-            role=process.role,
-            name=process.name,
-            node=process.node,
-            pid=process.pid,
-            text=str(death),
-            action=action,
-            step=step,
-        )
+        fault = Fault.of(death.process, text=str(death), action=action, step=self._step())
         logger.warning("%s. %s", death, action, extra={"event": fault})
 
 
 def note_found(process: Process) -> None:
     """Say in log and event stream where a process of the run is."""
-    found = ProcessFound(role=process.role, name=process.name, node=process.node, pid=process.pid)
-    logger.info("%s is watched", process, extra={"event": found})
+    logger.info("%s is watched", process, extra={"event": ProcessFound.of(process)})

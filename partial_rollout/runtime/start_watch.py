@@ -279,8 +279,7 @@ class StartWatch:
         return f"none of its processes is stopped on this node: {', '.join(str(each.process) for each in self._actors)}"
 
     def _note(self, process: Process, text: str) -> None:
-        place = {"role": process.role, "name": process.name, "node": process.node, "pid": process.pid}
-        logger.warning("%s", text, extra={"event": Fault(**place, text=text, action="the start ends")})
+        logger.warning("%s", text, extra={"event": Fault.of(process, text=text, action="the start ends")})
 
 
 def end_process(process: Process) -> None:
