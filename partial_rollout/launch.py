@@ -29,7 +29,7 @@ from partial_rollout.runtime.death_watch import describe
 from partial_rollout.runtime.placement import on_this_node
 from partial_rollout.runtime.processes import RAYLET
 from partial_rollout.runtime.prompt_manager import find_manager
-from partial_rollout.runtime.ray_watch import RayWatch
+from partial_rollout.runtime.ray_watch import RayWatch, own_ray
 from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts
 from partial_rollout.runtime.runner_watch import RunnerWatch
@@ -94,7 +94,7 @@ def _failure(prepared: Prepared) -> Failure | None:
 
 def shut_down_ray() -> None:
     """Shut Ray down. Ray waits for a frozen raylet without a bound, so one that this process has started is killed."""
-    timer = threading.Timer(SHUTDOWN_S, _end_raylets)
+    timer = threading.Timer(SHUTDOWN_S, _end_raylet)
     timer.daemon = True
     timer.start()
     try:
@@ -103,14 +103,14 @@ def shut_down_ray() -> None:
         timer.cancel()
 
 
-def _end_raylets() -> None:
-    for child in psutil.Process().children():
+def _end_raylet() -> None:
+    raylet = own_ray().get(RAYLET.role)
+    if raylet is not None:
         with contextlib.suppress(psutil.Error):  # ended meanwhile
-            if child.name() == RAYLET.role:
-                text = f"Ray has not ended within {SHUTDOWN_S:g} s: its raylet (pid {child.pid}, {child.status()})"
-                fault = Fault(role=RAYLET.role, name=RAYLET.role, pid=child.pid, text=text, action="it is killed")
-                logger.warning("%s is killed", text, extra={"event": fault})
-                child.kill()
+            text = f"Ray has not ended within {SHUTDOWN_S:g} s: its raylet (pid {raylet.pid}, {raylet.status()})"
+            fault = Fault(role=RAYLET.role, name=RAYLET.role, pid=raylet.pid, text=text, action="it is killed")
+            logger.warning("%s is killed", text, extra={"event": fault})
+            raylet.kill()
 
 
 def run(prepared: Prepared) -> None:

@@ -24,7 +24,7 @@ from partial_rollout.runtime.run_restarts import runs
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,12 @@ LOOK_S = 1.0
 
 def own_ray() -> dict[str, psutil.Process]:
     """GCS and raylet that this process has started, by title."""
-    return {child.name(): child for child in _children() if child.name() in TITLES}
-
-
-def _children() -> Iterator[psutil.Process]:
+    found: dict[str, psutil.Process] = {}
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # ended meanwhile
-            if child.status() != psutil.STATUS_ZOMBIE:
-                yield child
+            if (title := child.name()) in TITLES and runs(child):
+                found[title] = child
+    return found
 
 
 class RayWatch:

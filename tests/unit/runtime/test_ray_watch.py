@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from partial_rollout.observability.events import EventReader, EventWriter, Fault
 from partial_rollout.observability.log import report_to
 from partial_rollout.runtime import ray_watch
 from partial_rollout.runtime.processes import GCS, RAYLET
-from partial_rollout.runtime.ray_watch import RayWatch
+from partial_rollout.runtime.ray_watch import RayWatch, own_ray
 from partial_rollout.runtime.run_restarts import Failure
 from partial_rollout.types import Process
 
@@ -132,6 +133,39 @@ def test_whatever_ray_says_the_error_names_its_process_and_training_may_start_ag
         f"GCS gcs_server (pid {run.gcs.pid} on node {NODE}) died: it was killed, or it crashed"
     )
     assert Failure.of(error, NODE).is_death
+
+
+class Ended:
+    """A child that ends between two questions."""
+
+    pid = 4711
+
+    def status(self) -> str:
+        return psutil.STATUS_RUNNING
+
+    def is_running(self) -> bool:
+        return True
+
+    def name(self) -> str:
+        raise psutil.NoSuchProcess(self.pid)
+
+
+def test_own_ray_is_found_beside_children_that_end_meanwhile_or_are_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for title in ray_watch.TITLES:
+        (tmp_path / title).symlink_to(shutil.which("cat") or "cat")
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen([tmp_path / "raylet"], stdin=pipe) as raylet,
+        subprocess.Popen([tmp_path / "gcs_server"], stdin=pipe) as gcs,
+    ):
+        gcs.kill()
+        os.waitid(os.P_PID, gcs.pid, os.WEXITED | os.WNOWAIT)
+        children = [Ended(), psutil.Process(raylet.pid), psutil.Process(gcs.pid)]
+        monkeypatch.setattr(psutil.Process, "children", lambda _: children)
+        assert {title: process.pid for title, process in own_ray().items()} == {"raylet": raylet.pid}
+        raylet.kill()
 
 
 def test_a_cluster_that_was_there_before_is_not_watched() -> None:
