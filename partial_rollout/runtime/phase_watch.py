@@ -52,6 +52,7 @@ TRAINER_CODE = ("/verl/trainer/", "/partial_rollout/train/")
 """Paths whose functions say what the trainer does."""
 NUM_FRAMES = 8
 """Innermost functions of a stack that an error quotes; the log has all."""
+NOT_KNOWN = "it could not be found out which training ranks have an open call"
 
 
 class PhaseWatch:
@@ -122,10 +123,14 @@ class PhaseWatch:
             longest_s = self._phases.longest_s(late.phase) if late else 0.0
         if late is None:
             return
-        own, busy = stack_of(main), _busy(ranks())
-        stacks = _stacks(manager, busy) if late.is_over else {}
+        own, busy, stacks, stuck = stack_of(main), dict[str, Any](), dict[str, str](), None
+        try:
+            busy = _busy(ranks())
+            stacks = _stacks(manager, busy) if late.is_over else {}
+            stuck = who_is_stuck(own, {name: stacks.get(name, "") for name in busy})
+        except Exception:  # the end of a phase is told once: it must come, whoever keeps the trainer waiting
+            logger.exception("could not find out which training ranks have an open call")
         self._looked_s = self._clock()  # asking has taken time
-        stuck = who_is_stuck(own, {name: stacks.get(name, "") for name in busy})
         if self._number != number:
             return  # it went on meanwhile
         if late.is_over:
@@ -152,7 +157,7 @@ def _stacks(manager: ActorHandle, names: Mapping[str, Any]) -> dict[str, str]:
         return {}
 
 
-def _warn(late: Late[str], doing: str, longest_s: float, stuck: Stuck, own: str) -> None:
+def _warn(late: Late[str], doing: str, longest_s: float, stuck: Stuck | None, own: str) -> None:
     logger.warning(
         "the trainer has %s for %.0f s (the longest time before: %.0f s); it is in %s, and %s. After %.0f s "
         "(partial_rollout.timeouts.train_s; docs/troubleshooting.md) who keeps it waiting is killed, and training is "
@@ -161,7 +166,7 @@ def _warn(late: Late[str], doing: str, longest_s: float, stuck: Stuck, own: str)
         late.waited_s,
         longest_s,
         _place(own),
-        stuck.in_words,
+        stuck.in_words if stuck else NOT_KNOWN,
         late.limit_s,
     )
 
@@ -178,18 +183,18 @@ def _told(late: Late[str], doing: str, own: str, stacks: Mapping[str, str]) -> s
     )
 
 
-def _death(late: Late[str], doing: str, stuck: Stuck, own: str, stacks: Mapping[str, str]) -> Death:
-    """What the run ends with: the likeliest of those that keep the trainer waiting."""
+def _death(late: Late[str], doing: str, stuck: Stuck | None, own: str, stacks: Mapping[str, str]) -> Death:
+    """What the run ends with: the likeliest of those that keep the trainer waiting. `stuck` is None: nobody knows."""
     limit = (
         f"the trainer had {doing} for {late.waited_s:.0f} s, longer than the {late.limit_s:.0f} s that "
         "partial_rollout.timeouts.train_s allows here"
     )
-    if stuck.in_transfer_queue:
+    if stuck is not None and stuck.in_transfer_queue:
         role = TRANSFER_QUEUE_CONTROLLER.role
         return Death(Process(role, role), f"it was given up: {limit}, and waited for TransferQueue's answer")
-    if not stuck.ranks:
+    if stuck is None or not stuck.ranks:
         process = own_process(TASK_RUNNER.role, TASK_RUNNER.role)
-        cause = f"it was given up: {limit}, and no training rank had an open call"
+        cause = f"it was given up: {limit}, and {NOT_KNOWN if stuck is None else 'no training rank had an open call'}"
         return Death(process, cause, f"stood in\n{_inner(own)}")
     first, others = stuck.ranks[0], stuck.ranks[1:]
     also = f"; so had {shortened(others)}" if others else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.now_s, self.ended, self.deaths = 0.0, list[float](), list["Death"]()
+        self.ranks: Callable[[], list[Any]] = list
         self.phase = PhaseWatch(LEAST_S, "was starting", lambda: self.now_s)
 
     def start(self) -> None:
@@ -41,12 +43,17 @@ class Trainer:
         watch: Any = SimpleNamespace(end_stuck=self._end)
         for _ in range(int(seconds)):
             self.now_s += 1.0
-            self.phase.look(watch, watch, list, threading.get_ident())
+            self.phase.look(watch, watch, self.ranks, threading.get_ident())
 
     def _end(self, death: Death, release: Callable[[], None]) -> None:
         self.ended.append(self.now_s)
         self.deaths.append(death)
-        release()
+        with contextlib.suppress(LookupError):  # the run ends whatever becomes of it
+            release()
+
+
+def _raise() -> list[Any]:
+    raise LookupError("no such worker group")
 
 
 @pytest.fixture
@@ -86,6 +93,21 @@ def test_a_process_that_was_stopped_for_a_while_blames_nobody(trainer: Trainer) 
     trainer.now_s += 100 * LEAST_S
     trainer.pass_(4 * LEAST_S - 10.0)
     assert trainer.ended == []
+
+
+def test_the_run_ends_also_where_nobody_can_say_who_keeps_the_trainer_waiting(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.ranks = _raise
+    trainer.phase.begin("trained step 3", "train")
+    trainer.start()
+    trainer.pass_(4 * LEAST_S - 1.0)
+    assert "could not be found out which training ranks have an open call. After 40 s" in caplog.text
+    trainer.pass_(20.0)
+    assert trainer.ended == [4 * LEAST_S]
+    (death,) = trainer.deaths
+    assert death.process.role == "task runner"
+    assert death.cause.endswith("and it could not be found out which training ranks have an open call")
 
 
 def test_the_watch_looks_in_a_thread_until_the_run_ends_also_after_an_error(
