@@ -123,7 +123,7 @@ class PhaseWatch:
             longest_s = self._phases.longest_s(late.phase) if late else 0.0
         if late is None:
             return
-        own, busy, stacks, stuck = stack_of(main), dict[str, Any](), dict[str, str](), None
+        own, stacks, stuck = stack_of(main), dict[str, str](), None
         try:
             busy = _busy(ranks())
             stacks = _stacks(manager, busy) if late.is_over else {}
@@ -136,23 +136,23 @@ class PhaseWatch:
         if late.is_over:
             logger.error("%s", _told(late, doing, own, stacks))
             death = _death(late, doing, stuck, own, stacks)
-            watch.end_stuck(death, lambda: _end(ranks(), busy))
+            watch.end_stuck(death, lambda: _end_others(ranks(), death.process.name))
         else:
             _warn(late, doing, longest_s, stuck, own)
 
 
-def _busy(ranks: Sequence[tuple[str, ActorHandle]]) -> dict[str, ActorHandle]:
+def _busy(ranks: Sequence[tuple[str, ActorHandle]]) -> list[str]:
     """The ranks that have an open call."""
     asked: list[ray.ObjectRef[Any]] = [rank.__ray_call__.remote(describe) for _, rank in ranks]
     _, late = ray.wait(asked, num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
-    return {name: rank for (name, rank), ref in zip(ranks, asked, strict=True) if ref in late}
+    return [name for (name, _), ref in zip(ranks, asked, strict=True) if ref in late]
 
 
-def _stacks(manager: ActorHandle, names: Mapping[str, Any]) -> dict[str, str]:
+def _stacks(manager: ActorHandle, names: Sequence[str]) -> dict[str, str]:
     if not names:
         return {}
     try:
-        return ray.get(manager.stacks.remote(list(names), STACKS_S), timeout=STACKS_S + ASK_S)
+        return ray.get(manager.stacks.remote(names, STACKS_S), timeout=STACKS_S + ASK_S)
     except RayError:  # the manager is gone or silent, which others notice
         return {}
 
@@ -212,10 +212,8 @@ def _inner(stack: str) -> str:
     return "\n".join(stack.splitlines()[:NUM_FRAMES])
 
 
-def _end(ranks: Sequence[tuple[str, ActorHandle]], busy: Mapping[str, ActorHandle]) -> None:
-    """Kill all ranks: the trainer's call to them ends, and those that hang are gone."""
+def _end_others(ranks: Sequence[tuple[str, ActorHandle]], named: str) -> None:
+    """Kill all ranks but the one that the run's end names, and kills: the trainer's calls to them end."""
     for name, rank in ranks:
-        if name in busy:
-            end_actor(rank, Process(TRAINING_RANK.role, name))
-        else:
-            ray.kill(rank)
+        if name != named:
+            end_actor(rank, Process(TRAINING_RANK.role, name))  # it may hang too
