@@ -90,7 +90,8 @@ class RayWatch:
             "training ends, with this Ray; it is started again from its last checkpoint unless the log says why not"
         )
         fault = Fault.of(place, text=str(self._death), action=action)
-        logger.error("%s\n%s", self._death, action, extra={"event": fault})
+        # Without the last lines of its log: `RunRestarts` logs the error, which has them.
+        logger.error("%s died; %s", place, action, extra={"event": fault})
         # Without the GCS a raylet does not end in time when it is told to; with the raylet its workers end.
         for pid in (self._runner.pid, *(watched.pid for watched, _ in self._watched if watched.role == RAYLET.role)):
             kill_pid(pid)

@@ -33,6 +33,8 @@ KILLED_S = 20.0
 """The kernel has freed what a killed process held within this time."""
 RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
+NEVER = "that needs async_training.partial_rollout=True, partial_rollout.events, and partial_rollout.restarts above 0"
+"""Why a command never starts training again."""
 WITHOUT_CHECKPOINT = 1
 """New starts of a command that has saved nothing yet: they may begin with the first step."""
 WRITERS = ("trainer", "task_runner", "server", "driver")
@@ -102,11 +104,13 @@ class RunRestarts:
 
     def follows(self, failure: Failure) -> bool:
         """Whether training is to be started again; call this when Ray is shut down. Ends what is left of processes."""
-        if self._events is None or not self._limit or not failure.is_death:
+        if not failure.is_death:
             return False
-        told = [event for event in EventReader(self._events, WRITERS).read() if event.t >= self._since_s]
-        end_left_over([event for event in told if isinstance(event, ProcessFound)], failure.node, gone_s=GONE_S)
-        number, why_not = self._decide(told)
+        number, why_not = 0, NEVER
+        if self._events is not None and self._limit:
+            told = [event for event in EventReader(self._events, WRITERS).read() if event.t >= self._since_s]
+            end_left_over([event for event in told if isinstance(event, ProcessFound)], failure.node, gone_s=GONE_S)
+            number, why_not = self._decide(told)
         if number:
             action = f"training is started again from its last checkpoint (new start {number} of {self._budget.limit})"
         else:

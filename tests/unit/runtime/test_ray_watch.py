@@ -20,7 +20,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.runtime import ray_watch
 from partial_rollout.runtime.processes import GCS, RAYLET
 from partial_rollout.runtime.ray_watch import RayWatch, own_ray
-from partial_rollout.runtime.run_restarts import Failure
+from partial_rollout.runtime.run_restarts import Failure, RunRestarts
 from partial_rollout.types import Process
 
 if TYPE_CHECKING:
@@ -92,6 +92,17 @@ def test_the_first_that_dies_is_named_once_and_the_task_runner_is_ended(run: Run
     assert fault.text == str(run.watch.death())
     assert "started again from its last checkpoint unless the log says why not" in fault.action
     assert fault.text.endswith("which ends with:\nits last line")
+
+
+def test_the_last_lines_are_logged_by_the_end_of_the_training_only(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.kill(run.gcs)
+    runner = StartedRunner(None, LIMIT_S, [RunningRunner(None, None, run.watch)])
+    error = runner.explain(ActorUnavailableError("Socket closed", b"0" * 16))
+    assert f"gcs_server (pid {run.gcs.pid} on node {NODE}) died; training ends" in caplog.text
+    assert not RunRestarts(0, tmp_path, "auto").follows(Failure.of(error, NODE))
+    assert caplog.text.count("its last line") == 1
 
 
 def test_the_thread_looks_by_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

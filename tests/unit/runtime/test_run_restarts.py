@@ -93,6 +93,18 @@ def test_a_run_that_would_not_go_on_from_its_checkpoint_ends(run: Run, tmp_path:
     assert not RunRestarts(0, tmp_path, "auto").follows(RANK_DIED)
 
 
+def test_a_command_that_never_starts_training_again_says_why_not(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save(4)
+    for restarts in (RunRestarts(0, tmp_path, "auto"), RunRestarts(2, None, "auto")):
+        caplog.clear()
+        assert not restarts.follows(RANK_DIED)
+        assert "training is not started again: that needs async_training.partial_rollout=True" in caplog.text
+        assert not restarts.follows(Failure(ConfigError("no"), NODE))
+        assert len(caplog.records) == 1
+
+
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[None]:
     report_to(EventWriter(tmp_path, "driver"))
