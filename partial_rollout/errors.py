@@ -130,7 +130,7 @@ class TaskRunnerLost(ActorLost):
 
 
 class RayProcessLost(ActorLost):
-    """A process of Ray itself died, without which none of the run's can go on."""
+    """A process of Ray itself died, its GCS or a raylet; no process of the run can go on without it."""
 
 
 class JournalUnreadable(ClusterError):

@@ -89,7 +89,9 @@ class Stuck:
         """For a message."""
         if self.in_transfer_queue:
             return "TransferQueue is waited for"
-        return f"training ranks with an open call: {shortened(self.ranks)}" if self.ranks else "no rank has a call"
+        if not self.ranks:
+            return "no training rank has an open call"
+        return f"training ranks with an open call: {shortened(self.ranks)}"
 
 
 def who_is_stuck(own: str, ranks: Mapping[str, str]) -> Stuck:

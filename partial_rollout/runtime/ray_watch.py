@@ -2,10 +2,11 @@
 
     GCS or raylet dies ──> thread of the RayWatch ──SIGKILL──> task runner ──its end──> driver: the error names Ray's
 
-Without its GCS Ray's processes try to reach it for a minute; then Ray ends them, and the driver too, out of C++: no
-line of the driver runs any more. So the driver looks itself. It ends the task runner, for whose end it waits, and the
-raylet, which would wait for the GCS, and has the rest of that minute to shut Ray down. A new start has a Ray of its
-own. The processes of a cluster that was there before the command are not its children, and not watched.
+When the GCS is dead, Ray's processes try to reach it for a minute. Then Ray's C++ code ends each of them, the driver
+too, and no Python code of the driver runs any more. So the driver looks every second whether both live. When one is
+dead, it kills the task runner, whose end it waits for, and the raylet, which would wait for the GCS; then it has the
+rest of that minute to shut Ray down. A new start of the training starts a new Ray. A cluster that was there before the
+command is not watched: its processes are no children of the driver.
 """
 
 from __future__ import annotations

@@ -145,13 +145,14 @@ class RunnerWatch:
     def explain(self, error: RayError) -> RayError | ClusterError:
         """The error that names the task runner, where `error` says that it has died; otherwise `error`.
 
-        A task runner whose run an error had ended, but which did not end in time, is not lost: the error counts.
+        Where an error had ended the run before the task runner died, that error is told.
         """
         if isinstance(error, RayTaskError) or not isinstance(error, RayActorError):
             return error
         sign = self._silence.sign
         if sign.ends_with:
-            return ClusterError(f"{sign.ends_with}\n{sign.process} did not end in time after it ({how_it_died(error)})")
+            how = how_it_died(error)
+            return ClusterError(f"{sign.ends_with}\n{sign.process} died while the run ended with this error ({how})")
         log = sign.process.log
         lines = last_lines(log) if log else ""
         return TaskRunnerLost(Death(sign.process, self._cause or how_it_died(error), sign.doing, lines))

@@ -63,7 +63,7 @@ def test_a_trainer_or_a_rank_that_waits_in_transfer_queue_blames_it() -> None:
     assert who_is_stuck(IN_QUEUE, {}).in_transfer_queue
     assert who_is_stuck("get", {"actor-0": IN_QUEUE, "actor-1": "all_reduce"}).in_transfer_queue
     alone = who_is_stuck("log (wandb/sdk.py:1)", {})
-    assert (alone.in_transfer_queue, alone.in_words) == (False, "no rank has a call")
+    assert (alone.in_transfer_queue, alone.in_words) == (False, "no training rank has an open call")
 
 
 def test_a_message_of_a_thousand_ranks_is_short() -> None:
