@@ -1,4 +1,4 @@
-"""How long a trajectory may wait for a tool or a reward, and which have waited for too long. No clock of its own."""
+"""When a wait is warned of, and when it ends: for a tool, for a sign of life, for the start. No clock of its own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Late(Generic[K]):
 
 
 class Deadlines(Generic[K]):
-    """The waits of many trajectories, each for one thing at a time.
+    """The waits of many, such as trajectories or processes, each for one thing at a time.
 
     begin -> waiting -> named in a warning -> overdue: `look` returns it, and it is forgotten
       ^         |
