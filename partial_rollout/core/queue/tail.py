@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from partial_rollout.errors import ConfigError
 
-DEFERRAL_LIMIT = 8
-"""Rounds leave a batch of groups behind in 4 rounds at best; twice as many let most groups get a long round."""
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from partial_rollout.settings.block import PartialRolloutConfig
+
+DEFERRAL_LIMIT = 8
+"""By default four short rounds leave a batch of groups behind, which then get a long round; a group may wait for twice
+as many, so that most groups are trained in a long round."""
 
 
 @dataclass(frozen=True, slots=True)
