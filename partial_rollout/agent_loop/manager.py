@@ -200,7 +200,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _recover_engines(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
         """Until all `refs` are ready, but `timeout_s` at most: bring engines back that die meanwhile."""
-        late, sound_s = list(refs), min(UNUSUAL * self._longest_validation_s, timeout_s)
+        late, sound_s = list(refs), UNUSUAL * self._longest_validation_s
         waiting = Wait("trainer waits for agent-loop workers to finish validation", timeout_s, sound_s)
         while self.engines is not None and late and not waiting.is_over:
             ready, _ = ray.wait([*late, *self.engines.deaths], num_returns=1, timeout=waiting.step_s())

@@ -20,10 +20,12 @@ LEAST_WARN_S = 10.0
 def warn_times(limit_s: float, sound_s: float = 0.0) -> Iterator[float]:
     """Seconds after which a wait is warned of: a tenth of its limit, and each time that it has lasted twice as long.
 
-    `sound_s` is how long it may last without anything being wrong.
+    `sound_s` is how long it may last without anything being wrong; from `limit_s` on there is no warning.
 
     >>> list(warn_times(600.0)), list(warn_times(60.0)), list(warn_times(600.0, sound_s=200.0)), list(warn_times(8.0))
     ([60.0, 120.0, 240.0, 480.0], [10.0, 20.0, 40.0], [240.0, 480.0], [])
+    >>> list(warn_times(600.0, sound_s=600.0)), list(warn_times(600.0, sound_s=9000.0))
+    ([], [])
     """
     warn_s = max(LEAST_WARN_S, sound_s + WARN_SHARE * (limit_s - sound_s))
     while warn_s < limit_s:

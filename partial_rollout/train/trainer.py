@@ -608,7 +608,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def _update_engines(self, version: int) -> int:
         """Send weights to all engines; returns how many engines were started again for it."""
         timeout_s = self.settings.block.timeouts.resume_s
-        sound_s = min(UNUSUAL * self._longest_update_s, timeout_s)
+        sound_s = UNUSUAL * self._longest_update_s
         if not self.settings.uses_channel:
             call_bounded(
                 lambda: self.checkpoint_manager.update_weights(version),
