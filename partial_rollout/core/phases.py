@@ -44,14 +44,16 @@ class Phases:
         """A phase may take `least_s` seconds at least, however short it has been so far."""
         self._least_s = least_s
         self._longest_s: dict[str, float] = {}
-        self._kind, self._since_s = "", 0.0
+        self.kind = ""
+        """The kind of the phase that has begun last."""
+        self._since_s = 0.0
         self._deadlines = Deadlines[str]({})
 
     def begin(self, kind: str, now_s: float) -> None:
         """A phase of this kind begins, and the one before has ended; "": one that others limit."""
-        if self._kind:
-            self._longest_s[self._kind] = max(self.longest_s(self._kind), now_s - self._since_s)
-        self._kind, self._since_s = kind, now_s
+        if self.kind:
+            self._longest_s[self.kind] = max(self.longest_s(self.kind), now_s - self._since_s)
+        self.kind, self._since_s = kind, now_s
         self._deadlines = Deadlines[str]({kind: self.limit_s(kind)} if kind else {})
         self._deadlines.begin(kind, kind, now_s)
 

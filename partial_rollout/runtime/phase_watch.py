@@ -66,7 +66,7 @@ class PhaseWatch:
     def __init__(self, least_s: float, doing: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`least_s` is `timeouts.train_s`; `doing` says what the trainer does now, as a sentence about the past."""
         self._phases, self._clock = Phases(least_s), clock
-        self._doing, self._kind, self._number = doing, ELSEWHERE, 0
+        self._doing, self._number = doing, 0
         self._looked_s = clock()
         self._lock = threading.Lock()
 
@@ -79,17 +79,17 @@ class PhaseWatch:
         """The trainer begins something else; `kind` says with what its time is to be compared."""
         with self._lock:
             self._phases.begin(kind, self._clock())
-            self._doing, self._kind, self._number = doing, kind, self._number + 1
+            self._doing, self._number = doing, self._number + 1
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
         """The time of this block is limited by others; afterwards another part of what the trainer does begins."""
-        doing, kind = self._doing, self._kind and f"{self._kind.removesuffix(LATER)}{LATER}"
+        doing, kind = self._doing, self._phases.kind
         self.begin(doing)
         try:
             yield
         finally:
-            self.begin(doing, kind)
+            self.begin(doing, kind and f"{kind.removesuffix(LATER)}{LATER}")
 
     def start(
         self, watch: RunWatch, manager: ActorHandle, ranks: Callable[[], Sequence[tuple[str, ActorHandle]]]
