@@ -26,8 +26,6 @@ MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Bytes of records that wait for the disk: more means that the disk stands still, or is slower than the engines."""
 MAX_FILE_BYTES = 32 * 1024 * 1024 * 1024
 """Bytes of a file: the records of one process since the last checkpoint. Hours between two checkpoints stay below."""
-CLOSE_S = 10.0
-"""A disk that stands still must not hold up the end of a run."""
 
 
 class _Removal(NamedTuple):
@@ -108,8 +106,8 @@ class LogWriter:
             if self.is_on:
                 self._jobs.put(_Removal(folder, frozenset(but)))
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Put all on the disk; a disk that stands still is left alone after `timeout_s`."""
+    def close(self, timeout_s: float) -> None:
+        """Put all on the disk; one that stands still is left after `timeout_s`, so that it does not hold up the end."""
         with self._lock:
             if self._thread is None or self._is_closed:
                 return

@@ -42,7 +42,7 @@ from partial_rollout.core.rollout_log import (
 )
 from partial_rollout.errors import DataError, WaitTimeout
 from partial_rollout.runtime.bounded import call_bounded
-from partial_rollout.runtime.log_writer import CLOSE_S, LogWriter
+from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.memory import GIB
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class RunLog:
         kept, self._replayed_folder = {f"after_step_{step}", self._replayed_folder}, ""
         self._writer.remove(self._root, but=kept)
 
-    def end(self, *, is_complete: bool, timeout_s: float = CLOSE_S) -> None:
+    def end(self, *, is_complete: bool, timeout_s: float) -> None:
         """The run ends; after its last step there is nothing to go on from, and the log goes."""
         if is_complete:
             self._writer.remove(self._root)

@@ -86,7 +86,7 @@ class Start:
         return found
 
     def die(self) -> None:
-        self.log.end(is_complete=False)
+        self.log.end(is_complete=False, timeout_s=LONG_S)
         self.worker.close(LONG_S)
 
 
