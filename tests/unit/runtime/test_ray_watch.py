@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from partial_rollout.errors import ActorLost, RayProcessLost
 from partial_rollout.launch import RunningRunner, StartedRunner
@@ -134,7 +134,7 @@ def test_a_task_runner_that_has_ended_already_is_no_error(run: Run) -> None:
         RayTaskError("run", "traceback", ActorLost("load balancer died")),
     ],
 )
-def test_whatever_ray_says_the_error_names_its_process_and_training_may_start_again(run: Run, told: Exception) -> None:
+def test_whatever_ray_says_the_error_names_its_process_and_training_may_start_again(run: Run, told: RayError) -> None:
     runner = StartedRunner(None, LIMIT_S, [RunningRunner(None, None, run.watch)])
     assert runner.explain(told) is told
     run.kill(run.gcs)
