@@ -34,6 +34,9 @@ from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
     channel_lacks,
     depth_bounds,
+    devices_of_engine,
+    engine_block,
+    engine_devices_per_node,
     has_own_devices,
     has_own_reference,
     num_engines,
@@ -46,7 +49,6 @@ from partial_rollout.settings.memory import (
     Machine,
     awaits_hub,
     device_need,
-    devices_of_engine,
     host_need,
     model_sizes,
     uncounted_state,
@@ -388,8 +390,8 @@ def _need(config: DictConfig, machine: Machine | None) -> HostNeed | str:
         return sizes
     need = host_need(config, read_settings(config).num_slots, sizes)
     if need is None:
-        devices = config.trainer.n_gpus_per_node
-        return f"an engine of {devices_of_engine(config)} devices on nodes with trainer.n_gpus_per_node={devices}"
+        per_node = f"{engine_block(config)}.n_gpus_per_node={engine_devices_per_node(config)}"
+        return f"an engine of {devices_of_engine(config)} devices on nodes with {per_node}"
     return uncounted_state(config) or need
 
 
@@ -580,7 +582,7 @@ def _weights(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
     if read_settings(config).uses_channel:
         why = "our channel carries all that this run needs, in a GPU's memory or over shared memory"
         yield Choice(WEIGHTS_KEY, AUTO, "channel", device, why, page)
-    else:
+    elif not has_own_devices(config):  # whose engines have no other way: `refused` says what stands in its way
         why = "our channel does not carry it" if lacks else "our channel is for CPUs and CUDA"
         yield Choice(WEIGHTS_KEY, AUTO, "verl", lacks or device, f"{why}, so weights travel by verl's way", page)
 

@@ -14,17 +14,20 @@ from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import AUTO, BLOCK, SEPARATE, PartialRolloutConfig, groups_in_flight
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
 CHECKPOINT_ENGINE = "partial_rollout"
 """Name under which `weights.checkpoint_engine` registers itself in verl."""
+CHECKPOINT_ENGINE_KEY = "rollout.checkpoint_engine.backend"
 ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
 BEYOND_CHANNEL = {
     **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},
     "rollout.quantization": ("weights quantised on arrival", (None,)),
     "rollout.mtp.enable_rollout": ("a draft model", (None, False)),
     "rollout.disaggregation.enabled": ("separate prefill and decode engines", (None, False)),
-    "rollout.checkpoint_engine.backend": (
+    CHECKPOINT_ENGINE_KEY: (
         "weights from training workers elsewhere",
         (None, "naive", CHECKPOINT_ENGINE),
     ),
@@ -130,36 +133,51 @@ def num_devices(config: DictConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def num_engines(config: DictConfig) -> int:
-    """Engines over all nodes; those of a data-parallel group count one by one."""
-    rollout = config.actor_rollout_ref.rollout
-    devices = rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
-    return max(1, num_engine_devices(config) // devices)
-
-
 def has_own_devices(config: DictConfig) -> bool:
     """Whether engines are on devices of their own (`placement=separate`)."""
     return OmegaConf.select(config, f"{BLOCK}.placement") == SEPARATE
 
 
-def num_rollout_devices(config: DictConfig) -> int:
-    """Devices of engines alone; 0 where engines share those of the training ranks."""
-    if not has_own_devices(config):
-        return 0
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.nnodes * rollout.n_gpus_per_node
+def engine_block(config: DictConfig) -> str:
+    """Key of the block whose `nnodes` and `n_gpus_per_node` are those of the engines."""
+    return "actor_rollout_ref.rollout" if has_own_devices(config) else "trainer"
 
 
-def num_engine_devices(config: DictConfig) -> int:
-    """Devices on which engines are."""
-    return num_rollout_devices(config) if has_own_devices(config) else num_devices(config)
+def num_engine_nodes(config: DictConfig) -> int:
+    """Nodes on which engines are."""
+    # verl's default is 0 for engines on devices of their own; `place_engines` makes it 1.
+    return OmegaConf.select(config, f"{engine_block(config)}.nnodes") or 1
 
 
 def engine_devices_per_node(config: DictConfig) -> int:
     """Devices of a node on which engines are."""
-    return (
-        config.actor_rollout_ref.rollout.n_gpus_per_node if has_own_devices(config) else config.trainer.n_gpus_per_node
-    )
+    return OmegaConf.select(config, f"{engine_block(config)}.n_gpus_per_node")
+
+
+def num_engine_devices(config: DictConfig) -> int:
+    """Devices on which engines are."""
+    return num_engine_nodes(config) * engine_devices_per_node(config)
+
+
+def num_rollout_devices(config: DictConfig) -> int:
+    """Devices of engines alone; 0 where engines share those of the training ranks."""
+    return num_engine_devices(config) if has_own_devices(config) else 0
+
+
+def devices_of_engine(config: DictConfig) -> int:
+    """Devices of one engine without data parallelism."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
+
+
+def devices_of_replica(config: DictConfig) -> int:
+    """Devices of one replica: those of all engines of a data-parallel group."""
+    return devices_of_engine(config) * (config.actor_rollout_ref.rollout.get("data_parallel_size") or 1)
+
+
+def num_engines(config: DictConfig) -> int:
+    """Engines over all nodes; those of a data-parallel group count one by one."""
+    return max(1, num_engine_devices(config) // devices_of_engine(config))
 
 
 def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:
@@ -205,11 +223,15 @@ def _uses_channel(config: DictConfig, block: PartialRolloutConfig) -> bool:
 
 def channel_lacks(config: DictConfig) -> str | None:
     """What this configuration needs of a weight update that our channel cannot do, or None."""
-    for key, (what, allowed) in BEYOND_CHANNEL.items():
+    return next((f"{BEYOND_CHANNEL[key][0]} ({given})" for key, given in beyond_channel(config)), None)
+
+
+def beyond_channel(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """The keys of `BEYOND_CHANNEL` that ask for what our channel cannot do, each with what is given for it."""
+    for key, (_, allowed) in BEYOND_CHANNEL.items():
         value = OmegaConf.select(config, f"actor_rollout_ref.{key}")
         if value not in allowed and not (key in ADAPTER_RANKS and _sends_whole_or_adapters(config)):
-            return f"{what} (actor_rollout_ref.{key}={value})"
-    return None
+            yield key, f"actor_rollout_ref.{key}={value}"
 
 
 def _sends_whole_or_adapters(config: DictConfig) -> bool:

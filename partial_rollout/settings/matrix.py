@@ -14,9 +14,12 @@ from omegaconf import OmegaConf
 
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    devices_of_replica,
+    engine_devices_per_node,
     has_own_devices,
     has_own_reference,
     num_engine_devices,
+    num_engine_nodes,
     sequence_parallel_size,
 )
 from partial_rollout.settings.flag import ROLLOUT
@@ -68,18 +71,12 @@ def _above(key: str, least: int) -> Callable[[DictConfig], bool]:
     return lambda config: _of(config, key, 0) > least
 
 
-def _engine_devices(config: DictConfig) -> int:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
-    sizes = [_of(config, f"{ROLLOUT}.{name}", 1) for name in names]
-    return sizes[0] * sizes[1] * sizes[2]
-
-
 def _vllm_on(device: str) -> Callable[[DictConfig], bool]:
     return lambda config: _of(config, f"{ROLLOUT}.name") == "vllm" and _of(config, "trainer.device") == device
 
 
 def _has_several_nodes(config: DictConfig) -> bool:
-    return bool(_of(config, "trainer.nnodes", 1) > 1)
+    return _of(config, "trainer.nnodes", 1) > 1 or num_engine_nodes(config) > 1
 
 
 def _has_adapter(config: DictConfig) -> bool:
@@ -221,7 +218,7 @@ ROWS = (
         "several replicas",
         TESTED,
         "`tests/engine/test_weight_channel.py`",
-        lambda config: num_engine_devices(config) > _engine_devices(config),
+        lambda config: num_engine_devices(config) > devices_of_replica(config),
         {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
         also="the tests cover the weight channel only; whole jobs were seen once, with 2",
         brief="weights to two replicas",
@@ -297,9 +294,7 @@ ROWS = (
         "an engine over several nodes",
         UNTRIED,
         "it is not relaunched",
-        lambda config: (
-            _has_several_nodes(config) and _engine_devices(config) > _of(config, "trainer.n_gpus_per_node", 1)
-        ),
+        lambda config: min(devices_of_replica(config), num_engine_devices(config)) > engine_devices_per_node(config),
         {"trainer.nnodes": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2},
     ),
     Row(

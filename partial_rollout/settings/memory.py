@@ -14,12 +14,13 @@ from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    devices_of_engine,
     engine_devices_per_node,
     has_own_devices,
     has_own_reference,
     needs_critic,
     num_devices,
-    num_engine_devices,
+    num_engines,
     num_rollout_devices,
 )
 from partial_rollout.settings.hub import ModelFiles
@@ -238,20 +239,13 @@ def engine_weights_bytes(config: DictConfig, sizes: ModelSizes) -> int:
 
 def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed | None:
     """What the slots' KV and the training state need on a node; None if an engine is larger than a node."""
-    data, devices = config.data, devices_of_engine(config)
-    engines = engine_devices_per_node(config) // devices
+    data, engines = config.data, engine_devices_per_node(config) // devices_of_engine(config)
     if engines < 1:
         return None
     tokens = data.max_prompt_length + data.max_response_length
     # Rounded up for each engine: where slots do not divide, some engine has one more.
-    slots = math.ceil(num_slots / max(1, num_engine_devices(config) // devices)) * engines
+    slots = math.ceil(num_slots / num_engines(config)) * engines
     return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
-
-
-def devices_of_engine(config: DictConfig) -> int:
-    """Devices of one engine without data parallelism."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.tensor_model_parallel_size * (rollout.get("pipeline_model_parallel_size") or 1)
 
 
 BESIDE = {"reward.reward_model.enable": "a reward model", "distillation.enabled": "a teacher"}
@@ -393,7 +387,7 @@ def memory_in_words(config: DictConfig, num_slots: int) -> str:
     if isinstance(sizes, str):
         ask = "; the run asks the hub when it starts. To know it here, download the model, or give a folder"
         return f"not known: {sizes}{ask if awaits_hub(config) else ''}"
-    engines = max(1, num_engine_devices(config) // devices_of_engine(config))
+    engines = num_engines(config)
     tokens = config.data.max_prompt_length + config.data.max_response_length
     slots = math.ceil(num_slots / engines)
     kv = slots * tokens * sizes.kv_bytes_per_token

@@ -16,8 +16,13 @@ from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves, verl_defaults
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    BEYOND_CHANNEL,
     CHANNEL_DEVICES,
+    CHECKPOINT_ENGINE_KEY,
+    beyond_channel,
     channel_lacks,
+    devices_of_engine,
+    engine_devices_per_node,
     filter_metric,
     has_own_devices,
     has_own_reference,
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from partial_rollout.core.interrupt import InterruptMode
+    from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.settings.derived import Settings
 
     Check = Callable[..., Iterable[UserError] | None]
@@ -337,14 +343,14 @@ def _check_placement(config: DictConfig, settings: Settings) -> Iterator[UserErr
     if not has_own_devices(config):
         return
     block, rollout, key = settings.block, config.actor_rollout_ref.rollout, f"{BLOCK}.placement=separate"
-    per_node, engine = rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
+    per_node, engine = engine_devices_per_node(config), devices_of_engine(config)
     adapter = next((name for name in ADAPTER_RANKS if OmegaConf.select(config, f"actor_rollout_ref.{name}")), "")
     is_merged = bool(OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"))
     finish, staleness = block.tail.past_staleness == "finish", block.tail.max_staleness
     no_wait = "nothing waits for the end of a batch's responses while engines go on"
     mode, rollout_key = block.tail.interrupt_mode, "actor_rollout_ref.rollout"
     for is_so, given, allowed, because in (
-        (not settings.uses_channel, f"{BLOCK}.weights.backend=verl", "auto", "weights go to engines by our channel"),
+        *_without_channel(config, block),
         (
             adapter and not is_merged,
             f"actor_rollout_ref.{adapter}",
@@ -365,7 +371,7 @@ def _check_placement(config: DictConfig, settings: Settings) -> Iterator[UserErr
         (
             per_node < 1 or per_node % engine,
             f"{rollout_key}.n_gpus_per_node={per_node}",
-            f"a multiple of tensor_model_parallel_size={engine}",
+            f"a multiple of the {engine} devices of an engine (tensor_model_parallel_size)",
             "an engine over several nodes cannot be started again",
         ),
     ):
@@ -373,7 +379,22 @@ def _check_placement(config: DictConfig, settings: Settings) -> Iterator[UserErr
             yield refusal(f"{given} with {key}", allowed, because)
 
 
+def _without_channel(config: DictConfig, block: PartialRolloutConfig) -> Iterator[tuple[bool, str, str, str]]:
+    """What keeps the weights of engines on devices of their own from our channel: whether, given, allowed, because."""
+    by_channel, device = "weights go to engines by our channel alone", config.trainer.device
+    yield block.weights.backend == "verl", f"{BLOCK}.weights.backend=verl", "auto", by_channel
+    yield device not in CHANNEL_DEVICES, f"trainer.device={device}", " or ".join(CHANNEL_DEVICES), by_channel
+    for key, given in beyond_channel(config):
+        what, allowed = BEYOND_CHANNEL[key]
+        # Adapters have a row of their own, and `place_engines` has refused another checkpoint engine.
+        is_told = key in ADAPTER_RANKS or key == CHECKPOINT_ENGINE_KEY
+        because = f"{by_channel}, which does not carry {what}"
+        yield not is_told, given, "null" if allowed[-1] is None else str(allowed[-1]), because
+
+
 def _check_weights(config: DictConfig, settings: Settings) -> None:
+    if has_own_devices(config):
+        return  # `_check_placement` says it, where verl's way is no way out
     block, unsupported = settings.block, channel_lacks(config)
     if block.weights.backend == "channel" and config.trainer.device not in CHANNEL_DEVICES:
         raise ConfigError(

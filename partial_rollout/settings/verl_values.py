@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import Refusal
-from partial_rollout.settings.derived import has_own_devices, needs_critic, num_engine_devices
+from partial_rollout.settings.derived import engine_block, needs_critic, num_engine_devices
 from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
@@ -141,6 +141,6 @@ def refused_sizes(config: DictConfig) -> Iterator[Refusal]:
             for name, size in zip(names, sizes, strict=True)
             if size != 1 or name == "tensor_model"
         )
-        block = ROLLOUT if has_own_devices(config) else "trainer"
+        block = engine_block(config)
         on = f"{block}.nnodes x {block}.n_gpus_per_node = {devices} devices"
         yield refusal(f"{given} for {on}", "a divisor of the devices", "each engine has equally many of them")

@@ -13,8 +13,7 @@ from ray._private.state import available_resources_per_node
 from verl.plugin.platform import get_platform
 
 from partial_rollout.errors import ResourcesUnavailable
-from partial_rollout.settings.derived import has_own_devices, num_rollout_devices
-from partial_rollout.settings.memory import devices_of_engine
+from partial_rollout.settings.derived import devices_of_engine, has_own_devices, num_rollout_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -203,6 +203,16 @@ def test_what_is_used_is_told_with_the_part_of_the_job_that_it_is(paths: list[st
     assert "agent loop: single turn" in told
 
 
+def test_two_engines_on_devices_of_their_own_are_told_without_a_number_of_nodes(paths: list[str]):
+    """`rollout.nnodes` is verl's 0 until the start has set it."""
+    sizes = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+    report = diagnose([*paths, *VLLM, *sizes, "partial_rollout.placement=separate"])
+    assert not report.is_blocked, str(report)
+    told = " ".join(text for heading, text in report.lines if heading == "works")
+    assert "engine: several replicas (" in told
+    assert "engine: engines on GPUs of their own (" in told
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.derived import num_engine_devices, num_rollout_devices, read_block
+from partial_rollout.settings.matrix import rows_of
 from partial_rollout.settings.memory import GIB, DeviceNeed
 from partial_rollout.settings.prepare import examine
 
@@ -63,6 +64,33 @@ def test_the_numbers_of_devices_may_differ(composed: Composed):
     assert (num_rollout_devices(config), num_engine_devices(config)) == (8, 8)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "parts"),
+    [
+        ({f"{ROLLOUT}.n_gpus_per_node": 2}, 1, {"several replicas"}),
+        ({f"{ROLLOUT}.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2}, 1, set()),
+        (
+            {f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 8},
+            2,
+            {"an engine over several nodes", "engines on several nodes, on a CPU"},
+        ),
+        (
+            {f"{ROLLOUT}.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.nnodes": 2},
+            1,
+            {"engines on several nodes, on a CPU"},
+        ),
+    ],
+)
+def test_what_is_known_of_engines_follows_their_own_devices(
+    composed: Composed, sizes: dict[str, int], nodes: int, parts: set[str]
+):
+    """`rollout.nnodes` is verl's 0 until the start has set it."""
+    config = composed({PLACEMENT: "separate", f"{ROLLOUT}.n_gpus_per_node": 1, f"{ROLLOUT}.nnodes": 0} | sizes)
+    of_sizes = {"several replicas", "an engine over several nodes", "engines on several nodes, on a CPU"}
+    assert {row.what for row in rows_of(config)} & of_sizes == parts
+    assert num_engine_devices(config) == nodes * config.actor_rollout_ref.rollout.n_gpus_per_node
+
+
 def test_where_a_request_cannot_stay_in_its_engine_its_kv_is_found_again(composed: Composed):
     result = examined(composed, {f"{ROLLOUT}.engine_kwargs.vllm.stream_interval": 8})
     assert [choice.value for choice in result.choices if choice.key == f"{TAIL}.interrupt_mode"] == ["reuse_kv"]
@@ -80,11 +108,53 @@ def test_where_a_request_cannot_stay_in_its_engine_its_kv_is_found_again(compose
         ({f"{TAIL}.interrupt_mode": "offload_kv", f"{TAIL}.offload_gib": 1}, "interrupt_mode=offload_kv with"),
         ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.n_gpus_per_node": 2}, "data_parallel_size=2 with"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.nnodes": 2}, "n_gpus_per_node=1 with .* a multiple"),
+        (
+            {f"{ROLLOUT}.pipeline_model_parallel_size": 2, f"{ROLLOUT}.nnodes": 2},
+            "n_gpus_per_node=1 with .* a multiple of the 2 devices of an engine",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(composed: Composed, changes: dict[str, Any], text: str):
     told = "\n".join(str(refusal) for refusal in examined(composed, changes).refusals)
     assert re.search(text, told), told
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "texts"),
+    [
+        (
+            {"trainer.device": "npu", f"{TAIL}.interrupt_mode": "abort"},
+            (),
+            ["trainer.device=npu with partial_rollout.placement=separate is not allowed: must be cpu or cuda: "],
+        ),
+        (
+            {f"{ROLLOUT}.quantization": "fp8"},
+            (),
+            ["rollout.quantization=fp8 with .* must be null: weights .* does not carry weights quantised on arrival$"],
+        ),
+        (
+            {f"{ROLLOUT}.quantization": "fp8", "partial_rollout.weights.backend": "channel"},
+            (),
+            ["rollout.quantization=fp8 with .* must be null: "],
+        ),
+        (
+            {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "dummy"},
+            (),
+            ["model.lora_rank with .* must be 0, or model.lora.merge=True"],
+        ),
+        (
+            {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
+            (f"{ROLLOUT}.checkpoint_engine.backend=nccl",),
+            [r"checkpoint_engine.backend=nccl \(set on the command line\) is not possible"],
+        ),
+    ],
+)
+def test_what_keeps_weights_from_our_channel_is_told_once_and_as_it_is(
+    composed: Composed, changes: dict[str, Any], given: tuple[str, ...], texts: list[str]
+):
+    told = [str(refusal) for refusal in examined(composed, changes, given).refusals]
+    assert len(told) == len(texts), told
+    assert all(re.search(text, refusal) for text, refusal in zip(texts, told, strict=True)), told
 
 
 def test_engines_without_training_beside_them_are_pointed_to_the_placement(composed: Composed):
