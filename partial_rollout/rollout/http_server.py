@@ -34,6 +34,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own variable for a key that the user has chosen."""
 KEY_FILE = "engine_http_key"
 """Name of the file, in the folder of the run's events, which all servers of a node find."""
+UNAUTHORIZED = (
+    "Unauthorized: send the header 'Authorization: Bearer KEY' with the engine's key. That is the one of --api-key or "
+    f"{KEY_VARIABLE} where one was set, else the one in the file {KEY_FILE} of the run's folder of events"
+)
 KEY_BYTES = 32
 OPEN_PATHS = ("/health", "/metrics")
 """Prometheus and load balancers ask without a key; nothing there changes an engine or tells a prompt."""
@@ -62,8 +66,7 @@ class RequireKey:
         if not is_request or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
             await self._app(scope, receive, send)
         else:
-            refusal = {"error": f"Unauthorized: the header 'Authorization: Bearer KEY' is missing; {KEY_FILE} has KEY"}
-            await JSONResponse(refusal, status_code=401)(scope, receive, send)
+            await JSONResponse({"error": UNAUTHORIZED}, status_code=401)(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
