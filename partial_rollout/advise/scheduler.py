@@ -216,6 +216,10 @@ class Rollout:
     def _claim(self) -> None:
         """Send the groups that the queue gives for the free slots."""
         free_slots = self.mode.slots - len(self.running) - len(self.entering)
+        # Asked after every end of a response, and most free no room for a group; no claim is deferred that would resume
+        # without room.
+        if free_slots < self.load.group or not self.queue.next_group_size:
+            return
         for claim in self.queue.claim(WORKER, free_slots):
             group = self.groups[claim.uid]
             group.claim, group.started = claim, self.number
@@ -244,18 +248,18 @@ class Rollout:
 
     def _decode(self, until_s: float) -> None:
         """Decode until the next responses end, the next request arrives, or about `until_s`."""
-        steps, requests = self.running[0][0] - self.decoded, len(self.running)
+        steps, requests, kv = self.running[0][0] - self.decoded, len(self.running), self.kv
         if self.entering:
             until_s = min(until_s, self.entering[0][0])
         if until_s < math.inf:
             left_s = max(0.0, until_s - self.now_s)
-            steps = max(1, min(steps, math.ceil(left_s / self.speed.decode_s(1, requests, self.kv))))
-        seconds = self.speed.decode_s(steps, requests, self.kv)
+            steps = max(1, min(steps, math.ceil(left_s / self.speed.decode_s(1, requests, kv))))
+        seconds = self.speed.decode_s(steps, requests, kv)
         self.now_s += seconds
         self.slot_s += requests * seconds
         self.decoded += steps
         self.context += requests * steps
-        self.most_kv = max(self.most_kv, self.kv)
+        self.most_kv = max(self.most_kv, kv + requests * steps)
         while self.running and self.running[0][0] == self.decoded:
             request = heapq.heappop(self.running)[2]
             self.context -= self.prompt_tokens + request.length
