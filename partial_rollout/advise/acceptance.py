@@ -437,13 +437,13 @@ def main(words: Sequence[str] | None = None) -> None:
     options = line.parse_args(words)
     if bool(options.prices) != bool(options.curve):
         line.error("--prices and --curve belong together")
-    prompts = read_prompts(options.log)
+    prompts = read_prompts(options.log)[: options.prompts]
     result = {**about_run(options), "log": about_log(prompts)}
     configs = [Config("all"), Config("own")] if options.quick else CONFIGS
     result["rows"] = []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for config in configs:
-            rows = acceptance(prompts[: options.prompts], config, partial(pool.map, chunksize=4))
+            rows = acceptance(prompts, config, partial(pool.map, chunksize=4))
             print(*config, *(f"{row['slice']}: {row['tokens_a_step']}" for row in rows[:2]), sep="  ", flush=True)
             result["rows"] += rows
             store(result, options.json, raw=["rows"])

@@ -136,7 +136,7 @@ def finished(uid: str, session: int, tokens: list[int]) -> Finished:
     return Finished(key=key, claim_id=0, outputs=[output], summaries=[summary])
 
 
-def write_log(folder: Path) -> None:
+def write_log(folder: Path, *more: Taken) -> None:
     opened = Opened(format=1, number=1, role="any", base_step=0)
     admitted = [
         Admitted(first=2, uids=["c"], prompts=["0:p"]),
@@ -144,7 +144,10 @@ def write_log(folder: Path) -> None:
     ]
     taken = [Taken(step=1, groups=[rollout_log.Group("a", [])]), Taken(step=2, groups=[rollout_log.Group("c", [])])]
     worker = [finished(uid, session, [5, 6, 7]) for uid in "abc" for session in (1, 0)]
-    for name, records in (("0001-trainer.log", [opened, *admitted, *taken]), ("0001-worker.log", [opened, *worker])):
+    for name, records in (
+        ("0001-trainer.log", [opened, *admitted, *taken, *more]),
+        ("0001-worker.log", [opened, *worker]),
+    ):
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"".join(frame(encode(each)) for each in records))
 
@@ -170,6 +173,15 @@ def test_the_command_stores_rows_and_says_what_drafts_gain(tmp_path: Path):
     assert row([each for each in found["rows"] if each["source"] == "all"], "all")["tokens_a_step"] == 2.0
     assert found["tokens_a_step"]["all 3 2"]["epoch 1"] == 1.0
     assert "rows" not in json.loads((tmp_path / "found.json").read_text())
+
+
+def test_a_part_of_the_prompts_is_the_log_of_all_that_is_stored(tmp_path: Path):
+    write_log(tmp_path / "log", Taken(step=3, groups=[rollout_log.Group("b", [])]))
+    logs = []
+    for words in ([], ["--prompts", "1"]):
+        main([str(tmp_path / "log"), "--quick", "--processes", "1", "--json", str(tmp_path / "found.json"), *words])
+        logs.append(read_result(tmp_path / "found.json")["log"])
+    assert [(log["prompts"], log["groups"], log["tokens"]) for log in logs] == [(2, 3, 18), (1, 2, 12)]
 
 
 def test_slices_by_entropy_and_by_versions_apart():
