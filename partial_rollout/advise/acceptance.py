@@ -21,6 +21,7 @@ Drafts continue the longest suffix, of `least` to `MOST` tokens, that the source
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -287,8 +288,18 @@ def slices(column: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         yield f"epoch 1, {tail(most)}", (column["epoch"] == 0) & (column["unfinished"] <= most)
     columns = {"position": POSITIONS, "probability": PROBABILITIES, "nats": NATS, "apart": APART}
     for name, starts in columns.items():
-        for start, end in zip(starts, (*starts[1:], np.inf), strict=True):
-            yield f"{name} {start:g} to {end:g}", late & (column[name] >= start) & (column[name] < end)
+        for part, (start, end) in parts(name, starts).items():
+            yield part, late & (column[name] >= start) & (column[name] < end)
+
+
+def parts(name: str, starts: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """By name of the slice: where each part of a column begins, and where it ends.
+
+    >>> parts("position", (0, 32))
+    {'position 0 to 32': (0, 32), 'position 32 to inf': (32, inf)}
+    """
+    ends = (*starts[1:], math.inf)
+    return {f"{name} {start:g} to {end:g}": (start, end) for start, end in zip(starts, ends, strict=True)}
 
 
 def numbers(column: dict[str, np.ndarray], chosen: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
@@ -355,10 +366,7 @@ def carried(prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], config: C
     below the highest get larger by one factor, until the nats are reached; `lowest_bin`: only the lowest one does.
     None: no such shares reach the nats. Nothing is said where a bin has no step.
     """
-    bins = [
-        f"probability {start:g} to {end:g}"
-        for start, end in zip(PROBABILITIES, (*PROBABILITIES[1:], np.inf), strict=True)
-    ]
+    bins = list(parts("probability", PROBABILITIES))
     found = {row["slice"]: row for row in rows if _config(row) == config}
     if not found.keys() >= set(bins):
         return {}
@@ -402,12 +410,12 @@ def predicted(rows: Sequence[dict[str, Any]], prices: dict[str, Any], curve: dic
         load = workload(curve["engine"]["shape"], trace)
         of_all = tokens[variant.drafts, every]
         measured = {gate: tokens.get((variant.drafts, few.format(tail(gate))), of_all) for gate in GATES}
-        ratios = time_ratios(prices, curve, load, variant, tokens=list(measured.values()))
+        ratios = time_ratios(prices, curve, load, variant, {gate: [number] for gate, number in measured.items()})
         for mode, gates in ratios.items():
-            for number, gate in enumerate(GATES):
+            for gate, number in measured.items():
                 row = {"trace": trace, "variant": name, "epochs": epoch, "mode": mode, "gate": gate}
-                ratio = round(gates[str(gate)][number], 3)
-                found.append({**row, "tokens_a_step": measured[gate], "time_ratio": ratio})
+                [ratio] = gates[str(gate)]
+                found.append({**row, "tokens_a_step": number, "time_ratio": round(ratio, 3)})
     return found
 
 
@@ -439,7 +447,7 @@ def main(words: Sequence[str] | None = None) -> None:
         line.error("--prices and --curve belong together")
     prompts = read_prompts(options.log)[: options.prompts]
     result = {**about_run(options), "log": about_log(prompts)}
-    configs = [Config("all"), Config("own")] if options.quick else CONFIGS
+    configs = DETAILED if options.quick else CONFIGS
     result["rows"] = []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for config in configs:

@@ -41,7 +41,7 @@ from partial_rollout.advise.shapes import SHAPES, write_model
 from partial_rollout.advise.workload import TRACES, workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from vllm.config import VllmConfig
@@ -400,9 +400,16 @@ def compared(slots: int) -> list[Mode]:
 
 
 def time_ratios(
-    prices: dict[str, Any], curve: dict[str, Any], load: Workload, variant: Variant, *, tokens: Sequence[float]
+    prices: dict[str, Any],
+    curve: dict[str, Any],
+    load: Workload,
+    variant: Variant,
+    tokens: Mapping[int, Sequence[float]],
 ) -> dict[str, dict[str, list[float]]]:
-    """By mode and gate: time with drafts, the mode without drafts = 1, for each number of tokens a verified step."""
+    """By mode and gate: time with drafts, the mode without drafts = 1.
+
+    `tokens` has for each gate the numbers of tokens of a verified step that a time is predicted for.
+    """
     speed, prompt_tokens = fit(curve["curve"]), curve["engine"]["prompt_tokens"]
     engine, drafts, base = variant
     extra, idle = (surcharge(prices["rows"], engine, number, base) for number in (drafts, 0))
@@ -410,8 +417,8 @@ def time_ratios(
     for mode in compared(load.batch * load.group):
         plain = predict(mode, speed, load, prompt_tokens)["tokens_per_s"]
         found[mode.name] = {}
-        for gate in GATES:
-            fast = [drafted(speed, tokens=each, gate=gate, extra=extra, idle=idle) for each in tokens]
+        for gate, numbers in tokens.items():
+            fast = [drafted(speed, tokens=each, gate=gate, extra=extra, idle=idle) for each in numbers]
             rates = [predict(mode, each, load, prompt_tokens)["tokens_per_s"] for each in fast]
             found[mode.name][str(gate)] = [plain / rate for rate in rates]
     return found
@@ -422,7 +429,7 @@ def gains(prices: dict[str, Any], curve: dict[str, Any], load: Workload, variant
 
     None where no prediction saves as much.
     """
-    ratios = time_ratios(prices, curve, load, variant, tokens=TOKENS_A_STEP)
+    ratios = time_ratios(prices, curve, load, variant, dict.fromkeys(GATES, TOKENS_A_STEP))
     enough = {mode: {gate: needed(each) for gate, each in gates.items()} for mode, gates in ratios.items()}
     return {**variant._asdict(), "time_ratio": ratios, "needed_for_a_tenth": enough}
 
