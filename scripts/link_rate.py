@@ -43,7 +43,10 @@ class Receiver:
         place, left = memoryview(bytearray(SHARED_BUFFER_BYTES)), num_bytes
         with socket.create_connection((host, port), timeout=TIMEOUT_S) as link:
             while left:
-                left -= link.recv_into(place)
+                received = link.recv_into(place)
+                if not received:
+                    raise ConnectionError(f"the sender ended {left:,} of {num_bytes:,} bytes too early")
+                left -= received
             link.sendall(b"!")
 
     def channel(self, endpoint: str, update_number: int) -> int:
@@ -68,13 +71,16 @@ class Bench:
 
     def _copy(self) -> float:
         with socket.create_server((self._host, 0)) as server:
+            server.settimeout(TIMEOUT_S)
             received = self._receiver.copy.remote(self._host, server.getsockname()[1], self.num_bytes)
             link, _ = server.accept()
             with link:
+                link.settimeout(TIMEOUT_S)
                 started_s = time.monotonic()
                 for _, tensor in self._weights:
                     link.sendall(tensor.numpy().data)
-                link.recv(1)
+                if not link.recv(1):
+                    raise ConnectionError("the receiver ended before it had all bytes")
                 seconds = time.monotonic() - started_s
             ray.get(received, timeout=TIMEOUT_S)
         return seconds
