@@ -198,6 +198,8 @@ def main(words: list[str] | None = None) -> None:
     if options.source.suffix != ".json":
         of_lengths(line, options)
         return
+    if options.gpus is not None:
+        line.error(f"--gpus needs response lengths: give them first, and the curve with --curve {options.source}")
     curve = _curve(line, options.source)
     speed = fit(curve["curve"])
     found = of_jobs(line, speed, options) if options.jobs else of_traces(curve, speed, options)

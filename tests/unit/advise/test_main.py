@@ -65,3 +65,11 @@ def test_each_split_of_the_gpus_is_predicted_where_it_was_asked_for(monkeypatch,
         with pytest.raises(SystemExit):
             main([*words, *wrong])
         assert "--gpus N and --train-s SECONDS belong together" in capsys.readouterr().err
+
+
+def test_a_curve_alone_says_nothing_of_splits(capsys, repository):
+    path = repository / "benchmarks/results/gpu/engine_8b_h200.json"
+    with pytest.raises(SystemExit):
+        main([str(path), "--gpus", "3", "--train-s", "2.5"])
+    told = capsys.readouterr().err
+    assert f"--gpus needs response lengths: give them first, and the curve with --curve {path}" in told
