@@ -14,6 +14,7 @@ from verl.plugin.platform import get_platform
 
 from partial_rollout.errors import ResourcesUnavailable
 from partial_rollout.settings.derived import devices_of_engine, has_own_devices, num_rollout_devices
+from partial_rollout.settings.flag import is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,7 @@ def needed_resources(config: DictConfig) -> Need:
         block = OmegaConf.select(config, key)
         if block is not None and block.get(switch):
             pools.append(Pool(block.n_gpus_per_node, block.nnodes))
-    if has_own_devices(config):  # verl makes a pool for each engine
+    if is_enabled(config) and has_own_devices(config):  # verl makes a pool for each engine
         devices = devices_of_engine(config)
         pools += [Pool(devices, 1, CPUS_PER_ENGINE_DEVICE)] * (num_rollout_devices(config) // devices)
     return Need(controller + storage_units + SPARE_CPUS, get_platform().ray_resource_name(), tuple(pools))

@@ -41,10 +41,13 @@ def _need(*pools: Pool) -> Need:
 def test_each_engine_on_devices_of_its_own_has_a_pool() -> None:
     rollout = {"nnodes": 1, "n_gpus_per_node": 4, "tensor_model_parallel_size": 2}
     own = {"partial_rollout": {"placement": "separate"}, "actor_rollout_ref": {"rollout": rollout}}
-    need = needed_resources(OmegaConf.merge(CONFIG, own))
+    flag = {"async_training": {"partial_rollout": True}}
+    need = needed_resources(OmegaConf.merge(CONFIG, own, flag))
     assert need.pools == (Pool(2, 1), *[Pool(2, 1, cpus_per_device=2)] * 2)
     assert need.missing([{"CPU": 100.0, "GPU": 5.0}]) == "GPU: 6 needed, 5 free in the cluster"
     assert need.missing([{"CPU": 23.0, "GPU": 6.0}]) == "CPU: 24 needed, 23 free in the cluster"
+    without_the_flag = needed_resources(OmegaConf.merge(CONFIG, own))
+    assert without_the_flag.pools == (Pool(2, 1),), "verl's engines are on the trainer's devices"
 
 
 def test_names_every_missing_resource() -> None:
