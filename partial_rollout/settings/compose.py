@@ -202,7 +202,7 @@ def compose_line(line: CommandLine) -> DictConfig:
 
 def explain(error: Exception) -> str:
     """Hydra's error and its causes without the folders that it searched; of an unknown key, what was perhaps meant."""
-    unknown = unknown_key(str(error))
+    unknown = unknown_key(str(error), str(error.__cause__))
     if unknown is not None:
         return unknown
     lines, cause = [], error

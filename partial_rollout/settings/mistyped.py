@@ -8,8 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.resume import UNRESUMABLE
+from partial_rollout.errors import ConfigError
 from partial_rollout.settings.by_hand import GENERATED, override_key, verl_defaults
-from partial_rollout.settings.command_line import FLAG
+from partial_rollout.settings.command_line import FLAG, check_overrides
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -20,6 +21,8 @@ VERY_CLOSE = 0.9
 """The same for keys that were added on purpose: engines have options with names like verl's."""
 NOT_THERE = re.compile(r"Could not override '([^']+)'")
 """Hydra's words for a key that no configuration file has."""
+INNER_KEY = re.compile(r"full_key: (\S+)")
+"""OmegaConf's words, in the cause of Hydra's error, for the same key, or for one within a block that was given."""
 
 
 @cache
@@ -70,12 +73,18 @@ def of_a_request(key: str) -> str | None:
     return None
 
 
-def unknown_key(text: str) -> str | None:
-    """One sentence for Hydra's error about a key that does not exist; None for another error."""
+def unknown_key(text: str, cause: str = "") -> str | None:
+    """One sentence for Hydra's error about a key that does not exist, and its cause; None for another error."""
     match = NOT_THERE.search(text)
     if match is None:
         return None
-    key = match[1]
+    key, inner = match[1], INNER_KEY.search(cause)
+    if inner is not None and inner[1].startswith(f"{key}."):
+        key = inner[1]
+    try:
+        check_overrides([f"{key}="])
+    except ConfigError as error:
+        return str(error)
     if key == FLAG:
         return f"write +{FLAG}=True: the + is needed, because verl's configuration files do not have this key"
     backends = [strategy for strategy in GENERATED if key in verl_defaults(strategy)]

@@ -42,6 +42,19 @@ def test_a_parameter_of_a_request_is_told_as_one_and_not_to_be_added(name: str):
     assert "+actor_rollout_ref" not in said
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("partial_rollout.slots={most: 5}", "partial_rollout.slots.most was retired in release 0.2: leave it out: "),
+        ("partial_rollout={slots: {most: 5}}", "partial_rollout.slots.most was retired in release 0.2: "),
+        ("partial_rollout.slots={lest: 5}", "unknown key partial_rollout.slots.lest: did you mean "),
+        ("trainer={nnode: 2}", "unknown key trainer.nnode: did you mean trainer.nnodes? "),
+    ],
+)
+def test_a_key_within_a_block_on_the_command_line_is_told_as_it_is(override: str, told: str):
+    assert diagnose([override]).lines[0][1].startswith(told)
+
+
 def test_a_key_of_another_training_backend_is_not_taken_for_a_mistyped_one():
     said = unknown_key("Could not override 'actor_rollout_ref.actor.megatron.tensor_model_parallel_size'.")
     assert said is not None
