@@ -11,7 +11,7 @@ import numpy as np
 from partial_rollout.advise.workload import Workload
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import BatchTaken, EventReader, TrajectoryEnded
-from partial_rollout.observability.record import events_folder_of, metrics_steps
+from partial_rollout.observability.record import dump_lines, events_folder_of, metrics_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -84,10 +84,7 @@ def _of_dumps(paths: Iterable[Path], count: Callable[[str], int] | None) -> Leng
     groups: dict[str, list[int]] = {}
     number = 0
     for path in paths:
-        *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if rest.endswith("}"):  # else it is cut: the dump is being written
-            lines.append(rest)
-        for line in filter(None, lines):
+        for line in dump_lines(path):
             try:
                 row, number = json.loads(line), number + 1
                 uid = str(row.get("uid", f"{path.name}:{number}")).rsplit("_", 2)[0]

@@ -20,7 +20,7 @@ from partial_rollout.observability.events import (
     SegmentEnded,
     TrajectoryEnded,
 )
-from partial_rollout.observability.record import INTERRUPTED, events_folder_of
+from partial_rollout.observability.record import INTERRUPTED, dump_lines, events_folder_of
 from partial_rollout.observability.waits import WHAT
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _texts(path: Path, uid: str) -> list[list[str]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in dump_lines(path):
         if uid in line:
             try:
                 row = json.loads(line)

@@ -200,6 +200,15 @@ def metrics_steps(path: Path) -> list[StepEnded]:
     return [step for step in steps if "timing_s/step" in step.metrics]
 
 
+def dump_lines(path: Path) -> list[str]:
+    """The rows of a dump of verl's rollouts; a last one that is cut, as while the dump is written, is left out."""
+    # Not `splitlines`: a text may have U+2028 or another end of a line, which JSON does not escape.
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    if rest.endswith("}"):
+        lines.append(rest)
+    return [line for line in lines if line]
+
+
 def load(run: Path) -> RunRecord:
     """Read a finished or running run: its folder, or a file of verl's `file` logger.
 

@@ -6,7 +6,7 @@ import json
 import re
 import time
 import tracemalloc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
@@ -521,6 +521,19 @@ async def test_a_line_of_a_dump_that_is_cut_is_left_out(tmp_path: Path) -> None:
     async with TestClient(TestServer(make_app(RunState(run), TOKEN))) as client:
         answer = await client.get(f"/prompt?token={TOKEN}&uid=a")
         assert (answer.status, len((await answer.json())["texts"])) == (200, 1)
+
+
+def test_the_end_of_a_line_within_a_text_ends_no_row_of_a_dump(tmp_path: Path) -> None:
+    """verl writes what JSON need not escape as it is, U+2028 too."""
+    run = dumped(a_run(tmp_path, taken(96.0)))
+    row = {"uid": "a_1_0", "input": "what?", "output": "one\u2028two\u0085three"}
+    with (run / "rollouts/1.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    assert [texts[-1] for texts in _texts_of(run)] == [EVIL, row["output"]]
+
+
+def _texts_of(run: Path) -> list[list[str]]:
+    return cast("list[list[str]]", prompt_view(run, "a")["texts"])
 
 
 def taken(t: float) -> BatchTaken:
