@@ -202,6 +202,16 @@ class RunState:
         return self.lanes.now_s if self.record.ended is not None else self._looked_s
 
     @property
+    def _times(self) -> list[float]:
+        """Seconds of the latest steps."""
+        return self.record.values("timing_s/step")[-5:]
+
+    @property
+    def _told_s(self) -> float:
+        """When it told something last: an event, or a step in the file of verl's own modes."""
+        return max(self.lanes.now_s, self._metrics_s)
+
+    @property
     def drawn_s(self) -> float:
         """Until when the lanes are drawn: now, while the run goes on."""
         return max(self._now_s, self.lanes.now_s) if self._goes_on else self.lanes.now_s
@@ -209,13 +219,12 @@ class RunState:
     @property
     def _goes_on(self) -> bool:
         """Whether it has not ended, and has told something not long ago."""
-        times = self.record.values("timing_s/step")[-5:]
-        longest_s = max([SILENT_S, *(SILENT_STEPS * each for each in times)])
-        return self.record.ended is None and self._now_s - self.lanes.now_s <= longest_s
+        longest_s = max([SILENT_S, *(SILENT_STEPS * each for each in self._times)])
+        return self.record.ended is None and self._now_s - self._told_s <= longest_s
 
     def _head(self, step: int) -> list[list[str]]:
         record = self.record
-        ended, times = record.ended, record.values("timing_s/step")[-5:]
+        ended, times = record.ended, self._times
         if ended is not None:
             health = "ended" if ended.code == 0 else f"ended with code {ended.code}: {ended.text}"
         elif self._is_silent:
@@ -223,7 +232,7 @@ class RunState:
         elif record.stages and not record.steps:
             health = f"starting, {record.stages[-1].name} for {duration(self._now_s - record.stages[-1].t)}"
         else:
-            last = f"last event {duration(self._now_s - self.lanes.now_s)} ago"
+            last = f"last event {duration(self._now_s - self._told_s)} ago"
             health = f"running, {last}" if self._goes_on else f"{last}: it stands still, or was killed"
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
         head = [["steps done", f"{step}/{record.total or '?'}"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import tracemalloc
@@ -136,6 +137,19 @@ def test_a_run_of_verls_own_modes_has_a_page_without_gate_and_queue(tmp_path: Pa
     assert state.shown["head"][0] == ["steps done", "1/?"]  # pyright: ignore[reportIndexIssue]
     assert (len(state.shown["head"]), state.shown["flow"]) == (2, [])  # pyright: ignore[reportArgumentType]
     assert "+async_training.partial_rollout=True" in str(state.shown["advice"])
+
+
+def test_a_run_of_verls_own_modes_goes_on_as_long_as_its_metrics_do(tmp_path: Path) -> None:
+    """Its events are those of the start, which may be long ago."""
+    run = write(tmp_path, StageBegan(t=91.0, number=1, total=5, name="configuration"))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 1, "data": {"timing_s/step": 8.0}}) + "\n")
+    os.utime(metrics, (5_000.0, 5_000.0))
+    health = [RunState(run, clock=lambda at_s=at_s: at_s).shown["head"][-1] for at_s in (5_030.0, 5_610.0)]  # pyright: ignore[reportIndexIssue]
+    assert health == [
+        ["health", "running, last event 30 s ago"],
+        ["health", "last event 10 min 10 s ago: it stands still, or was killed"],
+    ]
 
 
 def test_a_run_has_a_page_as_soon_as_it_has_a_log(tmp_path: Path) -> None:
