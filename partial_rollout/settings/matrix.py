@@ -127,9 +127,10 @@ def _scores_alone(config: DictConfig) -> bool:
     return _has_reward_model(config) and _of(config, "reward.custom_reward_function.path") is None
 
 
-def _has_another_correction(config: DictConfig) -> bool:
+def _correction(config: DictConfig) -> dict[str, Any]:
+    """What the off-policy correction has besides verl's defaults."""
     given = _of(config, CORRECTION, {})
-    return any(given.get(name, default) not in (default, *same) for name, (default, *same) in CORRECTION_KEYS.items())
+    return {name: given[name] for name, default in CORRECTION_DEFAULTS.items() if given.get(name, default) != default}
 
 
 def _has_another_loss(config: DictConfig) -> bool:
@@ -144,14 +145,17 @@ KNOWN_ESTIMATORS = ("grpo", "gae", "remax", "rloo", "reinforce_plus_plus", "opo"
 """Estimators that have rows of their own."""
 OFFLOADS = ("param_offload", "optimizer_offload")
 CORRECTION = "algorithm.rollout_correction"
-CORRECTION_KEYS: dict[str, tuple[Any, ...]] = {
-    "rollout_is": (None, "token"),
-    "rollout_is_batch_normalize": (False,),
-    "rollout_rs": (None,),
-    "bypass_mode": (False,),
-    "loss_type": ("ppo_clip",),
+CORRECTION_DEFAULTS = {
+    "rollout_is": None,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
 }
-"""Below it: verl's default, and values that change nothing of what was tried."""
+"""verl's defaults of the keys that say which correction a job has."""
+TOKEN_LEVEL = {"rollout_is": "token"}
+BYPASS = ({"bypass_mode": True}, {"bypass_mode": True, **TOKEN_LEVEL})
+"""With `ppo_clip` verl computes weights of tokens for its metrics only."""
 USUAL_LOSS = {
     f"{ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{ACTOR}.loss_agg_mode": "token-mean",
@@ -473,16 +477,24 @@ ROWS = (
         "token-level truncated importance sampling, the flag's correction",
         TESTED,
         "`tests/e2e/test_training.py`",
-        lambda config: _of(config, f"{CORRECTION}.rollout_is") == "token" and not _has_another_correction(config),
+        lambda config: _correction(config) == TOKEN_LEVEL,
         {f"{CORRECTION}.rollout_is": "token"},
     ),
     Row(
         "algorithm",
-        "corrections other than token-level",
+        "the engine's log-probs as old ones (`bypass_mode`)",
+        SEEN,
+        "[124 steps on an H200](results/gpu.md#rollout-log-probs-as-old-ones-82-steps)",
+        lambda config: _correction(config) in BYPASS,
+        {f"{CORRECTION}.bypass_mode": True},
+    ),
+    Row(
+        "algorithm",
+        "other off-policy corrections",
         UNTRIED,
-        "`rollout_is=sequence` or normalised, `rollout_rs`, `bypass_mode` and its losses: what they do to responses "
-        "with tokens of several weight versions was not looked at; with `bypass_mode` jobs ran that trained nothing",
-        _has_another_correction,
+        "`rollout_is=sequence` or normalised, `rollout_rs`, other losses of `bypass_mode`: what they do to "
+        "responses with tokens of several weight versions was not looked at",
+        lambda config: _correction(config) not in ({}, TOKEN_LEVEL, *BYPASS),
         {f"{CORRECTION}.rollout_is": "sequence"},
     ),
     Row(

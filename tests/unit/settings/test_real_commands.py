@@ -40,6 +40,7 @@ QWEN3, MATRIX = "benchmarks/results/gpu/jobs_8b_flag_h200.json", "benchmarks/res
 SHOWN_BY = {
     "algorithm.adv_estimator": {"grpo": QWEN3, "rloo": MATRIX, "reinforce_plus_plus": MATRIX},
     "algorithm.use_kl_in_reward": {"True": MATRIX},
+    "algorithm.rollout_correction.bypass_mode": {"True": "benchmarks/results/gpu/smollm2_bypass_h200.json"},
     "actor_rollout_ref.model.path": {"Qwen/Qwen3-8B": QWEN3},
     "actor_rollout_ref.model.use_remove_padding": {"True": "benchmarks/jobs.py"},
     "actor_rollout_ref.actor.use_dynamic_bsz": {"True": "configs/recipe/grpo.yaml"},
@@ -130,7 +131,7 @@ def test_what_shows_a_value_is_there():
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction.bypass_mode=True",
+        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce}",
         "algorithm.rollout_correction.rollout_is_batch_normalize=True",
         "algorithm.adv_estimator=gae",
         "algorithm.adv_estimator=rloo_vectorized",
