@@ -20,7 +20,6 @@ from partial_rollout.observability.events import EventReader
 from partial_rollout.observability.record import events_folder_of
 from partial_rollout.observability.status_view import format_status, status_json
 from partial_rollout.observability.waits import Waits, describe
-from partial_rollout.types import MANAGER_NAME
 
 if TYPE_CHECKING:
     from partial_rollout.types import ManagerStatus
@@ -113,8 +112,8 @@ def _text(options: argparse.Namespace) -> str:
         return _waits(events_folder_of(Path(options.why)))
     status = _fetch(options)
     if options.json:
-        return status_json(status, MANAGER_NAME)
-    shown = format_status(status, MANAGER_NAME)
+        return status_json(status)
+    shown = format_status(status)
     if options.why is None:
         return shown
     if not status.events:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from partial_rollout.types import MANAGER_NAME
+
 if TYPE_CHECKING:
     from partial_rollout.types import ManagerStatus, QueueStatistics
 
@@ -13,10 +15,10 @@ LABEL_WIDTH = 10
 BAR_WIDTH = 20
 
 
-def format_status(status: ManagerStatus, name: str) -> str:
+def format_status(status: ManagerStatus) -> str:
     """Several lines: the prompts by state, the slots, the gate and the prompt that has been in generation longest."""
     queue = status.queue
-    lines = [_headline(status, name), _row("prompts", _prompts(queue)), _row("in flight", _in_flight(status))]
+    lines = [_headline(status), _row("prompts", _prompts(queue)), _row("in flight", _in_flight(status))]
     if queue.ongoing:
         lines.append(_row("oldest", _oldest(queue)))
     lines.append(_row("slots", _slots(status)))
@@ -33,20 +35,20 @@ def format_status(status: ManagerStatus, name: str) -> str:
     return "\n".join(lines)
 
 
-def status_json(status: ManagerStatus, name: str) -> str:
+def status_json(status: ManagerStatus) -> str:
     """One line of JSON: every field of the status, and the sums that the text shows."""
     values = dataclasses.asdict(status)
     values["queue"] |= {"in_flight": status.queue.in_flight, "conserved": status.queue.conserved}
     sums = {key: getattr(status, key) for key in ("slots_in_use", "slots_total", "parked_requests")}
-    return json.dumps({"name": name, **values, **sums})
+    return json.dumps({"name": MANAGER_NAME, **values, **sums})
 
 
-def _headline(status: ManagerStatus, name: str) -> str:
+def _headline(status: ManagerStatus) -> str:
     if status.step < 0:
         where = "no step reported yet"
     else:
         where = f"step {status.step}, weights {status.weight_version}, gate {status.gate}"
-    return f"{name}: {where}" + (f" (closed: {status.closed})" if status.closed else "")
+    return f"{MANAGER_NAME}: {where}" + (f" (closed: {status.closed})" if status.closed else "")
 
 
 def _prompts(queue: QueueStatistics) -> str:

@@ -40,8 +40,8 @@ IDLE = ManagerStatus(queue=QueueStatistics(0, 0, 0, 0, 0), capacity=16)
 
 
 def test_busy_manager_as_text() -> None:
-    assert format_status(BUSY, "manager").splitlines() == [
-        "manager: step 7, weights 6, gate closed",
+    assert format_status(BUSY).splitlines() == [
+        "rollout_prompt_manager: step 7, weights 6, gate closed",
         "  prompts    3 pending, 4 ongoing, 1 done, 30 taken, 2 dropped = 40 admitted",
         "  in flight  [##########..........] 8 of 16",
         "  oldest     prompt u7 at w1 for 12.3 s",
@@ -54,8 +54,8 @@ def test_busy_manager_as_text() -> None:
 
 
 def test_idle_manager_as_text() -> None:
-    assert format_status(IDLE, "manager").splitlines() == [
-        "manager: no step reported yet",
+    assert format_status(IDLE).splitlines() == [
+        "rollout_prompt_manager: no step reported yet",
         "  prompts    0 pending, 0 ongoing, 0 done, 0 taken, 0 dropped = 0 admitted",
         "  in flight  [....................] 0 of 16",
         "  slots      no worker has reported; 0 trajectories claimed",
@@ -66,21 +66,21 @@ def test_idle_manager_as_text() -> None:
 def test_deferred_prompts_are_shown() -> None:
     queue = QueueStatistics(admitted=5, pending=1, ongoing=1, done=0, taken=1, deferred=2)
     status = ManagerStatus(queue=queue, capacity=16, workers={"w0": WorkerStatus(2, 8, held_trajectories=3)})
-    text = format_status(status, "manager").splitlines()
+    text = format_status(status).splitlines()
     assert text[1] == "  prompts    1 pending, 1 ongoing, 2 deferred, 0 done, 1 taken, 0 dropped = 5 admitted"
     assert text[4] == "  slots      2 of 8 in use, 0 requests parked, 3 trajectories held back with their tokens"
 
 
 def test_a_lost_prompt_cannot_be_overlooked() -> None:
     lost = ManagerStatus(queue=QueueStatistics(5, 1, 1, 1, 1), capacity=16, closed="run ended")
-    text = format_status(lost, "manager")
+    text = format_status(lost)
     assert "NOT CONSERVED: 5 admitted" in text
     assert "(closed: run ended)" in text
-    assert json.loads(status_json(lost, "manager"))["queue"]["conserved"] is False
+    assert json.loads(status_json(lost))["queue"]["conserved"] is False
 
 
 def test_json_has_every_field_and_the_sums() -> None:
-    values = json.loads(status_json(BUSY, "manager"))
+    values = json.loads(status_json(BUSY))
     assert values["queue"]["in_flight"] == 8
     assert values["workers"]["w1"] == {
         "inflight_trajectories": 5,
@@ -88,7 +88,7 @@ def test_json_has_every_field_and_the_sums() -> None:
         "requests_in_flight": 2,
         "held_trajectories": 0,
     }
-    assert (values["name"], values["slots_total"], values["gate"]) == ("manager", 16, "closed")
+    assert (values["name"], values["slots_total"], values["gate"]) == ("rollout_prompt_manager", 16, "closed")
 
 
 def test_watch_draws_again_what_has_changed_until_ctrl_c(
