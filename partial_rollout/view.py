@@ -248,7 +248,7 @@ class RunState:
 
 def _row(wait: Wait, now_s: float) -> list[str]:
     """The uid that a click asks for, then the cells of the table."""
-    until_s = now_s if wait.until_s is None else wait.until_s
+    until_s = wait.until(now_s)
     begun, since = duration(until_s - wait.begun_s), duration(until_s - wait.since_s)
     has = ["", ""] if wait.tokens is None else [f"{wait.tokens:,}", str(wait.interruptions)]
     turn = f"response {wait.response}" if wait.response else "before the first"

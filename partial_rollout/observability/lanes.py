@@ -25,7 +25,7 @@ from partial_rollout.observability.record import INTERRUPTED
 from partial_rollout.observability.step_line import STEP_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 WINDOW_S = 120.0
 """Seconds that the lanes show, unless asked for others."""
@@ -149,12 +149,13 @@ class Lanes:
         """Requests that are in an engine now, by default at the latest event."""
         since = [(key, self._in_engine_since(since_s)) for key, since_s in self._running.items()]
         last_s = self.closed[-1][0] if self.is_closed else self.now_s if now_s is None else now_s
+        version = max(self._opened, default=0)
         return [
             Bar(
                 server=self._sent.get((uid, session), NOWHERE),
                 start_s=since_s,
                 end_s=last_s,
-                version=max(self._opened, default=0),
+                version=version,
                 tokens=0,
                 uid=uid,
                 session=session,
@@ -257,9 +258,13 @@ class _Drawing:
         if not bars:
             return ""
         # All that are known, in every window: an engine keeps its number, and one that does nothing has an empty lane.
-        servers = sorted({bar.server for bar in known}, key=lambda server: (server == NOWHERE, server))
-        slots = {server: packed([bar for bar in bars if bar.server == server]) for server in servers}
-        labels = {server: self._label(server, number, known, slots[server]) for number, server in enumerate(servers, 1)}
+        known_of, bars_of = _by_server(known), _by_server(bars)
+        servers = sorted(known_of, key=lambda server: (server == NOWHERE, server))
+        slots = {server: packed(bars_of.get(server, ())) for server in servers}
+        labels = {
+            server: self._label(server, number, known_of[server], slots[server])
+            for number, server in enumerate(servers, 1)
+        }
         heights = {
             server: max(ROW * min(MAX_ROWS, max(slots[server].values(), default=0) + 1), LINE * len(labels[server]))
             for server in servers
@@ -284,9 +289,8 @@ class _Drawing:
             text(svg, f"-{before_s:.0f} s" if before_s > 0.5 else "now", self._x(at_s), height - 3, "middle")
         return ElementTree.tostring(svg, encoding="unicode")
 
-    def _label(self, server: str, number: int, known: Iterable[Bar], slots: Mapping[Bar, int]) -> list[str]:
+    def _label(self, server: str, number: int, own: Sequence[Bar], slots: Mapping[Bar, int]) -> list[str]:
         """Name of an engine; its requests now, and for how long none has begun or ended; bars not drawn."""
-        own = [bar for bar in known if bar.server == server]
         now = [] if self._lanes.is_closed else [bar for bar in own if bar.reason == RUNNING]
         said = [NOWHERE if server == NOWHERE else f"engine {number}"]
         if now and self._last_s == self._now_s:
@@ -348,6 +352,13 @@ class _Drawing:
     def _x(self, at_s: float) -> float:
         inside_s = min(max(at_s, self._first_s), self._last_s)
         return LABEL + (WIDTH - LABEL - 20) * (inside_s - self._first_s) / self._window_s
+
+
+def _by_server(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
+    found: dict[str, list[Bar]] = {}
+    for bar in bars:
+        found.setdefault(bar.server, []).append(bar)
+    return found
 
 
 def packed(bars: Iterable[Bar]) -> dict[Bar, int]:

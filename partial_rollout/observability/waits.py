@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from partial_rollout.observability.events import (
     AnyEvent,
@@ -66,6 +66,10 @@ class Wait:
         first, *others = self.sessions
         return f"{len(others) + 1} trajectories" if others else f"trajectory {first}"
 
+    def until(self, now_s: float) -> float:
+        """When they were cut off; `now_s` of those that wait now."""
+        return now_s if self.until_s is None else self.until_s
+
 
 @dataclass(slots=True)
 class _Begun:
@@ -76,6 +80,13 @@ class _Begun:
     """Trajectories of the prompt that are not complete."""
 
 
+class _Cut(NamedTuple):
+    """A trajectory that was cut off: its last phase, and when it ended."""
+
+    phase: PhaseBegan
+    at_s: float
+
+
 class Waits:
     """Follows the phases of all trajectories; `now` says who waits for what, `left` what a run's end has cut off."""
 
@@ -83,10 +94,8 @@ class Waits:
         self._phases: dict[tuple[str, int], PhaseBegan] = {}
         self._before: dict[tuple[str, int], PhaseBegan] = {}
         """The phases before these."""
-        self._cut: dict[tuple[str, int], PhaseBegan] = {}
-        """The last phases of trajectories that have failed or were cancelled, and have not begun again."""
-        self._cut_s: dict[tuple[str, int], float] = {}
-        """By trajectory of `_cut`: when it was cut off."""
+        self._cut: dict[tuple[str, int], _Cut] = {}
+        """Trajectories that have failed or were cancelled, and have not begun again."""
         self._segments: dict[tuple[str, int], tuple[int, int]] = {}
         """Tokens and interruptions of each unfinished trajectory."""
         self._prompts: dict[str, _Begun] = {}
@@ -112,7 +121,6 @@ class Waits:
                     self._before[key] = self._phases[key]
                 self._phases[key] = event
                 self._cut.pop(key, None)
-                self._cut_s.pop(key, None)
             case PhaseBegan():
                 self._end(event)
             case TrajectoryEnded():
@@ -128,15 +136,13 @@ class Waits:
             case GateMoved():
                 self._closed_s = None if event.is_open else event.t
             case CommandEnded():
-                self._cut |= self._phases
-                self._cut_s |= dict.fromkeys(self._phases, event.t)
+                self._cut |= {key: _Cut(phase, event.t) for key, phase in self._phases.items()}
                 self._phases.clear()
                 self.ended_s = event.t
             case StageBegan(number=1):  # what earlier starts left unfinished
                 self._phases.clear()
                 self._before.clear()
                 self._cut.clear()
-                self._cut_s.clear()
                 self._segments.clear()
                 self._prompts.clear()
                 self.ended_s = None
@@ -150,10 +156,10 @@ class Waits:
         if last is None:
             return
         is_cancelled = before is not None and last.phase == "tool" and event.t - last.t < CANCELLED_S
-        self._cut[key], self._cut_s[key] = before if before is not None and is_cancelled else last, event.t
+        self._cut[key] = _Cut(before if before is not None and is_cancelled else last, event.t)
 
     def _forget(self, key: tuple[str, int]) -> None:
-        for known in (self._phases, self._before, self._cut, self._cut_s, self._segments):
+        for known in (self._phases, self._before, self._cut, self._segments):
             known.pop(key, None)
         uid, session = key
         if (prompt := self._prompts.get(uid)) is not None:
@@ -167,7 +173,7 @@ class Waits:
 
     def left(self) -> list[Wait]:
         """What the trajectories waited for that the end of a run has cut off, those of the oldest prompt first."""
-        return self._waits(self._cut.values(), lambda phase: phase.phase)
+        return self._waits((cut.phase for cut in self._cut.values()), lambda phase: phase.phase)
 
     def _waits(self, phases: Iterable[PhaseBegan], what_of: Callable[[PhaseBegan], str]) -> list[Wait]:
         groups: dict[tuple[str, str], list[PhaseBegan]] = {}
@@ -186,7 +192,7 @@ class Waits:
                 tokens=sum(tokens for tokens, _ in seen) if seen else None,
                 interruptions=sum(interruptions for _, interruptions in seen),
                 until_s=max(
-                    (self._cut_s[key] for each in of if (key := (each.uid, each.session)) in self._cut_s), default=None
+                    (self._cut[key].at_s for each in of if (key := (each.uid, each.session)) in self._cut), default=None
                 ),
             )
             for (uid, what), of in groups.items()
@@ -208,11 +214,10 @@ def describe(waits: Waits, now_s: float) -> str:
         return format_waits(waits.now(), now_s)
     if not (left := waits.left()):
         return "the run has ended; no trajectory was unfinished"
-    head, *lines = format_waits(left, waits.ended_s).splitlines()
-    return "\n".join([f"the run has ended; then {head.replace(' wait: ', ' waited: ')}", *lines])
+    return f"the run has ended; then {format_waits(left, waits.ended_s, 'waited')}"
 
 
-def format_waits(waits: Sequence[Wait], now_s: float) -> str:
+def format_waits(waits: Sequence[Wait], now_s: float, verb: str = "wait") -> str:
     """A line for each wait of the oldest prompts, and how many there are by what is waited for.
 
     Times are until `now_s`; of those that were cut off, until then.
@@ -223,17 +228,17 @@ def format_waits(waits: Sequence[Wait], now_s: float) -> str:
     for wait in waits:
         counts[wait.what] = counts.get(wait.what, 0) + len(wait.sessions)
     head = ", ".join(f"{count} for {WHAT.get(what, what)}" for what, count in counts.items())
-    lines = [f"{sum(counts.values())} trajectories wait: {head}", *(_line(wait, now_s) for wait in waits[:NUM_SHOWN])]
+    lines = [f"{sum(counts.values())} trajectories {verb}: {head}", *(_line(wait, now_s) for wait in waits[:NUM_SHOWN])]
     left = len(waits) - NUM_SHOWN
     return "\n".join([*lines, f"  ... and {left} more"] if left > 0 else lines)
 
 
 def _line(wait: Wait, now_s: float) -> str:
-    now_s = now_s if wait.until_s is None else wait.until_s
+    until_s = wait.until(now_s)
     row = f"row {wait.row}, " if wait.row else ""
     attempt = f", attempt {wait.attempt}" if wait.attempt > 1 else ""
     turn = f"at response {wait.response}" if wait.response else "before their first response"
     return (
         f"  {row}prompt {wait.uid}{attempt}: {wait.who}, {turn}, for {WHAT.get(wait.what, wait.what)} "
-        f"since {duration(now_s - wait.since_s)}, begun {duration(now_s - wait.begun_s)} ago"
+        f"since {duration(until_s - wait.since_s)}, begun {duration(until_s - wait.begun_s)} ago"
     )

@@ -153,9 +153,13 @@ def again_seconds(tokens: int, steps: Sequence[Mapping[str, float]]) -> float:
     return tokens * median(one_s) if one_s else 0.0
 
 
+def _near(record: RunRecord, number: int) -> list[int]:
+    """The step and those around it."""
+    return [each for each in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if each in record.steps]
+
+
 def _neighbours(record: RunRecord, number: int) -> list[dict[str, float]]:
-    near = [each for each in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if each != number]
-    return [numbers(record.steps[each]) for each in near if each in record.steps]
+    return [numbers(record.steps[each]) for each in _near(record, number) if each != number]
 
 
 def _more_than_usual(record: RunRecord, number: int) -> tuple[float, dict[str, float]]:
@@ -228,10 +232,9 @@ def _slow(record: RunRecord, number: int, seconds: float) -> list[str]:
 
 def _rate(record: RunRecord, interruptions: Interruptions, number: int) -> list[str]:
     """Whether the engines were slow: tokens of a request by the seconds in which it was generated."""
-    near = [each for each in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if each in record.steps]
     rates = {
         each: interruptions.generated(each) / request_s
-        for each in near
+        for each in _near(record, number)
         if (request_s := _request_seconds(numbers(record.steps[each]), interruptions.open_seconds(each)))
     }
     own, others = rates.get(number, 0.0), [rate for each, rate in rates.items() if each != number and rate]
