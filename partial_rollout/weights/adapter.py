@@ -136,7 +136,9 @@ class ChannelAdapter(ServerAdapter):
     async def _give_up(self, failure: Exception) -> None:
         """Tell the server, whose call to the engine would otherwise wait for all workers, a stuck one included."""
         try:
-            told = self._leading_server().give_up_update.remote(update_number=self._update_number, reason=str(failure))
+            told = self._leading_server().give_up_update.remote(
+                update_number=self._update_number, reason=str(failure) or repr(failure)
+            )
             await self._answer(told, "take notice of a lost weight update")
         except (PartialRolloutError, RayError, ValueError) as error:
             logger.warning("replica %d was not told that its weight update is lost: %s", self.replica_rank, error)

@@ -74,6 +74,13 @@ async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker_and_all_is
     assert adapter._server.give_up_update.calls == [{"update_number": 1, "reason": "must be relaunched"}]
 
 
+async def test_the_server_is_told_of_an_error_without_a_text_by_its_name(channels):
+    adapter = make_adapter(channels)
+    adapter._server.receive_weights.answer.set_exception(RuntimeError())
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    assert adapter._server.give_up_update.calls == [{"update_number": 1, "reason": "RuntimeError()"}]
+
+
 class Broken:
     """Stands where the socket or the GPU would fail."""
 
