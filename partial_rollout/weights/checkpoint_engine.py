@@ -84,9 +84,9 @@ class ChannelCheckpointEngine(CheckpointEngine):
         bucket_size: int,
         *,
         is_master: bool,
-        timeout_s: float = 60.0,
-        buffer_bytes: int | None = None,
-        encrypt: bool = False,
+        timeout_s: float,
+        buffer_bytes: int | None,
+        encrypt: bool,
     ) -> None:
         """Take what verl gives, and what `engine_kwargs` has for this backend; verl's `bucket_size` is not used."""
         self._timeout_s, self._buffer_bytes, self._encrypt = timeout_s, buffer_bytes, encrypt

@@ -23,8 +23,8 @@ ENGINE_FAILURES = (PartialRolloutError, RayError, zmq.ZMQError, OSError, Runtime
 class FanOut:
     """Sends every tensor to all workers of all engines; an engine that fails is left out, and the others go on.
 
-    The senders have been entered, and share `patience`: while this rank waits for a silent engine the healthy ones wait
-    for it, and must not fail with several silent ones.
+    The senders have been entered, and share `patience`. While this rank waits for a silent engine, the healthy engines
+    wait for this rank; `patience` keeps that wait so short that they do not fail too, even with several silent engines.
     """
 
     def __init__(self, senders: Mapping[int, Sequence[WeightSender]], patience: Patience) -> None:

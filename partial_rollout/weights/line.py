@@ -33,7 +33,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 MAX_ANSWER_BYTES = 1 << 20
 """Over TCP: the longest message to the end that binds, to which strangers can connect; it only gets short answers."""
 LATER_SHARE = 1 / 8
-"""A share of the time for a wait: eight more silent engines cost no more than the first one."""
+"""Of the time for a wait, once an engine was lost: eight more silent engines cost no more than the first one."""
 IPC, TCP = "ipc://", "tcp://"
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -78,7 +78,7 @@ class Line:
         """
         address, _, key = endpoint.partition("#")
         self._path = Path(address.removeprefix(IPC)) if bind and address.startswith(IPC) else None
-        self._peer, self._check, self._patience = peer, check, patience or (lambda: timeout_s)
+        self._peer, self._check, self._patience = peer, check, patience or Patience(timeout_s)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, LINGER_MS)

@@ -16,6 +16,7 @@ from partial_rollout.weights.checkpoint_engine import ChannelCheckpointEngine, T
 from tests.unit.weights.support import LONG_S, SHORT_S, Answer, Method, make_weights, receive_all
 
 HERE, AWAY = "node 1", "node 2"
+OPTIONS = {"timeout_s": LONG_S, "buffer_bytes": None, "encrypt": False}
 
 
 class Receiving(Method):
@@ -56,7 +57,7 @@ def servers(channels, monkeypatch):
 
 
 def make_engine(servers, **options):
-    engine = ChannelCheckpointEngine(bucket_size=0, is_master=True, **({"timeout_s": LONG_S} | options))
+    engine = ChannelCheckpointEngine(bucket_size=0, is_master=True, **(OPTIONS | options))
     engine.aim([Target(rank, server, num_workers=2) for rank, server in enumerate(servers)])
     return engine
 
