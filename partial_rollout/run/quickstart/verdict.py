@@ -105,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         code = follow(command, run, screen, FIRST_START_S)
         steps = num_baseline_steps(command, options.baseline_steps)
-        if code == 0 and steps and not _is_whole(baseline, screen):
+        if code == 0 and steps and not (baseline / WHOLE).exists():
             code = _run_baseline(command, baseline, steps, screen)
         if code == 0:
             side_by_side(run, baseline if steps else run, screen)
@@ -115,19 +115,11 @@ def main(words: list[str] | None = None) -> int:
     return code
 
 
-def _is_whole(baseline: Path, screen: Screen) -> bool:
-    """Whether an earlier start has run the baseline to its end; what is left of one that was interrupted is removed."""
-    if not baseline.exists():
-        return False
-    if (baseline / WHOLE).exists():
-        return True
-    screen.line("")
-    screen.line(f"the run without the flag in {baseline} did not reach its end: it is removed, and starts again")
-    shutil.rmtree(baseline)
-    return False
-
-
 def _run_baseline(command: Sequence[str], baseline: Path, steps: int, screen: Screen) -> int:
+    if baseline.exists():
+        screen.line("")
+        screen.line(f"the run without the flag in {baseline} did not reach its end: it is removed, and starts again")
+        shutil.rmtree(baseline)
     screen.line("")
     screen.line(f"now {steps} steps of the same job without the flag, to compare (BASELINE_STEPS=0 leaves them out)")
     os.environ[METRICS_VARIABLE] = str(baseline / "metrics.jsonl")
