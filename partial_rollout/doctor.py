@@ -7,6 +7,7 @@ Exit code 0: the run can start, as far as one can see from here; 1: something is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected, waiting_
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
-from partial_rollout.settings.derived import filter_metric, read_settings
+from partial_rollout.settings.derived import ignored_limit, read_settings
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, SEEN_ON_CPU, TESTED, UNTRIED, rows_of
@@ -161,17 +162,9 @@ def _surprises(config: DictConfig) -> Iterator[str]:
     if step is not None:
         folder = config.trainer.default_local_dir
         yield f"{folder} has a checkpoint of step {step}: the run goes on from it; a new run needs {ANEW}"
-    if ignored := _ignored_limit(config):
-        yield ignored
-
-
-def _ignored_limit(config: DictConfig) -> str:
-    try:
-        limit = config.algorithm.filter_groups.max_num_gen_batches if filter_metric(config) else 0
-    except ConfigError:  # told as a refusal
-        return ""
-    key = "algorithm.filter_groups.max_num_gen_batches"
-    return f"{key}={limit} is ignored: groups without spread are replaced until the batch is full" if limit > 0 else ""
+    with contextlib.suppress(ConfigError):  # told as a refusal
+        if ignored := ignored_limit(config):
+            yield ignored
 
 
 def _add_rows(report: Report, rows: Sequence[Row]) -> None:

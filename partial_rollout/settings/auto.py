@@ -473,7 +473,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
     elif (room := engine_room(config)) is not None and room <= start and not bounded:
-        seen = f"{start} slots for a batch, and {MOST_KEY}={room // num_engines(config)} on {_engines(config)}"
+        seen = f"{start} slots for a batch, and {_room_in_words(config)}"
         yield _adaptive(False, seen, f"engines run no more than {room} requests at once")
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
@@ -495,14 +495,15 @@ def waiting_inside(config: DictConfig) -> str:
     if room is None or room >= slots:
         return ""
     return (
-        f"{MOST_KEY}={room // num_engines(config)} on {_engines(config)}, fewer than the {slots} slots: {slots - room} "
-        f"requests wait inside the engines, and slot_utilisation counts them as running; raise it to {slots} in all"
+        f"{_room_in_words(config)}, fewer than the {slots} slots: {slots - room} requests wait inside the engines, and "
+        f"slot_utilisation counts them as running; raise it to {slots} in all"
     )
 
 
-def _engines(config: DictConfig) -> str:
+def _room_in_words(config: DictConfig) -> str:
     number = num_engines(config)
-    return "one engine" if number == 1 else f"{number} engines"
+    engines = "one engine" if number == 1 else f"{number} engines"
+    return f"{MOST_KEY}={OmegaConf.select(config, MOST_KEY)} on {engines}"
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:

@@ -123,6 +123,21 @@ def filter_metric(config: DictConfig) -> str | None:
     return str(filtering.metric)
 
 
+def ignored_limit(config: DictConfig) -> str:
+    """What to say of a limit of verl's for this filtering, which is ignored; empty where none is set.
+
+    Raises:
+        ConfigError: as `filter_metric`.
+    """
+    limit = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filter_metric(config) else 0
+    if limit <= 0:
+        return ""
+    return (
+        f"algorithm.filter_groups.max_num_gen_batches={limit} is ignored: groups without spread are replaced until the "
+        "batch is full, as in the trainers of verl v1; a warning says when many are"
+    )
+
+
 def num_ranks(config: DictConfig) -> int:
     """Data-parallel size of the actor."""
     return num_devices(config) // sequence_parallel_size(config)

@@ -100,7 +100,7 @@ from partial_rollout.runtime.remote_call import wait_for
 from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
 from partial_rollout.settings.auto import DEPTH_KEY
 from partial_rollout.settings.block import BLOCK
-from partial_rollout.settings.derived import depth_bounds, depth_may_move, filter_metric, read_settings
+from partial_rollout.settings.derived import depth_bounds, depth_may_move, ignored_limit, read_settings
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.depth_tuning import DepthTuner
@@ -188,7 +188,8 @@ class PartialRolloutTrainer(PPOTrainer):
         self.watch.start(transfer_queue_actors())
         with self.watch.stops_at_an_error():
             super().__init__(config)
-        self._warn_of_ignored_limit()
+        if ignored := ignored_limit(self.config):  # verl's own modes warn of it too
+            logger.warning("%s", ignored)
 
     @property
     def doing(self) -> str:
@@ -335,16 +336,6 @@ class PartialRolloutTrainer(PPOTrainer):
         self.agent_loop_manager.forget_claimed()
         self._last_checkpoint.step_ended(self.global_steps)
         self._phase.begin(f"reported step {self.global_steps}", REPORT)
-
-    def _warn_of_ignored_limit(self) -> None:
-        """As verl's own modes do."""
-        filtering = self.config.algorithm.get("filter_groups")
-        if filter_metric(self.config) and filtering.get("max_num_gen_batches", 0) > 0:
-            logger.warning(
-                "algorithm.filter_groups.max_num_gen_batches=%s is ignored: groups without spread are replaced until "
-                "the batch is full, as in the trainers of verl v1; a warning says when many are",
-                filtering.max_num_gen_batches,
-            )
 
     # ---- verl methods without a hook ----
 
