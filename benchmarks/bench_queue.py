@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from benchmarks import virtual_replicas
+from benchmarks.virtual_replicas import measure_replicas, num_transitions
 from partial_rollout.advise.result import circumstances, read_result, store
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
@@ -60,7 +60,7 @@ from partial_rollout.observability.events import (
 )
 from partial_rollout.observability.metrics import ManagerMetrics
 from partial_rollout.runtime.prompt_manager import ACTOR_OPTIONS, RolloutPromptManager, journal_place, ray_call_id
-from partial_rollout.types import Claim, PromptMeta, QueueStatistics, TrajectorySummary, VersionSpan
+from partial_rollout.types import Claim, PromptMeta, TrajectorySummary, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,11 +145,6 @@ class Client:
     async def _finish_each(self, claims: list[Claim]) -> None:
         calls = [self._manager.finish_many.remote([(claim, summaries(claim))]) for claim in claims]
         await asyncio.gather(*(self._latencies.timed("finish", call) for call in calls))
-
-
-def num_transitions(now: QueueStatistics) -> int:
-    """Transitions since the start of a run without failures."""
-    return now.admitted + (now.admitted - now.pending) + (now.done + now.taken) + now.taken
 
 
 async def train(manager: Any, options: argparse.Namespace, seconds: float) -> dict[str, list[float]]:
@@ -361,7 +356,7 @@ def log_row(options: argparse.Namespace) -> dict[str, Any]:
 def replica_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of replicas, with and without dropped groups."""
     pairs = itertools.product(options.replicas, (0.0, options.filtered))
-    return [virtual_replicas.measure(options, *pair) for pair in pairs]
+    return [measure_replicas(options, *pair) for pair in pairs]
 
 
 def parse() -> argparse.Namespace:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from partial_rollout.types import FinishResult
+    from partial_rollout.types import FinishResult, QueueStatistics
 
 FOREVER_S = 1e9
 TICK_REPLICA_S = 100.0
@@ -34,6 +34,11 @@ TICK_REPLICA_S = 100.0
 POOL = Workload(group=1, median=450, sigma=0.8, longest=4096, long_share=0.1)
 """Lengths: 12 % are as long as they may be, as in the 8B result."""
 POOL_SIZE = 1 << 16
+
+
+def num_transitions(now: QueueStatistics) -> int:
+    """Transitions since the start of a run whose prompts were not tried again."""
+    return now.admitted + (now.admitted - now.pending) + (now.done + now.taken + now.num_dropped) + now.taken
 
 
 class Jumping(selectors.DefaultSelector):
@@ -116,7 +121,7 @@ class Run:
         now = await self.manager.statistics()
         await self.manager.close("measured")
         await asyncio.gather(*(worker.poll for worker in self.workers if worker.poll is not None))
-        transitions = now.admitted + (now.admitted - now.pending) + (now.done + now.taken + now.num_dropped) + now.taken
+        transitions = num_transitions(now)
         return {
             "replicas": len(self.workers), "slots": len(self.workers) * self.options.slots, "batch": self.batch,
             "filtered": self.filtered, "prompts_trained": now.taken, "prompts_dropped": now.num_dropped,
@@ -194,7 +199,7 @@ class Run:
         ]
 
 
-def measure(options: argparse.Namespace, replicas: int, filtered: float) -> dict[str, Any]:
+def measure_replicas(options: argparse.Namespace, replicas: int, filtered: float) -> dict[str, Any]:
     """One number of replicas, with batches and prompts in proportion."""
     loop = VirtualLoop()
 
