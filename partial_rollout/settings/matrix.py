@@ -162,13 +162,13 @@ USUAL_LOSS = {
     "algorithm.norm_adv_by_std_in_grpo": True,
 }
 MEDIA = re.compile(r"(?i)(?<![a-z])(vl|omni|vision|audio|\d+(\.\d+)?v|o)(?![a-z])")
-"""In the names of models that take more than text."""
+"""Found in the names of models that take more than text."""
 OWN_MEDIA = re.compile("vision_config|audio_config")
 EXPERTS = re.compile(
     r"(?i)(?<![a-z\d])(a\d+(\.\d+)?b|\d+x\d+b|[a-z]*moe|mixtral|deepseek-((coder-)?v[23]|r1(?!-(distill|\d+-qwen)))|"
     r"gpt-oss|kimi-k2|llama-4|dbrx|grok|minimax-m\d|glm-4\.[5-9])(?![a-z])"
 )
-"""In the names of models with several experts a layer."""
+"""Found in the names of models with several experts a layer."""
 SEEN_MEDIA = (re.compile(r'"model_type":\s*"qwen2_5_vl"'), re.compile(r"(?i)qwen2\.5-vl"))
 OWN_EXPERTS = re.compile(r'"(num_(local_)?experts|n_routed_experts|moe_num_experts)":\s*([2-9]|\d\d)')
 MODEL_FILE = "config.json"
