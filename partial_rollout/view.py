@@ -208,7 +208,7 @@ class RunState:
 
     @property
     def _told_s(self) -> float:
-        """When it told something last: an event, or a step in the file of verl's own modes."""
+        """The moment of what it told last: an event, or a step in the file of verl's own modes."""
         return max(self.lanes.now_s, self._metrics_s)
 
     @property

@@ -67,7 +67,7 @@ class Wait:
         return f"{len(others) + 1} trajectories" if others else f"trajectory {first}"
 
     def until(self, now_s: float) -> float:
-        """When they were cut off; `now_s` of those that wait now."""
+        """The moment at which they were cut off; `now_s` where they wait now."""
         return now_s if self.until_s is None else self.until_s
 
 

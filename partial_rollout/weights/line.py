@@ -33,7 +33,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 MAX_ANSWER_BYTES = 1 << 20
 """Over TCP: the longest message to the end that binds, to which strangers can connect; it only gets short answers."""
 LATER_SHARE = 1 / 8
-"""Of the time for a wait, once an engine was lost: eight more silent engines cost no more than the first one."""
+"""Share of the time for a wait, once an engine was lost: eight more silent engines cost no more than the first one."""
 IPC, TCP = "ipc://", "tcp://"
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 

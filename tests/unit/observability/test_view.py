@@ -140,7 +140,7 @@ def test_a_run_of_verls_own_modes_has_a_page_without_gate_and_queue(tmp_path: Pa
 
 
 def test_a_run_of_verls_own_modes_goes_on_as_long_as_its_metrics_do(tmp_path: Path) -> None:
-    """Its events are those of the start, which may be long ago."""
+    """The events of such a run are those of its start, which may be long ago."""
     run = write(tmp_path, StageBegan(t=91.0, number=1, total=5, name="configuration"))
     metrics = run / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 1, "data": {"timing_s/step": 8.0}}) + "\n")
