@@ -11,11 +11,11 @@ ARGS ?=
 # Processes that share the tests of `make test`; each may have a training job or an engine, of up to 6 GiB.
 WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-TEST_PARTS := omni unit ray engine e2e
+TEST_PARTS := omni unit ray engine e2e nodes
 BENCHMARKS := bench_queue bench_weights bench_packing_wall
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-omni setup-browser setup-prometheus check format test tell-time test-unit test-ray test-engine test-omni test-smollm2 e2e faults nodes matrix bench docs config clean
+.PHONY: help setup setup-omni setup-browser setup-prometheus setup-nodes check format test tell-time test-unit test-ray test-engine test-omni test-smollm2 e2e faults nodes matrix bench docs config clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,6 +38,10 @@ setup-prometheus: ## Debian's Prometheus for the tests of monitoring/, if it is 
 	@command -v promtool || { [ "$$(id -u)" = 0 ] && apt-get update -q && RUNLEVEL=1 apt-get install -qy --no-install-recommends prometheus \
 	  && { systemctl disable --quiet prometheus 2>/dev/null || :; }; } || \
 	  { echo "the tests of monitoring/ need prometheus and promtool: as root, apt-get install prometheus"; exit 1; }
+
+setup-nodes: ## Debian's iproute2 for the tests over two nodes, if it is missing and you are root
+	@command -v ip || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends iproute2; } || \
+	  { echo "the tests over two nodes need iproute2: as root, apt-get install iproute2"; exit 1; }
 
 check: setup-omni ## ruff, format and types
 	$(VENV_PYTHON) -m ruff check .
@@ -76,9 +80,8 @@ e2e: setup ## whole training runs
 faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
 
-nodes: setup ## training over two nodes in Linux namespaces, about eight minutes; root, and Debian's package iproute2
-	@command -v ip || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy --no-install-recommends iproute2; }
-	$(PYTEST) -m nodes $(ARGS)
+nodes: setup setup-nodes ## training over two nodes in Linux namespaces, about eight minutes; as root
+	PARTIAL_ROLLOUT_REQUIRE_NODES=1 $(PYTEST) -m nodes $(ARGS)
 
 matrix: setup ## algorithms and models in whole short jobs, interrupted and started again; about 15 minutes
 	$(VENV_PYTHON) -m tests.e2e.matrix --json outputs/matrix.json $(ARGS)

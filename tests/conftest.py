@@ -34,6 +34,8 @@ FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
 """Folders that mark their tests, in the order of their turns, after all others: the cheapest failure comes first."""
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
+SHORT_FORM = "test_node_dies.py"
+"""The file of that folder which runs in every whole run."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
 """Files whose tests start all their processes themselves, and share none."""
@@ -70,8 +72,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = any(f"tests/{BY_NAME_ONLY}" in word for word in config.args)
     if not is_named and BY_NAME_ONLY not in str(config.getoption("markexpr")):
-        config.hook.pytest_deselected(items=[item for item in items if _folder(item) == BY_NAME_ONLY])
-        items[:] = [item for item in items if _folder(item) != BY_NAME_ONLY]
+        left_out = [item for item in items if _folder(item) == BY_NAME_ONLY and item.path.name != SHORT_FORM]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if _folder(item) in FOLDER_MARKERS:
             item.add_marker(_folder(item))

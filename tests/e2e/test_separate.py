@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partial_rollout.observability.events import BatchTaken, GateMoved, ProcessFound, SegmentEnded
 from partial_rollout.runtime.processes import ENGINE_PLACE, TRAINING_RANK
-from tests.e2e.conftest import FLAG, LONG, SHORT, is_conserved, run_job, traced
+from tests.e2e.conftest import FLAG, is_conserved, run_job, traced
+from tests.e2e.greedy import SAME_WEIGHTS, check_responses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +26,6 @@ SEPARATE = [
     "ray_kwargs.ray_init.num_gpus=4",
     f"trainer.n_gpus_per_node={RANKS}",
 ]
-SAME_WEIGHTS = ["actor_rollout_ref.actor.optim.lr=0.0", "actor_rollout_ref.rollout.top_k=1"]
-"""Each token is the most likely one: whatever interrupts a response, it must be the one of the first weights."""
 pytestmark = pytest.mark.e2e
 
 
@@ -59,7 +55,7 @@ def test_engines_generate_while_the_model_trains_and_interruptions_change_no_tok
     assert (len(uids), set(uids.values())) == (STEPS * BATCH, {1})
     _check_devices(first)
     _check_engines_generate_while_the_model_trains(first)
-    _check_responses(task, dumps)
+    check_responses(task / "model", dumps)
 
 
 def _check_devices(job: Job) -> None:
@@ -80,32 +76,3 @@ def _check_engines_generate_while_the_model_trains(job: Job) -> None:
         elif isinstance(event, SegmentEnded) and began_s is not None and event.t - event.seconds > began_s:
             during.append(event)
     assert sum(event.tokens for event in during) > 0
-
-
-def _check_responses(task: Path, dumps: Path) -> None:
-    """Each is what the model of the start generates without an interruption, token by token."""
-    rows = [json.loads(line) for file in dumps.glob("*.jsonl") for line in file.read_text().splitlines()]
-    assert any(len(row["weight_versions"]) > 1 for row in rows)
-    lengths = [sum(count for _, count in row["weight_versions"]) for row in rows]
-    assert set(lengths) == {SHORT, LONG}
-    wanted = _greedy(task / "model", sorted({row["input"] for row in rows}))
-    texts = [wanted[row["input"]][length] for row, length in zip(rows, lengths, strict=True)]
-    assert [row for row, text in zip(rows, texts, strict=True) if row["output"] != text] == []
-
-
-def _greedy(folder: Path, prompts: list[str]) -> dict[str, dict[int, str]]:
-    """The most likely responses of both lengths; an end of text, which the jobs ignore, ends none."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    contents = [prompt.removeprefix("user\n").removesuffix("\nassistant\n") for prompt in prompts]
-    messages = [[{"role": "user", "content": content}] for content in contents]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    tokens, past, found = torch.tensor(ids), None, []  # all prompts have the same length
-    with torch.inference_mode():
-        for _ in range(LONG):
-            output = model(tokens, past_key_values=past, use_cache=True)
-            past, tokens = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
-            found.append(tokens)
-    responses = torch.cat(found, 1)
-    decoded = {n: tokenizer.batch_decode(responses[:, :n], skip_special_tokens=True) for n in (SHORT, LONG)}
-    return {prompt: {n: texts[row] for n, texts in decoded.items()} for row, prompt in enumerate(prompts)}

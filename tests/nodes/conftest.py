@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +14,24 @@ import pytest
 from scripts.two_nodes import Node, ray_cluster, two_nodes, why_not
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from partial_rollout.observability.events import AnyEvent, EventReader
 
 JOB_LIMIT_S = 600.0
 BATCH = 8
+LOOK_S = 0.2
+REQUIRED = "PARTIAL_ROLLOUT_REQUIRE_NODES"
+
+
+def require_nodes() -> None:
+    """Where two nodes cannot be made, tests fail if the variable is set (CI, `make nodes`); else they are skipped."""
+    if reason := why_not():
+        told = f"two nodes cannot be made here: {reason}. To leave these tests out: --ignore=tests/nodes"
+        if os.environ.get(REQUIRED):
+            pytest.fail(told)
+        pytest.skip(told)
 
 
 @dataclass(frozen=True)
@@ -31,8 +46,7 @@ class Cluster:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all nodes see."""
-    if reason := why_not():
-        pytest.fail(f"two nodes cannot be made here: {reason}. To leave these tests out: --ignore=tests/nodes")
+    require_nodes()
     return tmp_path_factory.mktemp("shared")
 
 
@@ -76,3 +90,19 @@ def run_on_head(cluster: Cluster, command: list[str], log: Path, limit_s: float)
             job.kill()  # its processes end with the node
             raise
     return code, log.read_text()
+
+
+def read_until(
+    is_it: Callable[[AnyEvent], bool], reader: EventReader, job: subprocess.Popen[str], log: Path
+) -> list[AnyEvent]:
+    """All events until one of them is the one that is waited for."""
+    events: list[AnyEvent] = []
+    deadline_s = time.monotonic() + JOB_LIMIT_S
+    while not any(is_it(event) for event in events):
+        assert time.monotonic() < deadline_s, log.read_text()[-4000:]
+        assert job.poll() is None, log.read_text()[-4000:]
+        try:
+            job.wait(LOOK_S)
+        except subprocess.TimeoutExpired:
+            events += reader.read()
+    return events

@@ -3,43 +3,53 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
+from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.observability.events import AnyEvent, EventReader, Fault, ProcessFound, SegmentEnded, StepEnded
 from partial_rollout.runtime.processes import ENGINE
-from scripts.two_nodes import join_cluster, ray_cluster, second_node, two_nodes
+from scripts.two_nodes import Node, join_cluster, ray_cluster, second_node, two_nodes
 from tests.e2e.conftest import FLAG, is_conserved, times_trained, traced
-from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command
+from tests.e2e.greedy import SAME_WEIGHTS, check_responses
+from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, read_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-NUM_STEPS = 4
+NUM_STEPS = 5
 DIES_IN = 3
 """The step in which the node dies."""
-LOOK_S = 0.2
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
 def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_has_joined(
     shared: Path, task: Path
 ) -> None:
-    folder = shared / "dies"
+    check_goes_on(shared / "dies", task, Node.kill)
+
+
+def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> None:
+    """A job of two nodes ends with all its steps and the right responses, though it loses the second one by `lose`.
+
+    Another one joins with the lost one's address.
+    """
     folder.mkdir()
-    log = folder / "log"
-    options = [FLAG, *traced(task, folder, num_rows=64, every=3), "trainer.save_freq=1", "trainer.test_freq=-1"]
-    command = job_command(task, folder, *options, f"trainer.total_training_steps={NUM_STEPS}")
+    log, dumps = folder / "log", folder / "dumps"
+    options = [FLAG, *SAME_WEIGHTS, *traced(task, folder, num_rows=64, every=3), f"trainer.rollout_data_dir={dumps}"]
+    steps = ["trainer.save_freq=1", "trainer.test_freq=-1", f"trainer.total_training_steps={NUM_STEPS}"]
+    command = job_command(task, folder, *options, *steps)
     reader = EventReader(folder / "events")
-    with log.open("w") as file, two_nodes([shared]) as nodes, ray_cluster(nodes) as (head, other):
+    with log.open("w") as file, two_nodes([folder.parent]) as nodes, ray_cluster(nodes) as (head, other):
         job = head.popen(*command, stdout=file)
-        before = _read_until_step(DIES_IN - 1, reader, job, log)
-        died_s = time.time()
-        other.kill()
-        with second_node(head, [shared]) as another:
+        before = read_until(_ends_step(DIES_IN - 1), reader, job, log)
+        lost_s = time.time()
+        lose(other)
+        with second_node(head, [folder.parent]) as another:
             join_cluster(head, another)
             code = job.wait(JOB_LIMIT_S)
     assert code == 0, log.read_text()[-4000:]
@@ -47,8 +57,8 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_
     faults = [event for event in events if isinstance(event, Fault)]
     ended = [event for event in events if isinstance(event, StepEnded)]
     measured = {
-        "known_s": round(faults[0].t - died_s, 1),
-        "step_done_s": round(next(event.t for event in ended if event.t > died_s) - died_s, 1),
+        "known_s": round(faults[0].t - lost_s, 1),
+        "step_done_s": round(next(event.t for event in ended if event.t > lost_s) - lost_s, 1),
         "faults": [fault.text for fault in faults],
     }
     print(json.dumps(measured))
@@ -56,21 +66,31 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_
     assert all(is_conserved(event.metrics) for event in ended)
     uids = times_trained(events)
     assert (len(uids), set(uids.values())) == (NUM_STEPS * BATCH, {1})
-    # The new node has the dead one's address, which can have written nothing since.
+    # The new node has the lost one's address, which can have written nothing since.
     engines = [event for event in events if isinstance(event, ProcessFound) and event.role == ENGINE.role]
-    assert {event.node for event in engines if event.t > died_s} == {head.address, other.address}
+    assert {event.node for event in engines if event.t > lost_s} == {head.address, other.address}
     assert any(other.address in fault.text for fault in faults)
+    check_responses(task / "model", dumps)
+    assert _num_moved(events) > 0
 
 
-def _read_until_step(step: int, reader: EventReader, job: subprocess.Popen[str], log: Path) -> list[AnyEvent]:
-    """All events until this step has ended."""
-    events: list[AnyEvent] = []
-    deadline_s = time.monotonic() + JOB_LIMIT_S
-    while not any(isinstance(event, StepEnded) and event.step == step for event in events):
-        assert time.monotonic() < deadline_s, log.read_text()[-4000:]
-        assert job.poll() is None, log.read_text()[-4000:]
-        try:
-            job.wait(LOOK_S)
-        except subprocess.TimeoutExpired:
-            events += reader.read()
-    return events
+def _num_moved(events: list[AnyEvent]) -> int:
+    """How often a response that was interrupted on one node went on from its tokens on the other one."""
+    segments = defaultdict(list)
+    for event in events:
+        if isinstance(event, SegmentEnded):
+            segments[event.uid, event.session].append(event)
+    return sum(
+        later.prompt_tokens == earlier.prompt_tokens + earlier.tokens and _node(later) != _node(earlier)
+        for each in segments.values()
+        for earlier, later in pairwise(each)
+        if earlier.tokens
+    )
+
+
+def _node(segment: SegmentEnded) -> str:
+    return segment.server.rpartition(":")[0]
+
+
+def _ends_step(step: int) -> Callable[[AnyEvent], bool]:
+    return lambda event: isinstance(event, StepEnded) and event.step == step

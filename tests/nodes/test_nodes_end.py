@@ -11,7 +11,7 @@ from typing import IO
 import psutil
 import pytest
 
-from scripts.two_nodes import why_not
+from tests.nodes.conftest import require_nodes
 
 END_S = 60.0
 OWNER = """
@@ -29,8 +29,7 @@ with two_nodes() as nodes:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_of_nodes_whose_owner_is_ended(number: signal.Signals) -> None:
     """Ctrl-C reaches the owner and its commands; other signals here only the owner."""
-    if reason := why_not():
-        pytest.fail(f"two nodes cannot be made here: {reason}. To leave these tests out: --ignore=tests/nodes")
+    require_nodes()
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         processes = [process for pid in _first_line(owner.stdout).split() for process in _all_of(int(pid))]
         owner.send_signal(number)

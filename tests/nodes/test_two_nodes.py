@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, ProcessFound, StepEnded
+from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, GateMoved, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, PROMPT_MANAGER, TASK_RUNNER, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
-from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, run_on_head
+from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, read_until, run_on_head
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from scripts.two_nodes import Node
     from tests.nodes.conftest import Cluster
 
 CALL_S = 180.0
@@ -38,6 +40,11 @@ names = [f"manager_{number}" for number in range(4)]
 managers = [create_manager(PartialRolloutConfig(), 8, on_this_node(), name) for name in names]
 found = ray.get([manager.__ray_call__.remote(describe) for manager in managers], timeout=120)
 print("placed on", *sorted({process.node for process in found}))
+"""
+GET = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1], timeout=60) as answer:
+    print(answer.status, answer.read().decode())
 """
 PAIR = (TASK_RUNNER, PROMPT_MANAGER)
 """On one node, that of the driver, so that no second node takes the run with it."""
@@ -84,17 +91,27 @@ def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
-def test_a_job_over_both_nodes_goes_on_from_its_checkpoint(cluster: Cluster, task: Path) -> None:
-    """Two jobs of two steps; a third of the groups is long, so that steps end with requests in the engines."""
+def test_a_job_over_both_nodes_goes_on_from_its_checkpoint_with_the_nodes_swapped(cluster: Cluster, task: Path) -> None:
+    """Two jobs of two steps; a third of the groups is long, so that steps end with requests in the engines.
+
+    The second job's driver is on the other node. Each is looked at from the node where its driver is not.
+    """
     folder = cluster.shared / "job"
     folder.mkdir()
     options = [FLAG, *traced(task, folder, num_rows=64, every=3), "trainer.save_freq=2", "trainer.test_freq=-1"]
-    for number, last in enumerate((2, 4)):
+    reader, events = EventReader(folder / "events"), []
+    for last, node, other in ((2, cluster.head, cluster.other), (4, cluster.other, cluster.head)):
+        log = folder / f"log-{node.name}"
         command = job_command(task, folder, *options, f"trainer.total_training_steps={last}")
-        code, output = run_on_head(cluster, command, folder / f"log-{number}", JOB_LIMIT_S)
+        with log.open("w") as file:
+            job = node.popen(*command, stdout=file)
+            events += read_until(lambda event: isinstance(event, GateMoved) and event.is_open, reader, job, log)
+            _check_views(other, folder / "events")
+            code = job.wait(JOB_LIMIT_S)
+        output = log.read_text()
         assert code == 0, output[-4000:]
         assert "Traceback" not in output
-    events = EventReader(folder / "events").read()
+    events += reader.read()
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(is_conserved(step.metrics) for step in steps)
@@ -117,4 +134,20 @@ def _check_both_nodes_worked(cluster: Cluster, events: list[AnyEvent]) -> None:
         assert nodes == {cluster.head.address, cluster.other.address}, kind.role
     runners, managers = ([event.node for event in found if event.role == kind.role] for kind in PAIR)
     assert managers == runners
-    assert set(runners) == {cluster.head.address}  # where the driver is
+    assert runners == [cluster.head.address, cluster.other.address]  # where the driver is
+
+
+def _check_views(node: Node, events: Path) -> None:
+    """What a user on this node sees of the run: its queue, what its oldest prompts wait for, and its page."""
+    status = [sys.executable, "-m", "partial_rollout.status"]
+    queue = json.loads(node.run(*status, "--json", limit_s=CALL_S))["queue"]
+    assert queue["admitted"] >= BATCH
+    assert "waits" in node.run(*status, "--why", limit_s=CALL_S)
+    page = node.popen(sys.executable, "-m", "partial_rollout.view", str(events), stdout=subprocess.PIPE)
+    try:
+        line = page.stdout.readline() if page.stdout else ""
+        found = node.run(sys.executable, "-c", GET, line.split()[0], limit_s=CALL_S)
+    finally:
+        page.terminate()
+        page.wait(CALL_S)
+    assert found.startswith("200 ")

@@ -37,12 +37,14 @@ def test_pips_places_become_uvs(tmp_path):
 index-url = https://user:pass=word@host/simple
 find-links = /some/wheels
     /more/wheels
+constraint = /c.txt
 """
     seen = exported(tmp_path, config, PIP_EXTRA_INDEX_URL="file:///a/simple https://b/simple", PIP_DEFAULT_TIMEOUT="77")
     assert seen["UV_DEFAULT_INDEX"] == "https://user:pass=word@host/simple"
     assert seen["UV_FIND_LINKS"] == "/some/wheels,/more/wheels"
     assert seen["UV_INDEX"] == "file:///a/simple https://b/simple"
     assert seen["UV_HTTP_TIMEOUT"] == "77"
+    assert seen["UV_CONSTRAINT"] == "/c.txt"
     assert seen["UV_INDEX_STRATEGY"] == "unsafe-best-match"
 
 
@@ -64,9 +66,9 @@ def test_other_commands_settings_are_not_taken(tmp_path):
 
 
 def test_what_only_pip_can_follow_is_named(tmp_path):
-    result = run(tmp_path, "[global]\nno-index = true\nretries = 1\n[install]\nconstraint = /c.txt\n")
+    result = run(tmp_path, "[global]\nno-index = true\nretries = 1\n[install]\nrequire-hashes = true\n")
     assert result.returncode != 0
-    assert "uv does not know pip's constraint, no-index" in result.stderr
+    assert "uv does not know pip's no-index, require-hashes" in result.stderr
 
 
 def test_nothing_set_leaves_uv_its_defaults(tmp_path):
