@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from partial_rollout.observability.events import AnyEvent, EventReader, Fault, ProcessFound, SegmentEnded, StepEnded
+from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.processes import ENGINE
 from scripts.two_nodes import Node, join_cluster, ray_cluster, second_node, two_nodes
 from tests.e2e.conftest import FLAG, is_conserved, times_trained, traced
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_STEPS = 5
-DIES_IN = 3
-"""The step in which the node dies."""
+DIES_IN = 4
+"""The step in which the node dies: one after a step that no checkpoint has."""
+SAVE_FREQ = 2
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
@@ -41,7 +43,7 @@ def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> Non
     folder.mkdir()
     log, dumps = folder / "log", folder / "dumps"
     options = [FLAG, *SAME_WEIGHTS, *traced(task, folder, num_rows=64, every=3), f"trainer.rollout_data_dir={dumps}"]
-    steps = ["trainer.save_freq=1", "trainer.test_freq=-1", f"trainer.total_training_steps={NUM_STEPS}"]
+    steps = [f"trainer.save_freq={SAVE_FREQ}", "trainer.test_freq=-1", f"trainer.total_training_steps={NUM_STEPS}"]
     command = job_command(task, folder, *options, *steps)
     reader = EventReader(folder / "events")
     with log.open("w") as file, two_nodes([folder.parent]) as nodes, ray_cluster(nodes) as (head, other):
@@ -62,7 +64,10 @@ def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> Non
         "faults": [fault.text for fault in faults],
     }
     print(json.dumps(measured))
-    assert [event.step for event in ended] == list(range(1, NUM_STEPS + 1))
+    assert [event.step for event in ended if event.t < lost_s] == list(range(1, DIES_IN))
+    again = [event for event in ended if event.t > lost_s]
+    assert [event.step for event in again] == list(range(SAVE_FREQ + 1, NUM_STEPS + 1))
+    assert again[0].metrics[REPLAYED] > 0
     assert all(is_conserved(event.metrics) for event in ended)
     uids = times_trained(events)
     assert (len(uids), set(uids.values())) == (NUM_STEPS * BATCH, {1})

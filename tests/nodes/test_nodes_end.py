@@ -18,6 +18,7 @@ OWNER = """
 import os
 import signal
 from scripts.two_nodes import two_nodes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command ignores it
 with two_nodes() as nodes:
     jobs = [node.popen("sleep", "1000") for node in nodes]
     print(*(node.pid for node in nodes), flush=True)
@@ -33,7 +34,10 @@ def test_nothing_is_left_of_nodes_whose_owner_is_ended(number: signal.Signals) -
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         processes = [process for pid in _first_line(owner.stdout).split() for process in _all_of(int(pid))]
         owner.send_signal(number)
-        owner.wait(END_S)
+        try:
+            owner.wait(END_S)
+        finally:
+            owner.kill()  # else an error would wait for it
     assert len(processes) >= 4  # the first process of each node, and the one that holds the pipe
     assert psutil.wait_procs(processes, timeout=END_S)[1] == []
 

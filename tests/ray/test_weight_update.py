@@ -10,6 +10,8 @@ from partial_rollout.errors import WaitTimeout, WeightUpdateError
 
 pytestmark = pytest.mark.ray
 
+NUM_MANY, SILENT = 64, 37
+
 
 class Rank:
     """A training rank that answers as it is told, one word for each update."""
@@ -111,3 +113,22 @@ def test_every_rank_is_waited_for_before_anything_is_relaunched(run):
     with pytest.raises(WaitTimeout, match=r"version 7 .*of 2 ranks no answer within 0\.5 s from 1$"):
         run(engines, ["killed"], ["never"], timeout_s=0.5)
     assert engines.events == ["send"]
+
+
+def test_one_silent_rank_of_64_is_named(ray_cluster):
+    """63 have answered before anybody waits for them."""
+    from partial_rollout.weights.update import update_engines
+
+    silent = ray_cluster.remote(num_cpus=0)(Rank).remote(["never"])
+    refs = [ray_cluster.put(None) for _ in range(NUM_MANY)]
+    refs[SILENT] = silent.update_weights.remote()
+    with pytest.raises(WaitTimeout, match=rf"of {NUM_MANY} ranks no answer within 0\.5 s from {SILENT}$"):
+        update_engines(
+            lambda: refs,
+            Engines(),
+            version=7,
+            relaunches=1,
+            timeout_s=0.5,
+            before_resend=lambda: None,
+        )
+    ray_cluster.kill(silent)
