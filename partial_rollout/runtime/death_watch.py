@@ -102,7 +102,10 @@ def rays_process(actor: Mapping[str, Any], role: str, name: str) -> Process:
 
 
 def end_actor(handle: Any, process: Process) -> None:
-    """Kill an actor that may be frozen: Ray forgets it at once, but asks its process to end by itself."""
+    """Kill an actor that may be frozen.
+
+    Ray forgets it at once, but first asks its process to end by itself, and kills a deaf one after five seconds.
+    """
     if not process.pid and (told := ray_state.actors(handle._actor_id.hex())):
         process = rays_process(told, process.role, process.name)  # it froze before it could say where it runs
     ray.kill(handle, no_restart=False)  # an actor that Ray may start again is started again

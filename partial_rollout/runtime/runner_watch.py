@@ -159,11 +159,17 @@ class RunnerWatch:
 
     def _run(self, runner: ActorHandle) -> None:
         while not self._stopped.wait(interval_s(self._claim_s)):
-            self._look(runner)
+            try:
+                self._look(runner)
+            except Exception:  # one look that failed must not leave the driver without a bound
+                logger.exception("looking at the task runner failed; the next look comes")
 
     def _look(self, runner: ActorHandle) -> None:
         with self._asking:
             if self._stopped.is_set():
+                return
+            if self._cause:  # its silence is told once, and killing it may have failed
+                end_actor(runner, self._silence.sign.process)
                 return
             latest = self.witness.latest.remote().future()
         try:

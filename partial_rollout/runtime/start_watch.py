@@ -221,7 +221,10 @@ class StartWatch:
 
     def _run(self) -> None:
         while not self._over.wait(self._interval_s) and self.error is None:
-            self.look()
+            try:
+                self.look()
+            except Exception:  # one look that failed must not leave the start without a bound
+                logger.exception("looking at the processes of the start failed; the next look comes")
         self.raise_error()
 
     def _ask(self) -> Sequence[Actor]:

@@ -132,7 +132,8 @@ def _check_both_nodes_worked(cluster: Cluster, events: list[AnyEvent]) -> None:
     for kind in (TRAINING_RANK, ENGINE, AGENT_LOOP_WORKER):
         nodes = {event.node for event in found if event.role == kind.role}
         assert nodes == {cluster.head.address, cluster.other.address}, kind.role
-    runners, managers = ([event.node for event in found if event.role == kind.role] for kind in PAIR)
+    by_pid = [{event.pid: event.node for event in found if event.role == kind.role} for kind in PAIR]
+    runners, managers = (list(nodes.values()) for nodes in by_pid)
     assert managers == runners
     assert runners == [cluster.head.address, cluster.other.address]  # where the driver is
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ClusterError, RunStopped, TaskRunnerLost
 from partial_rollout.launch import StartedRunner, end_with_checkpoint
-from partial_rollout.runtime import runner_watch
+from partial_rollout.runtime import death_watch, runner_watch
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.runtime.remote_call import wait_for
@@ -106,6 +106,23 @@ def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not()
     assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
     assert "no sign of life for 5 s" in str(named)
     assert "; it trained step" in str(named)
+
+
+def test_a_frozen_runner_is_killed_though_killing_it_has_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError("no more processes")]
+
+    def end_actor(handle: Any, process: Any) -> None:
+        if failures:
+            raise failures.pop()
+        death_watch.end_actor(handle, process)
+
+    monkeypatch.setattr(runner_watch, "end_actor", end_actor)
+    runner = StartedRunner(actor_class(Training), TIMEOUT_S, claim_s=CLAIM_S)
+    with pytest.raises(RayActorError) as told:
+        ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
+    assert failures == []
+    assert "no sign of life for 5 s" in str(runner.explain(told.value))
+    runner.stop()
 
 
 class EndsLate:

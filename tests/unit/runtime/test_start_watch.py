@@ -122,6 +122,25 @@ def test_a_start_that_is_over_is_not_ended() -> None:
     assert (start.watch.error, start.killed) == (None, [])
 
 
+def test_a_look_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread looks again, and ends the start."""
+    answers = [OSError("too many open files"), [Actor(RANK, (RANK,))]]
+
+    def find() -> list[Actor]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    killed: list[Process] = []
+    watch = StartWatch(Interruption(LIMIT_S), start_s=START_S, claim_s=0.01, find=find, kill=killed.append)
+    with pytest.raises(ActorLost, match="was stopped for"):  # noqa: PT012 - it may be raised before `begin` returns
+        watch.begin()
+        threading.Event().wait(LIMIT_S)
+    assert killed == [RANK]
+    assert "too many open files" in caplog.text
+
+
 def test_time_in_which_nobody_could_look_does_not_count() -> None:
     start = Start(Actor(RANK, (RANK,)))
     start.after(1000.0, step_s=1000.0)  # as with Ctrl-Z
