@@ -76,25 +76,23 @@ def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> Non
     assert {event.node for event in engines if event.t > lost_s} == {head.address, other.address}
     assert any(other.address in fault.text for fault in faults)
     check_responses(task / "model", dumps)
-    assert _num_moved(events) > 0
+    assert _num_moved(events, other.address, lost_s) > 0
 
 
-def _num_moved(events: list[AnyEvent]) -> int:
-    """How often a response that was interrupted on one node went on from its tokens on the other one."""
+def _num_moved(events: list[AnyEvent], lost: str, lost_s: float) -> int:
+    """How many responses that had begun on the lost node went on from their tokens on another one."""
     segments = defaultdict(list)
     for event in events:
         if isinstance(event, SegmentEnded):
             segments[event.uid, event.session].append(event)
     return sum(
-        later.prompt_tokens == earlier.prompt_tokens + earlier.tokens and _node(later) != _node(earlier)
+        before.t < lost_s < after.t
+        and before.server.startswith(lost)
+        and after.prompt_tokens == before.prompt_tokens + before.tokens
         for each in segments.values()
-        for earlier, later in pairwise(each)
-        if earlier.tokens
+        for before, after in pairwise(each)
+        if before.tokens
     )
-
-
-def _node(segment: SegmentEnded) -> str:
-    return segment.server.rpartition(":")[0]
 
 
 def _ends_step(step: int) -> Callable[[AnyEvent], bool]:

@@ -143,7 +143,7 @@ def _check_views(node: Node, events: Path) -> None:
     status = [sys.executable, "-m", "partial_rollout.status"]
     queue = json.loads(node.run(*status, "--json", limit_s=CALL_S))["queue"]
     assert queue["admitted"] >= BATCH
-    assert "waits" in node.run(*status, "--why", limit_s=CALL_S)
+    assert "trajectories wait" in node.run(*status, "--why", limit_s=CALL_S)
     page = node.popen(sys.executable, "-m", "partial_rollout.view", str(events), stdout=subprocess.PIPE)
     try:
         line = page.stdout.readline() if page.stdout else ""
