@@ -108,10 +108,10 @@ def test_a_job_over_both_nodes_goes_on_from_its_checkpoint_with_the_nodes_swappe
             events += read_until(lambda event: isinstance(event, GateMoved) and event.is_open, reader, job, log)
             _check_views(other, folder / "events")
             code = job.wait(JOB_LIMIT_S)
+        events += reader.read()
         output = log.read_text()
         assert code == 0, output[-4000:]
         assert "Traceback" not in output
-    events += reader.read()
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(is_conserved(step.metrics) for step in steps)

@@ -133,10 +133,12 @@ def test_a_look_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixtu
         return answer
 
     killed: list[Process] = []
-    watch = StartWatch(Interruption(LIMIT_S), start_s=START_S, claim_s=0.01, find=find, kill=killed.append)
+    interruption = Interruption(LIMIT_S)
+    watch = StartWatch(interruption, start_s=START_S, claim_s=0.01, find=find, kill=killed.append)
     with pytest.raises(ActorLost, match="was stopped for"):  # noqa: PT012 - it may be raised before `begin` returns
         watch.begin()
         threading.Event().wait(LIMIT_S)
+    interruption.ended()  # else it ends this process
     assert killed == [RANK]
     assert "too many open files" in caplog.text
 
