@@ -11,7 +11,8 @@ A transition is one prompt admitted, claimed, finished or taken. The rows (`repl
 - `batched`: the same, with `finish_many` of `--batch` groups;
 - `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One process writes all
   events of a step of 256 trajectories, each interrupted once, and the queue's of each second;
-- `log`: what the log of rollouts costs workers in such a step, and how fast a run that is started again reads it.
+- `log`: what the log of rollouts costs workers in such a step, half of each response unfinished once, and how fast a
+  run that is started again reads it.
   Steps with and without the log alternate; the difference is the cost. `loop_ms` is what the worker's event loop waits,
   `cpu_ms` what the process takes, the log's thread and the disk's part in the kernel included;
 - `replicas`: a million prompts on each number of `--replicas`, in virtual time, once with all groups trained and once
@@ -47,8 +48,10 @@ import ray
 
 from benchmarks.virtual_replicas import measure_replicas, num_transitions
 from partial_rollout.advise.result import circumstances, read_result, store
+from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
+from partial_rollout.core.resume import ABORTED, ResumableGeneration, Segment
 from partial_rollout.observability.events import (
     AnyEvent,
     EventWriter,
@@ -290,14 +293,21 @@ def make_output(num_tokens: int, rng: random.Random) -> AgentLoopOutput:
 
 
 def end_all(outputs: list[AgentLoopOutput], number: int, log: WorkerLog) -> dict[str, list[tuple[str, int]]]:
-    """End a step's trajectories one after the other; key and checksum of each, by prompt. The log may be off."""
+    """Interrupt and end a step's trajectories one after the other; key and checksum of each, by prompt.
+
+    The log may be off.
+    """
     from partial_rollout.agent_loop.trajectory import Trajectory
     from partial_rollout.agent_loop.worker import summaries as summaries_of
 
     groups: dict[str, list[tuple[str, int]]] = {}
     for index, output in enumerate(outputs):
         claim = Claim(f"{number}-{index // LOG_GROUP:04d}", index, "worker-0", LOG_GROUP, number, 1)
-        trajectory = Trajectory(claim, index % LOG_GROUP)
+        trajectory, half = Trajectory(claim, index % LOG_GROUP), len(output.response_ids) // 2
+        trajectory.record(call := ResumableGeneration(output.prompt_ids, 2 * half + 1))
+        tokens, log_probs = output.response_ids[:half], (output.response_logprobs or [])[:half]
+        call.add(Segment(tokens, log_probs, ABORTED, number, number, Context(number, FRESH)))
+        log.write_interrupted(trajectory)
         (summary,) = log.write(trajectory, [output], summaries_of(trajectory, [output]))
         groups.setdefault(claim.uid, []).append((summary.key, summary.log_checksum))
     return groups
@@ -347,18 +357,6 @@ def measure_log(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def log_row(options: argparse.Namespace) -> dict[str, Any]:
-    """On the disk in question."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        return measure_log(options, Path(folder))
-
-
-def replica_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of replicas, with and without dropped groups."""
-    pairs = itertools.product(options.replicas, (0.0, options.filtered))
-    return [measure_replicas(options, *pair) for pair in pairs]
-
-
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -391,17 +389,19 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run all rows and print them."""
     options = parse()
+    pairs = itertools.product(options.replicas, (0.0, options.filtered))
     rows: dict[str, Callable[[], Any]] = {
         "pure": lambda: measure_pure(options),
         "single": lambda: asyncio.run(measure(options, batched=False)),
         "batched": lambda: asyncio.run(measure(options, batched=True)),
         "events": lambda: measure_events(options),
-        "log": lambda: log_row(options),
-        "replicas": lambda: replica_rows(options),
+        "log": lambda: measure_log(options, Path(folder)),
+        "replicas": lambda: [measure_replicas(options, *pair) for pair in pairs],
     }
     if {"single", "batched"} & set(options.rows):
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    result = {**circumstances(options), **{name: rows[name]() for name in options.rows}}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        result = {**circumstances(options), **{name: rows[name]() for name in options.rows}}
     ray.shutdown()
     print(json.dumps(result, indent=2))
     store(result, options.json)

@@ -59,6 +59,7 @@ class FakeWorker:
         self.free_slots: list[int] = []
         self.running = 0
         self.forgotten: list[str] = []
+        self.given_up: list[str] = []
         self.noted: list[tuple[str, str, float | None]] = []
         self.flat: set[str] = set()
         """Prompts whose groups the manager finds without spread."""
@@ -115,6 +116,9 @@ class FakeWorker:
 
     def forget(self, claim: Claim) -> None:
         self.forgotten.append(claim.uid)
+
+    def give_up(self, claim: Claim) -> None:
+        self.given_up.append(claim.uid)
 
     def note_dropped(self, claim: Claim, reason: str, metric: float | None = None) -> None:
         self.noted.append((claim.uid, reason, metric))

@@ -251,12 +251,13 @@ class ClaimLoop:
         if not errors:
             self._reporter.finish(claim, summaries)
             return
-        self._worker.forget(claim)
+        run_ended = any(isinstance(error, RunEnded) for error in errors)
+        (self._worker.forget if run_ended else self._worker.give_up)(claim)
         # The rows go before the claim is given back: from then on another worker may write under these keys.
         await self._store.clear([summary.key for summary in summaries])
         # RunEnded wins over the other errors of a group: at the end of a run these say nothing of the prompt, and the
         # attempt must not be charged.
-        if any(isinstance(error, RunEnded) for error in errors):
+        if run_ended:
             await self._manager.give_back(claim)
         elif any(isinstance(error, TooStale) for error in errors):
             await self._expire(claim)

@@ -314,10 +314,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             if is_missing(answer):
                 logger.warning("the log of rollouts has nothing of an agent-loop worker: %s", answer)
 
-    def replay(self, places: Mapping[str, Place]) -> None:
-        """Tell all workers which trajectories are replayed: any of them may claim the prompt."""
-        ref = ray.put(places)
-        self._ask_living([each.replay.remote(ref) for each in self.agent_loop_workers], "replay", TOKENS_TIMEOUT_S)
+    def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
+        """Tell all workers which trajectories are replayed, and which go on: any of them may claim the prompt."""
+        refs = ray.put(places), ray.put(unfinished)
+        self._ask_living([each.replay.remote(*refs) for each in self.agent_loop_workers], "replay", TOKENS_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

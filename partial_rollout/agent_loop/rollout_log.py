@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from pydantic import BaseModel
 from partial_rollout.core.rollout_log import (
     FORMAT_VERSION,
     Finished,
+    GivenUp,
     Opened,
     Output,
     encode,
@@ -26,11 +28,13 @@ from partial_rollout.core.rollout_log import (
     pack_log_probs,
     pack_mask,
     read_finished,
+    read_interrupted,
     stamped,
     unpack_ids,
     unpack_log_probs,
     unpack_mask,
 )
+from partial_rollout.core.unfinished import Written, join
 from partial_rollout.errors import DataError
 from partial_rollout.runtime.log_writer import LogWriter
 
@@ -49,6 +53,9 @@ TOKENS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
 """Fields of verl's output that a record has apart from its others."""
 UNLOGGED = ("multi_modal_data", "routed_experts", "mm_processor_output")
 """Fields that are too large for a log: a trajectory that has one of them is not in it."""
+
+UNREADABLE = (OSError, DataError, msgspec.DecodeError, asyncio.TimeoutError)
+"""What the reading of a record may raise: then its tokens are generated again."""
 
 
 class LogFolder(NamedTuple):
@@ -90,10 +97,17 @@ class WorkerLog:
         self._worker_id, self._read_s = worker_id, read_s
         self._writer = LogWriter(worker_id)
         self._places: dict[str, Place] = {}
+        self._unfinished: dict[str, tuple[Place, ...]] = {}
+        self._written: WeakKeyDictionary[Trajectory, Written] = WeakKeyDictionary()
+        """What the file has of trajectories that have not ended."""
         self._warned = False
 
     def begin(self, folder: LogFolder, unfinished: Iterable[bytes]) -> None:
-        """Write into this folder from now on; first the records of trajectories whose groups have not ended."""
+        """Write into this folder from now on; first the records of trajectories whose groups have not ended.
+
+        Of a trajectory that has not ended the new file has nothing, until it is interrupted again.
+        """
+        self._written.clear()
         self._writer.open(folder.file(self._worker_id))
         self._writer.append(folder.opened(self._worker_id))
         for payload in unfinished:
@@ -103,9 +117,9 @@ class WorkerLog:
         """Put all on the disk."""
         self._writer.close(timeout_s)
 
-    def replay(self, places: Mapping[str, Place]) -> None:
-        """Replay these trajectories, and no others, when they are claimed."""
-        self._places = dict(places)
+    def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
+        """Replay these trajectories when they are claimed, let the `unfinished` ones go on, and no others."""
+        self._places, self._unfinished = dict(places), dict(unfinished)
 
     def write(
         self, trajectory: Trajectory, outputs: Sequence[Any], found: Sequence[TrajectorySummary]
@@ -124,24 +138,61 @@ class WorkerLog:
         """Write a replayed trajectory into the log of this start."""
         return self._append(trajectory, replayed.payload, replayed.summaries)
 
+    def write_interrupted(self, trajectory: Trajectory) -> None:
+        """Write what an unfinished trajectory has, if an interruption has brought tokens that the file lacks."""
+        # While saved calls are ahead, the record that has them is the better one.
+        if not self._writer.is_on or trajectory.num_ahead:
+            return
+        written = self._written.setdefault(trajectory, Written())
+        try:
+            payload = written.more(trajectory.key, trajectory.claim.claim_id, trajectory.generations)
+        except (TypeError, ValueError, OverflowError) as error:
+            self._warn(f"tokens of {trajectory.claim.prompt_name} are not in the log of rollouts: {error}")
+            return
+        if payload is not None:
+            self._writer.append(payload)
+
+    def give_up(self, uid: str, claim_id: int) -> None:
+        """Nothing goes on from the unfinished trajectories of the prompt's claims up to this one."""
+        self._writer.append(encode(GivenUp(uid=uid, claim_id=claim_id)))
+
     async def read(self, trajectory: Trajectory) -> Replayed | None:
         """The trajectory as an earlier start has logged it; None if it is to be generated."""
         place = self._places.pop(trajectory.key, None)
-        claim = trajectory.claim
         # A further attempt replays nothing: what the first one returned was refused, or lost with its worker.
-        if place is None or not (claim.goes_on or claim.attempt == 1):
+        if place is None or not trajectory.may_go_on:
             return None
         try:
-            framed = await asyncio.wait_for(asyncio.to_thread(_read, place), self._read_s)
+            (framed,) = await self._read([place])
             record = read_finished(framed, trajectory.key, place.checksum)
             return Replayed([decode_output(each) for each in record.outputs], record.summaries, framed[8:])
-        except (OSError, DataError, msgspec.DecodeError, asyncio.TimeoutError) as error:
-            why = str(error)
-            if isinstance(error, asyncio.TimeoutError):
-                why = f"the disk has not answered for {self._read_s:g} s; nor are the others read"
-                self._places.clear()
-            self._warn(f"{claim.prompt_name} is generated again, its record in {place.path} cannot be read: {why}")
+        except UNREADABLE as error:
+            self._warn_of_unread(trajectory, place, error)
             return None
+
+    async def go_on(self, trajectory: Trajectory) -> None:
+        """Let a trajectory that an earlier start has not ended go on from the tokens that it has logged, if any."""
+        places = self._unfinished.pop(trajectory.key, ())
+        if not places or not trajectory.may_go_on:
+            return
+        try:
+            framed = await self._read(places)
+            records = read_interrupted(framed, trajectory.key, [place.checksum for place in places])
+            trajectory.go_on_from(join(records))
+        except UNREADABLE as error:
+            self._warn_of_unread(trajectory, places[0], error)
+
+    async def _read(self, places: Sequence[Place]) -> list[bytes]:
+        return await asyncio.wait_for(asyncio.to_thread(_read, places), self._read_s)
+
+    def _warn_of_unread(self, trajectory: Trajectory, place: Place, error: Exception) -> None:
+        why = str(error)
+        if isinstance(error, asyncio.TimeoutError):
+            why = f"the disk has not answered for {self._read_s:g} s; nor are the others read"
+            self._places.clear()
+            self._unfinished.clear()
+        name = trajectory.claim.prompt_name
+        self._warn(f"{name} is generated again, its record in {place.path} cannot be read: {why}")
 
     def _append(
         self, trajectory: Trajectory, payload: bytes, found: Sequence[TrajectorySummary]
@@ -199,9 +250,10 @@ def _encode_output(output: Any) -> Output:
     )
 
 
-def _read(place: Place) -> bytes:
-    with Path(place.path).open("rb") as file:
-        return os.pread(file.fileno(), place.num_bytes, place.offset)
+def _read(places: Sequence[Place]) -> list[bytes]:
+    """The frames at places of one file."""
+    with Path(places[0].path).open("rb") as file:
+        return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 
 
 def _to_plain(value: Any) -> Any:

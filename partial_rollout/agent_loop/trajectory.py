@@ -89,6 +89,24 @@ class Trajectory:
         return self._phase == ENDED
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether tokens of an earlier start count: no further attempt goes on from what the first one had."""
+        return self.claim.goes_on or self.claim.attempt == 1
+
+    @property
+    def num_ahead(self) -> int:
+        """Saved generate calls that the agent loop has not made again yet."""
+        return len(self._saved)
+
+    def go_on_from(self, saved: Sequence[GenerationState]) -> None:
+        """Before the first generate call: take these folded calls instead of a checkpoint's, which are older.
+
+        Raises:
+            DataError: they do not follow each other; the checkpoint's stay.
+        """
+        self._saved = deque(unfold(saved))
+
+    @property
     def num_responses(self) -> int:
         """Responses that its agent loop has asked for."""
         return len(self.generations)

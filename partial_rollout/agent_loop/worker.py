@@ -129,6 +129,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = CURRENT.get()
         if trajectory is not None:
             _refuse_late(trajectory)
+            # Here an interruption is seen: its tokens have been added, and the response asks for more.
+            self._log.write_interrupted(trajectory)
             holds, claim_id = self._claim_loop.holds, trajectory.claim.claim_id
             if holds.holds_back(claim_id):
                 self._enter("held")
@@ -217,9 +219,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Write the log of rollouts into this folder from now on."""
         self._log.begin(folder, self._trajectories.records())
 
-    async def replay(self, places: Mapping[str, Place]) -> None:
-        """Let these trajectories, and no others, be what the log of an earlier start says."""
-        self._log.replay(places)
+    async def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
+        """Let these trajectories, and no others, be what the log of an earlier start says; `unfinished` ones go on."""
+        self._log.replay(places, unfinished)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
@@ -278,6 +280,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         trajectory = self._trajectories.start(claim, session)
         trajectory.row = str(row["index"])
         trajectory.prompt = "" if session else self._texts.of_prompt(row)  # once for a group
+        if session == 0 and not trajectory.may_go_on:
+            self._log.give_up(claim.uid, claim.claim_id - 1)  # a lost worker has not said that its attempt has ended
         # Not reset afterwards: the claim loop runs each trajectory in a task, which has a context of its own.
         CURRENT.set(trajectory)
         try:
@@ -290,6 +294,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         started_s = time.monotonic()
         replayed = await self._log.read(trajectory)
         if replayed is None:
+            await self._log.go_on(trajectory)
             found = await self._run_anew(trajectory, row)
         else:
             found = await self._store_again(trajectory, row, replayed)
@@ -336,6 +341,11 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     def forget(self, claim: Claim) -> None:
         """The claim has ended and the manager knows; until then a checkpoint needs the tokens."""
         self._trajectories.forget(claim.claim_id)
+
+    def give_up(self, claim: Claim) -> None:
+        """The claim has ended with an error: nothing goes on from what it has."""
+        self.forget(claim)
+        self._log.give_up(claim.uid, claim.claim_id)
 
     def note_dropped(self, claim: Claim, reason: str, metric: float | None = None) -> None:
         """The prompt is gone for good; `metric` is what the trajectories of a group without spread have in common."""

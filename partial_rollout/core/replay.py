@@ -13,14 +13,18 @@ again, if it asks the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.rollout_log import Abandoned, Admitted, Finished, Group, Opened, Taken
+from partial_rollout.core.rollout_log import Abandoned, Admitted, Finished, GivenUp, Group, Interrupted, Opened, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from partial_rollout.core.rollout_log import AnyRecord
+
+    Order = tuple[int, int]
+    """Number of the start and of the claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,17 @@ class Logged:
     key: str
     """`{uid}_{session}`."""
     uid: str
-    order: tuple[int, int]
-    """Number of the start and of the claim: of two records of a trajectory the later one counts."""
+    order: Order
+    """The later one counts, of two records of a trajectory."""
+    newest_version: int
+    num_tokens: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A record of a trajectory that had not ended, without its tokens."""
+
     newest_version: int
     num_tokens: int
     place: Place
@@ -66,11 +79,14 @@ class Plan:
     """By the number of a prompt: its uid, and what it asks."""
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     """By trajectory, `{uid}_{session}`."""
+    unfinished: dict[str, tuple[Place, ...]] = field(default_factory=dict[str, "tuple[Place, ...]"])
+    """By trajectory that had not ended: its records, from which it goes on."""
     through: int = 0
     """The last step whose batch is replayed."""
     num_responses: int = 0
     num_tokens: int = 0
     """Tokens of the responses that are replayed and that no batch has included yet."""
+    num_unfinished_tokens: int = 0
 
 
 class History:
@@ -82,6 +98,10 @@ class History:
         self.names: dict[int, tuple[str, str]] = {}
         self.trajectories: dict[str, dict[int, Logged]] = {}
         """By `{uid}_{session}`, then by checksum."""
+        self.unfinished: dict[str, dict[Order, list[Piece]]] = {}
+        """By `{uid}_{session}` and claim: the records of the trajectory before its end."""
+        self._given_up: dict[str, Order] = {}
+        """By uid: the last claim whose unfinished trajectories are void."""
         self._of_start: set[int] = set()
         """Steps of which the start that is being read has told."""
 
@@ -105,8 +125,17 @@ class History:
                 self._of_start.add(record.step)
             self.batches[record.step].append(record.groups)
 
+    def tell_of_worker(self, record: AnyRecord, number: int, place: Place) -> None:
+        """The next record of a worker's file, of the start `number`."""
+        if isinstance(record, Finished):
+            self.found(record, number, place)
+        elif isinstance(record, Interrupted):
+            self.interrupted(record, number, place)
+        elif isinstance(record, GivenUp):
+            self.given_up(record, number)
+
     def found(self, record: Finished, number: int, place: Place) -> None:
-        """A trajectory of a worker's file, of the start `number`."""
+        """A trajectory that has ended."""
         logged = Logged(
             key=record.key,
             uid=record.uid,
@@ -117,6 +146,21 @@ class History:
         )
         self.trajectories.setdefault(record.key, {})[place.checksum] = logged
 
+    def interrupted(self, record: Interrupted, number: int, place: Place) -> None:
+        """A trajectory that has not ended."""
+        claims = self.unfinished.setdefault(record.key, {})
+        pieces = claims.get(order := (number, record.claim_id), [])
+        piece = Piece(record.newest_version, record.num_tokens, place)
+        if record.after == 0:
+            claims[order] = [piece]
+        # Another one follows a record that is not there, so nobody knows which tokens are between.
+        elif pieces and pieces[-1].place.checksum == record.after:
+            pieces.append(piece)
+
+    def given_up(self, record: GivenUp, number: int) -> None:
+        """Unfinished trajectories of a prompt are void."""
+        self._given_up[record.uid] = max(self._given_up.get(record.uid, (0, 0)), (number, record.claim_id))
+
     def _forget_after(self, step: int) -> None:
         """Later steps of earlier starts, and what weights of then have sampled: those weights are gone."""
         self.batches = {each: taken for each, taken in self.batches.items() if each <= step}
@@ -125,6 +169,10 @@ class History:
             if of_then := {check: each for check, each in records.items() if each.newest_version <= step}:
                 kept[key] = of_then
         self.trajectories = kept
+        self.unfinished = {
+            key: {order: _up_to(step, pieces) for order, pieces in claims.items()}
+            for key, claims in self.unfinished.items()
+        }
 
     def plan(self, base_step: int, *, first: int, unfinished: Collection[str], done: Collection[str]) -> Plan:
         """What to replay after the checkpoint of `base_step`.
@@ -155,7 +203,21 @@ class History:
         plan.places = {key: logged.place for key, logged in chosen.items()}
         plan.num_responses = len(chosen)
         plan.num_tokens = sum(logged.num_tokens for logged in chosen.values())
+        self._add_unfinished(plan, unfinished - taken)
         return plan
+
+    def _add_unfinished(self, plan: Plan, uids: Collection[str]) -> None:
+        """What weights that there will be again have sampled, of trajectories whose end no record has."""
+        for key, claims in self.unfinished.items():
+            uid = key.rpartition("_")[0]
+            if uid not in uids or key in plan.places:
+                continue
+            void = self._given_up.get(uid, (0, 0))
+            known = {order: _up_to(plan.through, pieces) for order, pieces in claims.items() if order > void}
+            latest = max((order for order, pieces in known.items() if pieces), default=None)
+            if latest is not None:
+                plan.unfinished[key] = tuple(piece.place for piece in known[latest])
+                plan.num_unfinished_tokens += sum(piece.num_tokens for piece in known[latest])
 
     def _members(
         self, batches: Iterable[Iterable[Group]], unfinished: Collection[str], done: Collection[str]
@@ -183,3 +245,8 @@ class History:
             if fit:
                 latest[key] = max(fit, key=lambda each: each.order)
         return latest
+
+
+def _up_to(step: int, pieces: Sequence[Piece]) -> list[Piece]:
+    """The records before the first with tokens of later weights."""
+    return list(takewhile(lambda piece: piece.newest_version <= step, pieces))

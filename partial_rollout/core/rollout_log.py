@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from partial_rollout.errors import DataError
-from partial_rollout.types import TrajectorySummary  # noqa: TC001 - msgspec reads the annotation
+from partial_rollout.types import ContextSpan, TrajectorySummary, VersionSpan  # noqa: TC001 - msgspec reads them
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +33,8 @@ HEADER = struct.Struct("<II")
 """Length and checksum of a record."""
 MAX_RECORD_BYTES = 1 << 30
 """A longer record is none: its length was damaged. A trajectory of a million tokens has 9 MB."""
+ID_BYTES = 4
+"""Bytes of a packed token."""
 TRAINER = "trainer"
 """Role of the process that writes what was admitted and what was trained."""
 
@@ -121,7 +123,58 @@ class Finished(Record, frozen=True, tag="finished"):
         return sum(summary.response_len for summary in self.summaries)
 
 
-AnyRecord = Opened | Abandoned | Admitted | Taken | Finished
+class Call(msgspec.Struct, frozen=True):
+    """What a record adds to a generate call of an unfinished trajectory; core/unfinished.py writes and joins it."""
+
+    number: int
+    """The call's place among the trajectory's calls, from 0."""
+    num_shared: int
+    """Leading tokens of the prompt that the call before has; of a call that no record has had yet, as `prompt_ids`."""
+    prompt_ids: bytes
+    """The other tokens of the prompt."""
+    token_ids: bytes
+    """Tokens since the record before."""
+    log_probs: bytes | None
+    """Log-probs of `token_ids`."""
+    spans: list[VersionSpan]
+    """Versions of all tokens so far; what follows is of all tokens too."""
+    context_spans: list[ContextSpan]
+    stop_reason: str | None
+    num_interruptions: int
+    num_reprefilled_tokens: int
+    settings: str = ""
+
+
+class Interrupted(Record, frozen=True, tag="interrupted"):
+    """A trajectory was interrupted: what it has more than in the record before; a record of a worker's file."""
+
+    key: str
+    """`{uid}_{session}`."""
+    claim_id: int
+    after: int
+    """Checksum of the trajectory's record before in this file; 0: this one is the first, and has all."""
+    calls: list[Call]
+
+    @property
+    def newest_version(self) -> int:
+        """Newest weights that sampled a token of these calls."""
+        return max((span.version for call in self.calls for span in call.spans), default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the record adds."""
+        return sum(len(call.token_ids) for call in self.calls) // ID_BYTES
+
+
+class GivenUp(Record, frozen=True, tag="given_up"):
+    """Unfinished trajectories are void, because their attempt has failed or ended; a record of a worker's file."""
+
+    uid: str
+    claim_id: int
+    """The last claim of the prompt whose unfinished trajectories are void; those of earlier claims are void too."""
+
+
+AnyRecord = Opened | Abandoned | Admitted | Taken | Finished | Interrupted | GivenUp
 KINDS: frozenset[str] = frozenset(str(kind.__struct_config__.tag) for kind in AnyRecord.__args__)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyRecord)
@@ -227,6 +280,26 @@ def read_finished(framed: bytes, key: str, expected: int) -> Finished:
     if not isinstance(record, Finished) or record.key != key:
         raise DataError(f"the record of trajectory {key} in the log of rollouts is {reader.end.value}, or not its own")
     return record
+
+
+def read_interrupted(framed: Sequence[bytes], key: str, expected: Sequence[int]) -> list[Interrupted]:
+    """The records of a trajectory that has not ended, from the bytes of their frames in their order.
+
+    Raises:
+        DataError: one of them is another one, or not whole, or they do not follow each other.
+    """
+    found: list[Interrupted] = []
+    last = claim_id = 0
+    for content, check in zip(framed, expected, strict=True):
+        payload = next((payload for _, payload in FrameReader(io.BytesIO(content))), b"")
+        record = decode(payload) if checksum(payload) == check else None
+        if not isinstance(record, Interrupted) or (record.key, record.after) != (key, last):
+            raise DataError(f"record {len(found) + 1} of unfinished trajectory {key} is not whole, or not its own")
+        if found and record.claim_id != claim_id:
+            raise DataError(f"unfinished trajectory {key} has records of claims {claim_id} and {record.claim_id}")
+        found.append(record)
+        last, claim_id = check, record.claim_id
+    return found
 
 
 def stamped(summaries: Sequence[TrajectorySummary], payload: bytes) -> list[TrajectorySummary]:

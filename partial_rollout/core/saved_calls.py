@@ -33,8 +33,8 @@ def fold(calls: Iterable[GenerationState]) -> list[GenerationState]:
     folded: list[GenerationState] = []
     before: list[int] = []
     for call in calls:
-        num_shared = _num_shared(before, call.prompt_ids)
-        folded.append(replace(call, prompt_ids=call.prompt_ids[num_shared:], num_shared=num_shared))
+        shared = num_shared(before, call.prompt_ids)
+        folded.append(replace(call, prompt_ids=call.prompt_ids[shared:], num_shared=shared))
         before = call.prompt_ids + call.token_ids
     return folded
 
@@ -58,7 +58,7 @@ def unfold(calls: Iterable[GenerationState]) -> list[GenerationState]:
     return whole
 
 
-def _num_shared(before: Sequence[int], prompt_ids: Sequence[int]) -> int:
+def num_shared(before: Sequence[int], prompt_ids: Sequence[int]) -> int:
     """Length of the longest common beginning."""
     num = min(len(before), len(prompt_ids))
     if before[:num] == prompt_ids[:num]:  # nearly always; a loop over tokens takes fifty times as long

@@ -43,7 +43,10 @@ class Kind:
 WATCH = "the prompt manager, in which a call to the process is parked that fails when the process dies"
 SERVER = "its server, whose requests fail"
 OWN_CHILD = "the driver, which has started it"
-STEP = "the steps since the last checkpoint are trained again, from logged responses"
+STEP = (
+    "the steps since the last checkpoint are trained again, from logged responses; unfinished responses lose their "
+    "tokens since their last interruption"
+)
 TOKENS = "up to `stream_interval` tokens of each request in it"
 
 TRANSFER_QUEUE_CONTROLLER = Kind("TransferQueue controller", WATCH, NOTICED_S, Then.STARTS_AGAIN, STEP)

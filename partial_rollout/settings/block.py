@@ -533,7 +533,7 @@ class PartialRolloutConfig(_Block):
         "true: responses are written into a log beside the checkpoints, `rollout_log` in trainer.default_local_dir, "
         "until a checkpoint has them. A run that is started again trains the steps since its last checkpoint from the "
         "log instead of generating them again. Without checkpoints, and with tail.policy=reorder, there is no log.",
-        who="`false`: disks without room for it, about 10 bytes a token between two checkpoints",
+        who="`false`: disks without room for it, up to 18 bytes a token between two checkpoints",
         evidence="docs/design/0014: what it costs",
     )
     dump_every: int = _key(

@@ -31,7 +31,6 @@ from partial_rollout.core.rollout_log import (
     Abandoned,
     Admitted,
     End,
-    Finished,
     FrameReader,
     Group,
     Opened,
@@ -84,8 +83,8 @@ WORLD = (
 REWARD_FILE = "reward.custom_reward_function.path"
 READ_TIMEOUT_S = 600.0
 """Gigabytes take seconds; this bounds a disk that stands still."""
-BYTES_A_TOKEN = 9
-"""Token, log-prob and mask."""
+BYTES_A_TOKEN = 17
+"""Token, log-prob and mask; and once more token and log-prob, of a response that was interrupted."""
 NUM_STEPS_OF_ROOM = 20
 """Steps that should find room on the disk: with the default of 20 minutes between checkpoints, steps of a minute."""
 
@@ -112,9 +111,9 @@ class RunLog:
         self,
         config: DictConfig,
         begin_workers: Callable[[LogFolder], None],
-        replay: Callable[[Mapping[str, Place]], None],
+        replay: Callable[[Mapping[str, Place], Mapping[str, tuple[Place, ...]]], None],
     ) -> None:
-        """`begin_workers` lets all workers write below a folder, `replay` gives them what they replay."""
+        """`begin_workers` lets all workers write below a folder, `replay` gives them what ended, and what goes on."""
         self._config = config
         self._root = Path(config.trainer.default_local_dir).absolute() / FOLDER
         self._begin_workers, self._replay = begin_workers, replay
@@ -157,9 +156,9 @@ class RunLog:
         self._use(plan)
         # Before the replay: its trajectories are written again, into this start's own files.
         self._open(LogFolder(str(folder), self._number, base_step), plan.through)
-        if plan.places:
+        if plan.places or plan.unfinished:
             self._replayed_folder = folder.name
-            self._replay(plan.places)
+            self._replay(plan.places, plan.unfinished)
             logger.warning("%s", describe(plan, base_step))
         self._warn_of_room(free)
 
@@ -251,7 +250,7 @@ class RunLog:
         self._use(Plan(through=through))
         self._writer.append(encode(Abandoned(holds_through=through)))
         # Workers forget their places too, or they would answer for prompts of another history.
-        self._replay({})
+        self._replay({}, {})
 
     def _open(self, folder: LogFolder, holds_through: int) -> None:
         self._writer.open(folder.file(TRAINER))
@@ -303,6 +302,8 @@ def step_bytes(config: DictConfig) -> int:
 def describe(plan: Plan, base_step: int) -> str:
     """What is replayed, in a line."""
     saved = f"{plan.num_responses:,} responses, {plan.num_tokens:,} tokens not generated again"
+    if plan.unfinished:
+        saved += f"; {len(plan.unfinished):,} unfinished responses go on from {plan.num_unfinished_tokens:,} tokens"
     if plan.through == base_step:
         return f"responses that were logged after step {base_step} are used for step {base_step + 1} on ({saved})"
     steps = (
@@ -337,8 +338,7 @@ def read_history(folder: Path, base_step: int, now: Mapping[str, str]) -> tuple[
         why_not = ""
         for path in set(starts[number]) - set(of_trainer):
             for place, record in _records(path):
-                if isinstance(record, Finished):
-                    history.found(record, number, place)
+                history.tell_of_worker(record, number, place)
     return history, max(starts, default=0) + 1, why_not
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from partial_rollout.observability.events import BatchTaken, SegmentEnded, StepEnded
+from partial_rollout.core.resume import ABORTED
+from partial_rollout.observability import stages
+from partial_rollout.observability.events import BatchTaken, SegmentEnded, StageBegan, StepEnded
 from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.processes import TRAINING_RANK
 from tests.e2e.conftest import is_conserved, run_job
@@ -26,6 +28,8 @@ BEFORE = "before"
 """Folder of the dumps that were written before the blow."""
 LIMIT_S = 1200.0
 """Limit of a job that is struck, and of the next one."""
+HANDED_OVER_S = 1.0
+"""The thread of the log may have written nothing of what came less than this before the death of its process."""
 SAVED, STRUCK, LAST = 3, 6, 7
 """Steps: of the checkpoint before the blow, of the blow, which comes before the next checkpoint, and of the end."""
 
@@ -66,8 +70,34 @@ def test_steps_since_the_checkpoint_are_trained_from_logged_responses(
     ]
     report |= {"tokens generated again": sum(event.tokens for event in generated)}
     assert generated == []
+    known = _known_tokens(job, struck_s, members)
+    report |= {"unfinished responses that go on": len(known), "their tokens": sum(known.values())}
+    assert known
     assert not list((tmp_path / "checkpoints/rollout_log").glob("*"))
     assert job.survivors == []
+
+
+def _known_tokens(job: Job, struck_s: float, members: set[str]) -> dict[tuple[str, int], int]:
+    """By response that was interrupted before the blow: tokens of it that the new start has not generated again.
+
+    It goes on where an interruption has ended a segment, and where the last one did unless that was at the blow.
+    """
+    again_s = [event.t for event in job.stream if isinstance(event, StageBegan) and event.name == stages.TRAINING][-1]
+    segments: dict[tuple[str, int], list[SegmentEnded]] = {}
+    for event in sorted((each for each in job.stream if isinstance(each, SegmentEnded)), key=lambda each: each.t):
+        if event.uid not in members:
+            segments.setdefault((event.uid, event.session), []).append(event)
+    known: dict[tuple[str, int], int] = {}
+    for key, events in segments.items():
+        before, again = [each for each in events if each.t < again_s], [each for each in events if each.t > again_s]
+        at_rest = [each for each in before if each.t < struck_s - HANDED_OVER_S and each.tokens]
+        if again and at_rest and before[-1].reason == ABORTED:
+            ends = [each.prompt_tokens + each.tokens for each in before]
+            start = again[0].prompt_tokens
+            assert start in ends, (key, events)
+            assert start >= at_rest[-1].prompt_tokens + at_rest[-1].tokens, (key, events)
+            known[key] = start - before[0].prompt_tokens
+    return known
 
 
 def _run(task: Path, folder: Path, blow: Blow) -> tuple[Job, float]:

@@ -93,6 +93,7 @@ async def test_a_failed_attempt_forgets_its_siblings_rows_before_another_worker_
         worker.gates.fail("a_1", error)
         await settle()
         assert worker.calls == ["clear a_0_0", f"fail a: {type(error).__name__}: {error}"]
+        assert (worker.given_up, worker.forgotten) == (["a"], [])
         assert worker.loop.slots.in_use == 0
         assert not task.done()
 
@@ -146,7 +147,7 @@ async def test_a_group_with_tokens_that_are_too_old_expires_and_its_rows_are_gon
         worker.gates.fail("a_1", TooStale("version 3"))
         await settle()
         assert worker.calls == ["clear a_0_0", "expire a", *last]
-        assert (worker.loop.slots.in_use, worker.forgotten) == (0, ["a"])
+        assert (worker.loop.slots.in_use, worker.given_up, worker.forgotten) == (0, ["a"], [])
         assert not task.done()
 
 

@@ -15,10 +15,13 @@ from partial_rollout.core.rollout_log import (
     HEADER,
     MAX_RECORD_BYTES,
     Admitted,
+    Call,
     End,
     Finished,
     FrameReader,
+    GivenUp,
     Group,
+    Interrupted,
     Opened,
     Output,
     Taken,
@@ -56,11 +59,24 @@ def finished(uid: str, session: int = 0, *, version: int = 3, tokens: Sequence[i
     )
 
 
+def interrupted(uid: str, *, after: int = 0, tokens: Sequence[int] = (7, 8, 9)) -> Interrupted:
+    call = Call(
+        number=0, num_shared=0, prompt_ids=pack_ids([1, 2]), token_ids=pack_ids(tokens),
+        log_probs=pack_log_probs([-0.5] * len(tokens)), spans=[VersionSpan(3, 3)],
+        context_spans=[ContextSpan(3, "fresh", 3)], stop_reason=None, num_interruptions=1, num_reprefilled_tokens=0,
+        settings="temperature=1.0",
+    )  # fmt: skip
+    return Interrupted(key=f"{uid}_0", claim_id=5, after=after, calls=[call])
+
+
 RECORDS = [
     Opened(format=1, number=2, role="trainer", base_step=4, world={"data.seed": "1"}, holds_through=4),
     Admitted(first=8, uids=["a", "b"], prompts=["0:x", "1:y"]),
     finished("a"),
     finished("b", tokens=(10, 11, 12)),
+    interrupted("a"),
+    interrupted("a", after=checksum(encode(interrupted("a"))), tokens=[10, 11]),
+    GivenUp(uid="b", claim_id=6),
     Taken(step=5, groups=[Group("a", [("a_0_0", 17)])]),
 ]
 PAYLOADS = [encode(record) for record in RECORDS]

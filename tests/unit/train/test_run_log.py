@@ -19,7 +19,7 @@ from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train import rollout_log
 from partial_rollout.train.rollout_log import RunLog, logs_rollouts
 from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
-from tests.unit.core.test_rollout_log import finished
+from tests.unit.core.test_rollout_log import finished, interrupted
 from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Start:
     step: int = STEP
     snapshot: QueueSnapshot | None = field(default_factory=lambda: QueueSnapshot(admitted=10, taken=10))
     replayed: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
+    goes_on: Mapping[str, tuple[Place, ...]] = field(default_factory=dict[str, "tuple[Place, ...]"])
 
     def __post_init__(self) -> None:
         self.worker = LogWriter("agent_loop_worker_0")
@@ -69,8 +70,8 @@ class Start:
         self.worker.open(folder.file("agent_loop_worker_0"))
         self.worker.append(folder.opened("agent_loop_worker_0"))
 
-    def _replay(self, places: Mapping[str, Place]) -> None:
-        self.replayed = places
+    def _replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
+        self.replayed, self.goes_on = places, unfinished
 
     def train(self, step: int, *uids: str, log: bool = True) -> int:
         groups = [FinishedGroup(uid, 1, "", tuple(self._end(uid, log=log))) for uid in uids]
@@ -126,6 +127,47 @@ def test_a_second_start_admits_the_same_names_and_takes_the_same_batches(
     assert start.train(7, "new_s", "new_t") == 0
     assert not start.log.has_replayed
     start.die()
+
+
+def interrupted_start(path: Path) -> None:
+    """Two responses were interrupted when the batch of step 5 was taken, and the run has died in its training."""
+    start = Start(config(path))
+    admit(start, "p", "q", "r", fresh="old")
+    start.train(5, "old_p")
+    for uid in ("old_q", "old_r"):
+        start.worker.append(encode(interrupted(uid)))
+    start.die()
+
+
+def test_a_second_start_goes_on_from_the_tokens_of_interrupted_responses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot(pending=(PromptMeta("old_x", 2, 1),)))
+    said = "(2 responses, 6 tokens not generated again; 2 unfinished responses go on from 6 tokens)"
+    assert f"step 5 is trained from logged responses {said}" in caplog.text
+    assert (sorted(start.replayed), sorted(start.goes_on)) == (["old_p_0", "old_p_1"], ["old_q_0", "old_r_0"])
+    admit(start, "p", "q", "another")
+    assert "prompt 13 of the run is another one than before" in caplog.text
+    assert (start.replayed, start.goes_on) == ({}, {})
+    start.die()
+
+
+def test_a_run_that_has_died_before_its_first_batch_goes_on_from_the_tokens_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine had died before, and so all engines were interrupted."""
+    start = Start(config(tmp_path), snapshot=snapshot(pending=(PromptMeta("x", 2, 1),)))
+    start.worker.append(encode(interrupted("x")))
+    start.die()
+    again = Start(config(tmp_path), snapshot=snapshot(pending=(PromptMeta("x", 2, 1),)))
+    assert (again.replayed, sorted(again.goes_on)) == ({}, ["x_0"])
+    assert "used for step 5 on (0 responses, 0 tokens not generated again; 1 unfinished" in caplog.text
+    again.log.before_save(8)
+    again.log.after_save(8)
+    again.die()
+    folders = {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()}
+    assert folders == {"after_step_4", "after_step_8"}  # a worker may still read it
 
 
 def test_a_third_start_has_the_steps_of_both(tmp_path: Path) -> None:
@@ -306,7 +348,7 @@ def test_a_disk_without_room_is_warned_of_with_what_is_needed(
     monkeypatch.setattr(rollout_log.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     made = config(tmp_path, **{"data.train_batch_size": 256, "data.max_response_length": 32_760})
     Start(made).die()
-    assert "20 steps have up to 2.8 GiB, 1.0 GiB are free" in caplog.text
+    assert "20 steps have up to 5.3 GiB, 1.0 GiB are free" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_costs_the_log_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
