@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,12 +85,16 @@ def _num_moved(events: list[AnyEvent], lost: str, lost_s: float) -> int:
         if isinstance(event, SegmentEnded):
             segments[event.uid, event.session].append(event)
     return sum(
-        before.t < lost_s < after.t
-        and before.server.startswith(lost)
-        and after.prompt_tokens == before.prompt_tokens + before.tokens
+        any(
+            before.t < lost_s
+            and before.server.startswith(lost)
+            and before.tokens
+            and before.prompt_tokens + before.tokens == after.prompt_tokens
+            for before in each
+        )
         for each in segments.values()
-        for before, after in pairwise(each)
-        if before.tokens
+        for after in each
+        if after.t > lost_s
     )
 
 

@@ -150,5 +150,5 @@ def _check_views(node: Node, events: Path) -> None:
         found = node.run(sys.executable, "-c", GET, line.split()[0], limit_s=CALL_S)
     finally:
         page.terminate()
-        page.wait(CALL_S)
+        page.communicate(timeout=CALL_S)
     assert found.startswith("200 ")
