@@ -91,10 +91,11 @@ VARIANTS = {
     "three": Variant("draft_3", 3, "plain"),
     "five": Variant("draft_5", 5, "plain"),
     "three_without_the_loss": Variant("draft_3", 3, "draft_5"),
-    "ngram_gpu": Variant("ngram_gpu_3", 3, "plain"),
 }
 """All drafts of a step are as long, as if short ones were filled up, so that it has whole CUDA graphs. The last one is
 what drafts would gain if an engine that may draft were as fast as one that may not."""
+OF_VLLM = {"ngram_gpu": Variant("ngram_gpu_3", 3, "plain")}
+"""Drafts of these methods come from the response itself, which `acceptance` counts by itself."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ async def _measure(pipe: Connection, engine: Engine, options: argparse.Namespace
                 if time.monotonic() > ends_s:
                     return
                 note.plan(even, odd)
-                few = list(DRAFT_TOKENS) if engine.is_ngram and even else None
+                few: list[int] | None = [*DRAFT_TOKENS] if engine.is_ngram and even else None
                 sent, accepted = Requests(server, requests, context, seed, few), accepted_drafts()
                 await sent.run(DECODED, f"-{number}")
                 tokens = tokens_a_step(engine, note, requests * DECODED, accepted_drafts() - accepted)
@@ -486,7 +487,8 @@ def predict_gains(paths: Sequence[Path], curve_path: Path, trace: str) -> None:
     prices, curve = read_prices(paths), read_result(curve_path)
     load = workload(curve["engine"]["shape"], trace)
     there = {(row["engine"], row["drafts"][0]) for row in prices["rows"]}
-    priced = {name: each for name, each in VARIANTS.items() if {(each.engine, each.drafts), (each.base, 0)} <= there}
+    known = {**VARIANTS, **OF_VLLM}.items()
+    priced = {name: each for name, each in known if {(each.engine, each.drafts), (each.base, 0)} <= there}
     variants = {name: gains(prices, curve, load, variant) for name, variant in priced.items()}
     found = {"curve": curve_path.name, "prices": [path.name for path in paths], "tokens_a_step": TOKENS_A_STEP}
     first = read_result(paths[0])
