@@ -12,10 +12,13 @@ Engines, each in a process of its own, started `--at-once` at a time and measure
     older_runner        the older model runner
     older_synchronous   the older model runner, without asynchronous scheduling: what `custom_class` leaves
     draft_3, draft_5    `speculative_config` with a `custom_class` proposer and up to so many drafts
+    ngram_gpu_3         vLLM's own method `ngram_gpu`, which keeps asynchronous scheduling, with up to three drafts
 
 The proposer drafts fixed tokens, of which a model with random weights accepts none, so the time of a step is the price
 alone. It reads from a shared file how many: all requests the same number, or every second request another one. vLLM has
 whole CUDA graphs only for steps in which every request has all drafts (`draft_3` with 3); other steps run in pieces.
+`ngram_gpu` drafts what followed the same tokens before: nothing while a model with random weights may take any token,
+and three in nearly each step while it may take a few tokens only. How many it accepts then is vLLM's own count.
 Prompts of a cell are those of the run before, so their KV is found and nothing is prefilled twice.
 """
 
@@ -71,6 +74,11 @@ WORTH = 0.9
 """Time with drafts, without them = 1, from which on they are worth their code."""
 
 
+NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+"""vLLM's count of drafts that were right."""
+
+
 class Variant(NamedTuple):
     """Which engine drafts, how many tokens in a verified step, and with the steps of which engine it is compared."""
 
@@ -86,6 +94,8 @@ VARIANTS = {
 }
 """All drafts of a step are as long, as if short ones were filled up, so that it has whole CUDA graphs. The last one is
 what drafts would gain if an engine that may draft were as fast as one that may not."""
+OF_VLLM = {"ngram_gpu": Variant("ngram_gpu_3", 3, "plain")}
+"""Drafts of these methods come from the response itself, which `acceptance` counts by itself."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ class Engine:
     drafts: int = 0
     older_runner: bool = False
     asynchronous: bool | None = None
+    is_ngram: bool = False
     plans: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def arguments(self, slots: int) -> dict[str, Any]:
@@ -103,9 +114,8 @@ class Engine:
         sizes = {requests * (1 + drafts) for requests in counted for drafts in range(self.drafts + 1)}
         found: dict[str, Any] = {"cudagraph_capture_sizes": sorted(sizes)}
         if self.drafts:
-            found["speculative_config"] = {
-                "method": "custom_class", "model": PROPOSER, "num_speculative_tokens": self.drafts,
-            }  # fmt: skip
+            how = NGRAM if self.is_ngram else {"method": "custom_class", "model": PROPOSER}
+            found["speculative_config"] = {**how, "num_speculative_tokens": self.drafts}
         return found if self.asynchronous is None else found | {"async_scheduling": self.asynchronous}
 
 
@@ -115,6 +125,7 @@ ENGINES = {
     "draft_3": Engine(3, plans=((0, 0), (3, 3), (0, 3))),
     "older_synchronous": Engine(older_runner=True, asynchronous=False),
     "older_runner": Engine(older_runner=True),
+    "ngram_gpu_3": Engine(3, is_ngram=True, plans=((0, 0), (3, 3))),
 }
 
 
@@ -179,6 +190,21 @@ class FixedDrafts:
         ]
 
 
+def accepted_drafts() -> float:
+    """Drafts that the engines of this process have accepted so far, by vLLM's metrics."""
+    from prometheus_client import REGISTRY
+
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == ACCEPTED)
+
+
+def tokens_a_step(engine: Engine, note: Note, generated: int, accepted: float) -> float:
+    """Tokens that a step of a request brought in a cell: the proposer counts, or vLLM does."""
+    if engine.is_ngram:
+        return generated / (generated - accepted)
+    return note.tokens_a_step if engine.drafts else 1.0
+
+
 def cells(tiny: bool) -> tuple[tuple[int, int], ...]:
     """Cells of the command's shape."""
     return TINY_CELLS if tiny else CELLS
@@ -231,9 +257,10 @@ async def _measure(pipe: Connection, engine: Engine, options: argparse.Namespace
                 if time.monotonic() > ends_s:
                     return
                 note.plan(even, odd)
-                sent = Requests(server, requests, context, seed)
+                few: list[int] | None = [*DRAFT_TOKENS] if engine.is_ngram and even else None
+                sent, accepted = Requests(server, requests, context, seed, few), accepted_drafts()
                 await sent.run(DECODED, f"-{number}")
-                tokens = note.tokens_a_step if engine.drafts else 1.0
+                tokens = tokens_a_step(engine, note, requests * DECODED, accepted_drafts() - accepted)
                 pipe.send({
                     "requests": requests, "context": context + DECODED / 2, "drafts": [even, odd],
                     "tokens_a_step": tokens, "step_ms": 1000 * sent.step_s * tokens,
@@ -459,7 +486,10 @@ def predict_gains(paths: Sequence[Path], curve_path: Path, trace: str) -> None:
     """Add to the first of the stored prices what drafts would gain by all of them, and print it."""
     prices, curve = read_prices(paths), read_result(curve_path)
     load = workload(curve["engine"]["shape"], trace)
-    variants = {name: gains(prices, curve, load, variant) for name, variant in VARIANTS.items()}
+    there = {(row["engine"], row["drafts"][0]) for row in prices["rows"]}
+    known = {**VARIANTS, **OF_VLLM}.items()
+    priced = {name: each for name, each in known if {(each.engine, each.drafts), (each.base, 0)} <= there}
+    variants = {name: gains(prices, curve, load, variant) for name, variant in priced.items()}
     found = {"curve": curve_path.name, "prices": [path.name for path in paths], "tokens_a_step": TOKENS_A_STEP}
     first = read_result(paths[0])
     first.setdefault("gains", {})[trace] = {**found, **variants}

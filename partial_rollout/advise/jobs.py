@@ -44,6 +44,7 @@ def job_modes(slots: int, group: int) -> dict[str, Mode]:
         "sync_fast_poll": named["sync"],
         COLOCATED: named[COLOCATED],
         f"{COLOCATED}_fast_poll": replace(named[COLOCATED], poll_s=0.0),
+        f"{COLOCATED}_released": named[COLOCATED],
         "partial_rollout": named["abort, prefetch 2"],
         "partial_rollout_prefetch_3": named["abort, prefetch 3"],
         "partial_reuse_kv": named["KV retained, prefetch 2"],

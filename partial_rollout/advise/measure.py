@@ -59,10 +59,12 @@ class Requests:
     Prompts are drawn with a seed, so that no cell finds the KV of another one.
     """
 
-    def __init__(self, engine: AsyncLLM, concurrency: int, context: int, seed: int) -> None:
-        """Nothing is sent yet."""
+    def __init__(
+        self, engine: AsyncLLM, concurrency: int, context: int, seed: int, allowed: list[int] | None = None
+    ) -> None:
+        """Nothing is sent yet; responses may be restricted to some tokens."""
         rng = random.Random(seed)
-        self._engine, self._seed = engine, seed
+        self._engine, self._seed, self._allowed = engine, seed, allowed
         self.prompts = [
             [FIRST_TOKEN_ID + rng.randrange(NUM_TOKEN_IDS) for _ in range(context)] for _ in range(concurrency)
         ]
@@ -90,7 +92,7 @@ class Requests:
 
         params = SamplingParams(
             temperature=1.0, logprobs=0, ignore_eos=True, max_tokens=decoded, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.DELTA, allowed_token_ids=self._allowed,
         )  # fmt: skip
         since_s = None
         async for output in self._engine.generate({"prompt_token_ids": self.prompts[row]}, params, request_id):
@@ -220,7 +222,7 @@ def kv_tokens(engine: AsyncLLM) -> int:
 async def measure(options: argparse.Namespace, model: Path, result: dict[str, Any]) -> None:
     """All cells that fit the engine, then two interruptions, until the time is used up; `result` grows with each."""
     started_s = time.monotonic()
-    engine = start(options, model)
+    engine = start(options, model, **({"kv_cache_memory_bytes": options.kv_bytes} if options.kv_bytes else {}))
     tiny = options.shape == "tiny"
     cells: Sequence[tuple[int, int]] = TINY_CELLS if tiny else cells_for(options.context)
     try:
@@ -268,6 +270,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--context", type=int, help=f"tokens of the longest prompt with its response ({CONTEXT})")
     line.add_argument("--batched-tokens", type=int, default=8192, help="of an engine step (%(default)s)")
     line.add_argument("--memory", type=float, default=0.88, help="share of the GPU's memory (%(default)s)")
+    line.add_argument("--kv-bytes", type=int, help="KV cache on a GPU that others use too (what --memory leaves)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine (%(default)s)")
     line.add_argument("--eager", action="store_true", help="no CUDA graphs: decodes slower")
     line.add_argument("--budget-s", type=float, default=500.0, help="no cell begins after it (%(default)s)")

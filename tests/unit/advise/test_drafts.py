@@ -8,22 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY, Counter
 
 from partial_rollout.advise.drafts import (
     DRAFT_TOKENS,
     ENGINES,
     NOTE,
     VARIANTS,
+    Engine,
     FixedDrafts,
     Note,
     Prices,
     Running,
+    accepted_drafts,
     drafted,
     gains,
     main,
     parser,
     prices_table,
     surcharge,
+    tokens_a_step,
 )
 from partial_rollout.advise.result import read_result, store
 from partial_rollout.advise.scheduler import Speed
@@ -91,6 +95,30 @@ def test_accepted_drafts_are_counted_for_each_step_of_a_request(note):
     assert note.tokens_a_step == 1.0
 
 
+def test_vllm_counts_what_its_own_method_accepts(note):
+    """A step brings its own token and the accepted ones: 128 tokens of which 96 were drafts took 32 steps."""
+    own, before = ENGINES["ngram_gpu_3"], accepted_drafts()
+    counter = Counter("vllm:spec_decode_num_accepted_tokens", "as vLLM names it")
+    try:
+        counter.inc(96)
+        accepted = accepted_drafts() - before
+    finally:
+        REGISTRY.unregister(counter)
+    assert tokens_a_step(own, note, 128, accepted) == 4.0
+    assert tokens_a_step(own, note, 128, 0.0) == 1.0
+    note.count(steps=2, tokens=5)
+    assert tokens_a_step(Engine(3), note, 128, accepted) == 2.5
+    assert tokens_a_step(Engine(), note, 128, accepted) == 1.0
+
+
+def test_the_method_ngram_gpu_is_given_as_vllm_reads_it():
+    found = ENGINES["ngram_gpu_3"].arguments(slots=16)
+    assert found["speculative_config"]["method"] == "ngram_gpu"
+    assert found["speculative_config"]["num_speculative_tokens"] == 3
+    assert "model" not in found["speculative_config"]
+    assert "async_scheduling" not in found
+
+
 def test_graphs_are_captured_for_every_step_that_is_run():
     sizes = ENGINES["draft_3"].arguments(slots=64)["cudagraph_capture_sizes"]
     assert sizes == [1, 2, 3, 4, 16, 32, 48, 64, 128, 192, 256]
@@ -119,7 +147,8 @@ def test_the_tokens_that_save_a_tenth_are_between_two_predictions():
 
 
 def test_a_prediction_for_one_trace_leaves_that_for_another(tmp_path, monkeypatch):
-    monkeypatch.setattr("partial_rollout.advise.drafts.VARIANTS", {"three": VARIANTS["three"]})
+    variants = {name: VARIANTS[name] for name in ("three", "five")}
+    monkeypatch.setattr("partial_rollout.advise.drafts.VARIANTS", variants)
     path, curve = tmp_path / "prices.json", tmp_path / "curve.json"
     store(prices(0.5), path)
     store({**CURVE, "engine": {**CURVE["engine"], "shape": "tiny"}}, curve)
@@ -127,6 +156,7 @@ def test_a_prediction_for_one_trace_leaves_that_for_another(tmp_path, monkeypatc
         main(["--predict", str(path), "--curve", str(curve), "--trace", trace])
     found = read_result(path)["gains"]
     assert list(found) == ["long_tail", "heavy_tail"]
+    assert "five" not in found["long_tail"]  # nothing is priced with five drafts
     assert found["heavy_tail"]["three"]["time_ratio"] != found["long_tail"]["three"]["time_ratio"]
 
 

@@ -20,7 +20,7 @@ from partial_rollout.advise.shapes import PROMPT_TOKENS
 from partial_rollout.advise.workload import LARGE, Workload, primed_lengths
 
 RESULTS, OURS = "benchmarks/results/gpu", "partial_rollout"
-FAST_POLL = f"{COLOCATED}_fast_poll"
+FAST_POLL, RELEASED = f"{COLOCATED}_fast_poll", f"{COLOCATED}_released"
 ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 
 
@@ -101,13 +101,18 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "step_s"),
-    [("jobs_8b_flag", 1.04, 2.8), ("jobs_8b_flag_released", 1.10, 6.6)],  # copying KV to the host is not predicted
+    ("name", "most", "step_s", "tokens_off"),
+    [  # copying KV to the host is not predicted
+        ("jobs_8b_flag", 1.04, 2.8, 0.03),
+        ("jobs_8b_flag_released", 1.10, 6.6, 0.03),
+        ("jobs_8b_released", 1.05, 4.0, 0.16),
+    ],
 )
-def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(repository, name, most, step_s):
+def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(repository, name, most, step_s, tokens_off):
     """Batches in flight and slots of each step are those that the run chose."""
     curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
-    load, (job,) = Workload(**result["workload"]), result["jobs"]
+    load, job = Workload(**result["workload"]), result["jobs"][0]
+    assert job["mode"].startswith("flag")
     prompts = (Group(row.tolist()) for row in cycle(primed_lengths(load, load.num_prompts)))
     usual = job_modes(load.batch * load.group, load.group)["partial_reuse_kv"]
     rollout, found = Rollout(usual, fit(curve["curve"]), load, PROMPT_TOKENS, prompts), []
@@ -120,15 +125,19 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(reposi
     predicted, measured, predicted_tokens, tokens = np.array(found)[1:].T
     assert 1 < sum(measured) / sum(predicted) < most
     assert measured == pytest.approx(predicted, abs=step_s)
-    assert predicted_tokens == pytest.approx(tokens, rel=0.03)
+    assert predicted_tokens == pytest.approx(tokens, rel=tokens_off)
+    assert sum(predicted_tokens) == pytest.approx(sum(tokens), rel=0.01)
 
 
-def test_it_agrees_with_verl_s_mode_on_a_later_machine(repository):
-    curve, result = (read_result(repository / RESULTS / f"{n}_h200.json") for n in ("engine_8b", "jobs_8b_flag_second"))
+@pytest.mark.parametrize(
+    ("name", "mode", "ratio"), [("jobs_8b_flag_second", COLOCATED, 1.0), ("jobs_8b_released", RELEASED, 0.97)]
+)
+def test_it_agrees_with_verl_s_mode_on_a_later_machine(repository, name, mode, ratio):
+    curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
     (job,) = predict_jobs(result, fit(curve["curve"]))
     predicted, measured = np.array(job["seconds"]).T
-    assert job["mode"] == COLOCATED
-    assert sum(measured) / sum(predicted) == pytest.approx(1.0, abs=0.01)
+    assert job["mode"] == mode
+    assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
     assert measured == pytest.approx(predicted, abs=10)  # it looks every 2 s
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from partial_rollout.advise.predict import fit, modes, predict
 from partial_rollout.advise.result import read_result
-from partial_rollout.advise.workload import Workload
+from partial_rollout.advise.workload import Workload, workload
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/results/gpu"
 RESULTS = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("predicted"))
@@ -48,6 +48,16 @@ def test_a_sent_engine_generated_what_a_fresh_one_does(name):
     for case in cases:
         assert case["models_differ"]
         assert case["max_difference_to_fresh"] == case["max_difference_back"] == 0.0
+
+
+def test_a_curve_that_was_taken_again_predicts_the_same():
+    """Rates of a long run; single cells differ by up to a seventh."""
+    first, again = stored("engine_8b_h200.json"), stored("engine_8b_again_h200.json")
+    load = workload("8b", "long_tail")
+    told = ("sync", "colocate_async", "KV retained, prefetch 2", "KV retained, prefetch 3")
+    for mode in (mode for mode in modes(load.batch * load.group, load.group) if mode.name in told):
+        rates = [predict(mode, fit(curve["curve"]), load, 256)["tokens_per_s"] for curve in (first, again)]
+        assert rates[1] == pytest.approx(rates[0], rel=0.03)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("predicted*.json")))
