@@ -295,8 +295,10 @@ def calm(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Texts:
 def report(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """What a test measures; one line of `outputs/faults/measured.jsonl` a test, with what each of its blows cost."""
     STRUCK.clear()
+    num_failed = request.session.testsfailed
     measured: dict[str, Any] = {"test": request.node.name}
     yield measured
+    measured["passed"] = request.session.testsfailed == num_failed
     nexts = [min(struck.at_s, default=NEVER_S) for struck in STRUCK[1:]] + [NEVER_S]
     rows = [row for struck, next_s in zip(STRUCK, nexts, strict=False) for row in struck.measured(next_s)]
     measured["blows"] = measured.get("blows", []) + rows

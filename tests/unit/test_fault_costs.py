@@ -51,7 +51,14 @@ def test_a_request_that_a_blow_does_not_touch_has_lost_none() -> None:
 
 
 def test_a_response_that_begins_again_has_lost_what_it_had() -> None:
-    events: list[AnyEvent] = [sent(10), segment(15, 40), sent(16), segment(19, 20, before=40), sent(21), segment(30, 90)]
+    events: list[AnyEvent] = [
+        sent(10),
+        segment(15, 40),
+        sent(16),
+        segment(19, 20, before=40),
+        sent(21),
+        segment(30, 90),
+    ]
     assert tokens_lost(events, BLOW_S) == 60
     again = segment(30, 90, before=40)
     assert tokens_lost([*events[:-1], again], BLOW_S) == 20
