@@ -9,10 +9,12 @@ Whole jobs with the quickstart's model, one after the other. A job that complete
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,8 +82,9 @@ class Watched:
             lines, self.position = file.readlines(), file.tell()
         now_s = time.time()
         self.told += [(now_s, line.strip()) for line in lines if TELLS.search(line)]
-        for line in _json_lines(self.metrics):
-            self.steps.setdefault(line["step"], now_s)
+        with suppress(json.JSONDecodeError):  # a line that is being written
+            for line in _json_lines(self.metrics):
+                self.steps.setdefault(line["step"], now_s)
         return is_alive
 
     def wait(self, bound_s: float, until_step: int) -> bool:

@@ -19,6 +19,8 @@ from partial_rollout.runtime import processes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+ANY = "any"
+"""Stands for all phases."""
 NUMBERS = ("noticed_s", "step_done_s", "tokens_lost", "charged")
 
 
@@ -33,11 +35,12 @@ def by_blow(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for blow in (blow for line in lines for blow in line["blows"]):
         role = processes.ENGINE_WORKER.role if blow.get("name", "").startswith("Worker") else blow["role"]
-        empty = {"blows": 0, **{number: [] for number in NUMBERS}}
-        row = rows.setdefault(role, {}).setdefault(blow["while"], {}).setdefault(blow["signal"], empty)
-        row["blows"] += 1
-        for number in NUMBERS:
-            row[number] += [blow[number]] if blow[number] is not None else []
+        for phase in (blow["while"], ANY):
+            empty = {"blows": 0, **{number: [] for number in NUMBERS}}
+            row = rows.setdefault(role, {}).setdefault(phase, {}).setdefault(blow["signal"], empty)
+            row["blows"] += 1
+            for number in NUMBERS:
+                row[number] += [blow[number]] if blow[number] is not None else []
     return rows
 
 

@@ -47,7 +47,8 @@ def test_a_run_that_is_killed_whole_and_typed_again_generates_what_an_undisturbe
     report |= {"prompts": len(texts), "characters": sum(len(text) for each in texts.values() for text in each)}
     assert len(texts) > 4 * NUM_STEPS  # of 8 prompts a step; which ones are in a batch is a matter of time
     # A batch whose training was cut off is trained again, with the weights of before.
-    batches = {event.step: event for event in job.stream if isinstance(event, BatchTaken)}
+    taken = [event for event in job.stream if isinstance(event, BatchTaken)]
+    batches = {batch.step: batch for batch in taken}
     rows = Counter(row for batch in batches.values() for row in batch.source_index)
     assert set(rows.values()) == {1}
     assert sorted(batches) == list(range(1, NUM_STEPS + 1))
