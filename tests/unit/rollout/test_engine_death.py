@@ -137,6 +137,27 @@ async def test_a_death_is_an_event_of_the_run(tmp_path):
     assert fault.action == "it is started again, and all engines get all weights; its requests wait"
 
 
+async def test_a_death_that_a_weight_update_finds_is_an_event_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched(PartialRolloutConfig(events=str(tmp_path)))
+    server.fake.answers_rpc, server.fake.is_dead = False, True
+    with pytest.raises(WeightUpdateError):
+        await server.receive_weights(update_number=1, version=5)
+    await server.relaunch()
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    text = "replica 0: weight update 1 (version 5) failed: the engine (pid ) died"
+    assert (fault.role, fault.name, fault.text) == ("engine", "replica 0", text)
+
+
+async def test_a_death_is_told_once(tmp_path):
+    server = await launched(PartialRolloutConfig(events=str(tmp_path)))
+    await killed(server, 5)
+    await server.abort_all_requests()
+    await server.adopt_loop()
+    await server.relaunch()
+    assert len([event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]) == 1
+
+
 async def test_a_request_that_comes_to_a_dead_engine_waits_as_well():
     server = await launched()
 
