@@ -106,7 +106,7 @@ class PartialRolloutServer(ChannelServer):
     def _begin_without_engine(self) -> None:
         """Ray has started this actor again after its death: requests wait until it has an engine with weights."""
         self._weights.failed(f"the engine server of replica {self.replica_rank} has died, and the engine with it")
-        self._admission.shut()
+        self._admission.shut_empty()  # after the drain of its step the trainer begins no other one
         self._death.set()
         self._has_lost_engine = True
         self._may_launch = False

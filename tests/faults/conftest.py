@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
+SHUT = "training with shut gates"
+"""Training begins with the drain; from its end on nobody closes the gate of a new server before it is to open."""
 SAVING = "saving"
 """From the first file of the step's checkpoint on until it is whole."""
 SENDING = "sending weights"
@@ -109,7 +111,11 @@ class Blow:
         if self.phase == GENERATING:
             # Not when the gates open: the step before ends a little later, with its metrics.
             return any(isinstance(e, StepEnded) and e.step == self.step - 1 for e in events)
-        return any(isinstance(e, BatchTaken) and e.step == self.step for e in events)
+        taken_s = [e.t for e in events if isinstance(e, BatchTaken) and e.step == self.step]
+        if self.phase == SHUT:
+            shut = (e for e in events if isinstance(e, GateMoved) and not e.is_open and e.step == self.step)
+            return bool(taken_s) and any(e.t >= taken_s[-1] for e in shut)
+        return bool(taken_s)
 
     def is_late(self, events: Sequence[AnyEvent], at_s: float) -> bool:
         """Whether its phase, a brief one, had ended at `at_s`."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from partial_rollout.observability.events import AnyEvent, CheckpointSaved, GateMoved
-from tests.faults.conftest import SAVING, SENDING, Blow, check_same_texts
+from partial_rollout.observability.events import AnyEvent, BatchTaken, CheckpointSaved, GateMoved
+from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,3 +63,12 @@ def test_a_blow_while_weights_travel_is_due_after_the_checkpoint_and_late_when_g
     assert blow.is_due(events, tmp_path)
     assert not blow.is_late(events, 10.9)
     assert blow.is_late(events, 11.1)
+
+
+def test_a_blow_to_shut_gates_is_due_when_those_of_the_batch_are_shut(tmp_path: Path) -> None:
+    blow = Blow("engine server", 2, SHUT)
+    taken = BatchTaken(t=10.0, step=2, uids=[], source_index=[], deferrals=[], interruptions=[])
+    # An engine that died while it generated has shut the gates before.
+    events: list[AnyEvent] = [GateMoved(t=9.0, step=2, version=1, is_open=False), taken]
+    assert not blow.is_due(events, tmp_path)
+    assert blow.is_due([*events, GateMoved(t=10.1, step=2, version=1, is_open=False)], tmp_path)

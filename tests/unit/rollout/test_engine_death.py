@@ -115,6 +115,25 @@ async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in
     later.cancel()
 
 
+async def test_a_server_that_dies_after_the_drain_of_its_step_opens_with_the_weights_of_that_step():
+    """While the model trains: the trainer has drained the server before, and does not drain it again."""
+    server = FakeServer()
+    server._begin_without_engine()
+    waits = start(server, "b", is_resumption=True)
+    await let_run()
+    await server.adopt_loop()
+    with pytest.raises(EngineDead, match="must be relaunched"):
+        await server.receive_weights(update_number=8, version=3)
+    with pytest.raises(EngineDead, match="has died"):
+        await server.open_submission_gate()
+    await server.relaunch()
+    await server.receive_weights(update_number=9, version=3)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await waits).token_ids == [6]
+
+
 async def test_a_server_that_dies_while_it_is_launched_is_not_launched_again_and_again():
     server = FakeServer()
     server._begin_without_engine()
