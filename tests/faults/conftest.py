@@ -157,7 +157,8 @@ class Struck:
         """
         events = EventReader(self.folder / "events").read()
         rows = []
-        for blow, at_s, until_s in zip(self.blows, self.at_s, [*self.at_s[1:], next_s], strict=True):
+        ends_s = [*self.at_s[1:], next_s][: len(self.at_s)]
+        for blow, at_s, until_s in zip(self.blows, self.at_s, ends_s, strict=True):
             row = {"role": blow.role, "while": blow.phase, "step": blow.step, "signal": blow.number.name}
             rows.append(row | ({"name": blow.name} if blow.name else {}) | asdict(cost_of(events, at_s, until_s)))
         return rows
