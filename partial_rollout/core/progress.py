@@ -58,7 +58,7 @@ class Progress:
         `requests` is 0 while the engine is paused on purpose.
         """
         if tokens != self._tokens:
-            # Also where the engine was idle at the look before, or is now: an engine that is fast has its first tokens.
+            # An engine that is fast was idle at the look before, or is now, and has its first tokens all the same.
             pause_s = 0.0 if self._since_s is None else now_s - self._since_s
             self._longest_s, self._since_s = max(self._longest_s or 0.0, pause_s), None
         if not requests:

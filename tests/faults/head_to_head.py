@@ -35,11 +35,11 @@ NUM_STEPS, STRUCK_AFTER, SAVE_EVERY = 8, 3, 2
 """A fault comes when its step has ended and the next one generates."""
 NUM_ROWS, EVERY = 96, 3
 HUNG_ROW = 8 * STRUCK_AFTER + 1
-"""Of the batch that is struck."""
+"""A row of the batch that is struck."""
 WAITING, WAITING_STEPS, WAITING_TOKENS = 512, 3, 16
 """Prompts of a batch whose 2,048 responses all wait at once, and how long the longest of them is."""
 TELLS = re.compile(r"Error|Exception|\b(died|dead|killed|hung|waits for|waited for|has not answered|overdue)\b")
-"""Of a line of the log by which its reader notices something."""
+"""What a line of the log has by which its reader notices something."""
 MODES = {
     "flag": ["+async_training.partial_rollout=True"],
     "sync": [],
@@ -109,7 +109,7 @@ class Watched:
 
 
 def options_of(fault: str, mode: str, task: Path, folder: Path) -> list[str]:
-    """Of the job that the fault comes to."""
+    """Overrides of the job that the fault comes to."""
     from tests.e2e.conftest import LONG, SHORT, with_lengths
 
     ours = OURS.get(fault, []) if mode == "flag" else []
