@@ -15,10 +15,12 @@ from partial_rollout.observability.events import (
     PromptDropped,
     RequestSent,
     SegmentEnded,
+    StageBegan,
     StepEnded,
     TrajectoryEnded,
     Warned,
 )
+from partial_rollout.observability.stages import RAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,7 +37,7 @@ class Cost:
     noticed_s: float | None
     """From the blow to the first event `fault`; None: nobody has noticed."""
     step_done_s: float | None
-    """From the blow to the end of the next step; None: no step has ended since."""
+    """From the blow to the end of the next step; None: no step has ended before the next blow."""
     tokens_lost: int
     """Response tokens that were there at the blow, and that the run generated again or threw away."""
     charged: int
@@ -46,7 +48,7 @@ def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S) -
     """What the blow at `at_s` cost; `until_s` is the time of the next one."""
     later = [event for event in events if at_s <= event.t < until_s]
     noticed = [event.t for event in later if isinstance(event, Fault)]
-    ended = [event.t for event in events if isinstance(event, StepEnded) and event.t > at_s]
+    ended = [event.t for event in later if isinstance(event, StepEnded)]
     charged = [event for event in later if isinstance(event, Warned) and CHARGED.search(event.text)]
     dropped = [event for event in later if isinstance(event, PromptDropped)]
     return Cost(
@@ -74,8 +76,10 @@ def tokens_lost(events: Sequence[AnyEvent], at_s: float) -> int:
     """Response tokens that were there at `at_s` and that a later request to an engine did not go on from.
 
     A request that was cut off without an answer, as its worker or its server died, told nobody its tokens: it counts
-    the seconds that it was in an engine, at the mean speed of all requests of the run.
+    the seconds that it was in an engine, at the mean speed of all requests of the run. What was there before the last
+    start of training before `at_s` was lost by an earlier blow, or is in a checkpoint.
     """
+    started_s = max((e.t for e in events if isinstance(e, StageBegan) and e.name == RAY and e.t < at_s), default=0.0)
     responses: dict[tuple[str, int], _Response] = defaultdict(_Response)
     for event in sorted(events, key=lambda each: each.t):
         match event:
@@ -93,6 +97,8 @@ def tokens_lost(events: Sequence[AnyEvent], at_s: float) -> int:
     dropped = {event.uid for event in events if isinstance(event, PromptDropped) and event.t >= at_s}
     lost = 0.0
     for (uid, _), response in responses.items():
+        if not any(started_s < sent_s <= at_s for sent_s in response.sent_s):
+            continue
         held = _held(response, at_s, gates, speed)
         again = next((segment for segment in response.segments if segment.t > at_s), None)
         if again is not None and any(at_s < sent_s <= again.t for sent_s in response.sent_s):

@@ -12,9 +12,11 @@ from partial_rollout.observability.events import (
     PromptDropped,
     RequestSent,
     SegmentEnded,
+    StageBegan,
     StepEnded,
     Warned,
 )
+from partial_rollout.observability.stages import RAY
 from tests.faults.measured import Cost, cost_of, tokens_lost
 
 BLOW_S = 20.0
@@ -72,6 +74,13 @@ def test_a_request_that_was_cut_off_counts_its_seconds_in_an_engine() -> None:
     assert tokens_lost([*speed, *cut_off, *closed], BLOW_S) == 30
 
 
+def test_what_an_earlier_start_had_is_lost_once() -> None:
+    speed = [sent(0, "b"), segment(10, 100, uid="b", seconds=10.0)]  # 10 tokens a second
+    cut_off = [sent(14), StageBegan(t=22, number=2, total=5, name=RAY), sent(40), segment(50, 100, seconds=10.0)]
+    assert tokens_lost([*speed, *cut_off], BLOW_S) == 60
+    assert tokens_lost([*speed, *cut_off], 30.0) == 0
+
+
 def test_tokens_of_a_prompt_that_is_dropped_are_lost_and_those_of_a_trained_one_are_not() -> None:
     events = [sent(10), segment(15, 40)]
     assert tokens_lost([*events, PromptDropped(t=22, uid="a", source_index="", reason="r")], BLOW_S) == 40
@@ -89,5 +98,8 @@ def test_the_cost_of_a_blow_ends_with_the_next_one(until_s: float, charged: int)
         PromptDropped(t=25, uid="x", source_index="3", reason="agent_loop_failed"),
         step,
     ]
-    assert cost_of(events, BLOW_S, until_s) == Cost(noticed_s=0.5, step_done_s=6.0, tokens_lost=0, charged=charged)
+    step_done_s = 6.0 if until_s > step.t else None
+    assert cost_of(events, BLOW_S, until_s) == Cost(
+        noticed_s=0.5, step_done_s=step_done_s, tokens_lost=0, charged=charged
+    )
     assert cost_of([], BLOW_S) == Cost(noticed_s=None, step_done_s=None, tokens_lost=0, charged=0)
