@@ -57,12 +57,13 @@ class Progress:
 
         `requests` is 0 while the engine is paused on purpose.
         """
+        if tokens != self._tokens:
+            # An engine that is fast was idle at the look before, or is now, and has its first tokens all the same.
+            pause_s = 0.0 if self._since_s is None else now_s - self._since_s
+            self._longest_s, self._since_s = max(self._longest_s or 0.0, pause_s), None
         if not requests:
             self._since_s = None
         elif self._since_s is None:
-            self._since_s = now_s
-        elif tokens != self._tokens:
-            self._longest_s = max(self._longest_s or 0.0, now_s - self._since_s)
             self._since_s = now_s
         self._tokens = tokens
         self.stood_still_s = 0.0 if self._since_s is None else now_s - self._since_s

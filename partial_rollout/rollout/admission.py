@@ -178,6 +178,11 @@ class Admission:
         self._gate.close()
         self._gate_moved.notify()
 
+    def shut_empty(self) -> None:
+        """Let requests wait from now on; nobody was admitted yet, so the gate can be opened without a drain."""
+        self.shut()
+        self._gate.drained()
+
     def require_openable(self) -> None:
         """Raise IllegalTransition where `open` would: a drain has not finished."""
         self._gate.require_openable()

@@ -106,7 +106,7 @@ class PartialRolloutServer(ChannelServer):
     def _begin_without_engine(self) -> None:
         """Ray has started this actor again after its death: requests wait until it has an engine with weights."""
         self._weights.failed(f"the engine server of replica {self.replica_rank} has died, and the engine with it")
-        self._admission.shut()
+        self._admission.shut_empty()  # after the drain of its step the trainer begins no other one
         self._death.set()
         self._has_lost_engine = True
         self._may_launch = False
@@ -171,17 +171,16 @@ class PartialRolloutServer(ChannelServer):
             self._weights.failed(self._why_dead)
             self._admission.shut()
             self._death.set()
-            self._tell_death()
+            self._tell_fault(self._why_dead)
         return self._can_be_relaunched
 
-    def _tell_death(self) -> None:
+    def _tell_fault(self, why: str) -> None:
         action = "it is started again, and all engines get all weights; its requests wait"
-        logger.error("%s: %s; %s", self._name, self._why_dead, action)
+        logger.error("%s: %s; %s", self._name, why, action)
         if self._watch is None or not self._watch.verdict:  # else it has told of the fault
             pid = self._engine_processes[0].pid if self._engine_processes else 0
             name, node = f"replica {self.replica_rank}", self._server_address
-            fault = Fault(role=ENGINE, name=name, node=node, pid=pid, text=f"{name}: {self._why_dead}", action=action)
-            self._events.write(fault)
+            self._events.write(Fault(role=ENGINE, name=name, node=node, pid=pid, text=f"{name}: {why}", action=action))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> None:
         """Wait for `call`; an engine that has died and will be relaunched need not answer, others raise EngineDead."""
@@ -457,6 +456,8 @@ class PartialRolloutServer(ChannelServer):
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
+        if not self._death.is_set():  # no request was in it that would have failed
+            self._tell_fault(self._weights.failure or self._why_dead)
         if not self._has_lost_engine:
             await self._stop_engine(BROKEN_ENGINE_STOP_S)
         elif ended := await asyncio.to_thread(end_orphans, orphans):

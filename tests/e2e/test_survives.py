@@ -9,7 +9,7 @@ from partial_rollout.observability.events import CheckpointSaved, StepEnded
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved
-from tests.faults.conftest import CORE, TRAINING, Blow, options, strike
+from tests.faults.conftest import CORE, TRAINING, Blow, options, strike, texts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +54,4 @@ def test_a_job_survives_the_deaths_of_its_processes(task: Path, tmp_path: Path) 
     assert (saved[0].step, saved[-1].step) == (1, NUM_STEPS)
     assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == [f"global_step_{NUM_STEPS}"]
     assert job.survivors == []
+    assert all(len(answers) == 1 for answers in texts_of(tmp_path).values())  # greedy: one response, whoever died

@@ -10,7 +10,7 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,21 +20,48 @@ from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     AnyEvent,
     BatchTaken,
+    CheckpointSaved,
     EventReader,
     Fault,
+    GateMoved,
     ProcessFound,
     StageBegan,
     StepEnded,
 )
 from partial_rollout.runtime import processes, ray_watch
-from tests.e2e.conftest import FLAG, JOB_TIMEOUT_S, ROOT, Job, _ended, _has_mark, _start, is_conserved, task, traced
+from tests.e2e.conftest import (
+    FLAG,
+    JOB_TIMEOUT_S,
+    ROOT,
+    SHORT,
+    Job,
+    _ended,
+    _has_mark,
+    _start,
+    is_conserved,
+    run_job,
+    task,
+    traced,
+)
+from tests.faults.measured import NEVER_S, cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    Texts = dict[tuple[str, bool], set[str]]
+    """Responses by prompt: its text, and whether the response is a long one. Two rows may have the same text."""
+
 __all__ = ["task"]
 GENERATING, TRAINING = "generating", "training"
+SHUT = "training with shut gates"
+"""Training begins with the drain; from its end on nobody closes the gate of a new server before it is to open."""
+SAVING = "saving"
+"""From the first file of the step's checkpoint on until it is whole."""
+SENDING = "sending weights"
+"""From the checkpoint of the step on, which each step of such a job saves, until the gates open."""
+BRIEF = (SAVING, SENDING)
+"""Phases of a fraction of a second: a blow that comes after one fails its test."""
 STARTING_AGAIN = "starting again"
 """A new start of the same command has a Ray of its own, and no training workers yet."""
 STARTING = "starting"
@@ -47,6 +74,11 @@ RAYLET = processes.RAYLET.role
 CORE, WORKER = "EngineCore", "Worker"
 """Parts of the names of an engine's first process, and of those that it starts."""
 LOOK_S = 0.1
+BRIEF_LOOK_S = 0.005
+"""The same when a brief phase is waited for."""
+NUM_ROWS = 96
+CALM_STEPS = 15
+"""After as many steps of eight prompts an undisturbed job has trained each of its rows."""
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 
 
@@ -63,8 +95,13 @@ class Blow:
     delay_s: float = 0.0
     """After the moment that step and phase say."""
 
-    def is_due(self, events: Sequence[AnyEvent]) -> bool:
-        """Whether the job has come so far."""
+    def is_due(self, events: Sequence[AnyEvent], folder: Path) -> bool:
+        """Whether the job, whose folder it is, has come so far."""
+        if self.phase == SAVING:
+            begun = ("partial_rollout/queue.json", "actor")
+            return any((folder / f"checkpoints/global_step_{self.step}" / name).exists() for name in begun)
+        if self.phase == SENDING:
+            return any(isinstance(e, CheckpointSaved) and e.step == self.step for e in events)
         if self.phase == STARTING_AGAIN:
             return sum(isinstance(e, StageBegan) and e.name == stages.TRAINING for e in events) > 1
         if self.phase == STARTING:
@@ -74,7 +111,18 @@ class Blow:
         if self.phase == GENERATING:
             # Not when the gates open: the step before ends a little later, with its metrics.
             return any(isinstance(e, StepEnded) and e.step == self.step - 1 for e in events)
-        return any(isinstance(e, BatchTaken) and e.step == self.step for e in events)
+        taken_s = [e.t for e in events if isinstance(e, BatchTaken) and e.step == self.step]
+        if self.phase == SHUT:
+            shut = (e for e in events if isinstance(e, GateMoved) and not e.is_open and e.step == self.step)
+            return bool(taken_s) and any(e.t >= taken_s[-1] for e in shut)
+        return bool(taken_s)
+
+    def is_late(self, events: Sequence[AnyEvent], at_s: float) -> bool:
+        """Whether its phase, a brief one, had ended at `at_s`."""
+        if self.phase == SAVING:
+            return any(isinstance(e, CheckpointSaved) and e.step == self.step and e.t < at_s for e in events)
+        opened = (e for e in events if isinstance(e, GateMoved) and e.is_open and e.step == self.step)
+        return self.phase == SENDING and any(e.t < at_s for e in opened)
 
 
 def blow_at(kind: processes.Kind, step: int, phase: str = GENERATING) -> Blow:
@@ -88,8 +136,10 @@ class Struck:
     """A job that has ended, with the times (seconds since 1970) at which its processes were struck."""
 
     job: Job
+    blows: tuple[Blow, ...]
     at_s: tuple[float, ...]
     ended_s: float
+    folder: Path
 
     @property
     def faults(self) -> list[Fault]:
@@ -99,6 +149,19 @@ class Struck:
     def seconds_to_notice(self, blow: int = 0) -> float:
         """From the blow to the first fault after it."""
         return next(fault.t for fault in self.faults if fault.t >= self.at_s[blow]) - self.at_s[blow]
+
+    def measured(self, next_s: float) -> list[dict[str, Any]]:
+        """What each blow cost, from all events in the folder: also of a command that was typed again since.
+
+        `next_s` is the time of the first blow to that command.
+        """
+        events = EventReader(self.folder / "events").read()
+        rows = []
+        ends_s = [*self.at_s[1:], next_s][: len(self.at_s)]
+        for blow, at_s, until_s in zip(self.blows, self.at_s, ends_s, strict=True):
+            row = {"role": blow.role, "while": blow.phase, "step": blow.step, "signal": blow.number.name}
+            rows.append(row | ({"name": blow.name} if blow.name else {}) | asdict(cost_of(events, at_s, until_s)))
+        return rows
 
     @property
     def step_done_s(self) -> list[float]:
@@ -112,23 +175,30 @@ class Struck:
         return self.ended_s - self.at_s[-1]
 
 
+STRUCK: list[Struck] = []
+"""Jobs of the test that runs, for its report."""
+
+
 def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], limit_s: float = JOB_TIMEOUT_S) -> Struck:
     """Run a job to its end and strike its processes, one after the other, when it has come so far."""
     mark, at_s, due, reader = uuid.uuid4().hex, [], list(blows), EventReader(folder / "events")
+    late: list[Blow] = []
     reader.read()  # of earlier jobs
     events: list[AnyEvent] = []
     log = folder / f"output-{mark}.txt"
     with log.open("w") as output, _start(task, folder, overrides, mark, output=output) as job:
         deadline_s = time.monotonic() + limit_s
         try:
-            while not _has_ended(job):
+            while not _has_ended(job, BRIEF_LOOK_S if due and due[0].phase in BRIEF else LOOK_S):
                 events += reader.read()
-                if due and due[0].is_due(events):
+                if due and due[0].is_due(events, folder):
                     blow = due.pop(0)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         job.wait(blow.delay_s)
                     at_s.append(time.time())
                     _strike(blow, job, mark, events)
+                    events += reader.read()
+                    late += [blow] if blow.is_late(events, at_s[-1]) else []
                 if time.monotonic() > deadline_s:
                     job.kill()
         finally:
@@ -136,7 +206,10 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
         ended_s = time.time()
     text = log.read_text()
     assert not due, text[-4000:]
-    return Struck(_ended(job, text, folder, mark), tuple(at_s), ended_s)
+    assert not late, f"these came after their phase: {late}"
+    struck = Struck(_ended(job, text, folder, mark), tuple(blows), tuple(at_s), ended_s, folder)
+    STRUCK.append(struck)
+    return struck
 
 
 def check_all_trained_once(job: Job, num_steps: int) -> None:
@@ -147,6 +220,24 @@ def check_all_trained_once(job: Job, num_steps: int) -> None:
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []
+
+
+def texts_of(folder: Path) -> Texts:
+    """What the job in this folder has trained, as verl has dumped it. The task's tokenizer has a token a letter."""
+    texts: Texts = {}
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # its writer was killed
+                row = json.loads(line)
+                texts.setdefault((row["input"], len(row["output"]) > SHORT), set()).add(row["output"])
+    return texts
+
+
+def check_same_texts(folder: Path, calm: Texts) -> None:
+    """Each response that was trained is the one that an undisturbed run has for its prompt, letter by letter."""
+    texts = texts_of(folder)
+    assert texts
+    assert texts == {prompt: calm.get(prompt, set()) for prompt in texts}
 
 
 def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:
@@ -164,10 +255,10 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
         os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
 
 
-def _has_ended(job: subprocess.Popen[str]) -> bool:
+def _has_ended(job: subprocess.Popen[str], look_s: float) -> bool:
     """Whether it ends within the interval at which the event stream is read."""
     try:
-        job.wait(LOOK_S)
+        job.wait(look_s)
     except subprocess.TimeoutExpired:
         return False
     return True
@@ -183,15 +274,41 @@ def _pid(blow: Blow, events: Sequence[AnyEvent]) -> int:
 
 
 def options(task: Path, folder: Path) -> list[str]:
-    """A third of the groups is long, so that the engine holds requests at any time."""
-    return [FLAG, *traced(task, folder, num_rows=96, every=3), "trainer.save_freq=2", "trainer.test_freq=-1"]
+    """A third of the groups is long, so that the engine holds requests at any time.
+
+    With a learning rate of 0 and greedy decoding each prompt has one response, whatever becomes of the run.
+    """
+    return [
+        FLAG, *traced(task, folder, num_rows=NUM_ROWS, every=3), "trainer.save_freq=2", "trainer.test_freq=-1",
+        "actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.rollout.top_k=1",
+        f"trainer.rollout_data_dir={folder / 'rollouts'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def calm(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    """The responses of a job that nobody disturbs, one for each prompt of `options`."""
+    folder = tmp_path_factory.mktemp("calm")
+    steps = [f"trainer.total_training_steps={CALM_STEPS}", "partial_rollout.prefetch_factor=1"]
+    job = run_job(task, folder, *options(task, folder), *steps)
+    assert job.code == 0, job.output[-4000:]
+    assert {row for event in job.events for row in event["source_index"]} == {str(row) for row in range(NUM_ROWS)}
+    texts = texts_of(folder)
+    assert {len(answers) for answers in texts.values()} == {1}  # greedy
+    return texts
 
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What a test measures; one line of `outputs/faults/measured.jsonl` a test."""
+    """What a test measures; one line of `outputs/faults/measured.jsonl` a test, with what each of its blows cost."""
+    STRUCK.clear()
+    num_failed = request.session.testsfailed
     measured: dict[str, Any] = {"test": request.node.name}
     yield measured
+    measured["passed"] = request.session.testsfailed == num_failed
+    nexts = [min(struck.at_s, default=NEVER_S) for struck in STRUCK[1:]] + [NEVER_S]
+    rows = [row for struck, next_s in zip(STRUCK, nexts, strict=False) for row in struck.measured(next_s)]
+    measured["blows"] = measured.get("blows", []) + rows
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(measured) + "\n")

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.runtime import processes
-from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import GENERATING, TRAINING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 TO_END_S = 90.0
 ROLES = {
@@ -22,7 +24,7 @@ ROLES = {
 
 @pytest.mark.parametrize("phase", ROLES)
 def test_a_dead_process_ends_the_run_and_is_named(
-    task: Path, tmp_path: Path, report: dict[str, Any], phase: str
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str
 ) -> None:
     role, steps = ROLES[phase], ["trainer.total_training_steps=4", "partial_rollout.restarts=0"]
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[Blow(role, 2, phase)])
@@ -36,3 +38,4 @@ def test_a_dead_process_ends_the_run_and_is_named(
     assert struck.job.code == 1
     assert f"error: training failed: ActorLost: {role}" in struck.job.output
     assert struck.job.survivors == []
+    check_same_texts(tmp_path, calm)

@@ -10,10 +10,12 @@ import pytest
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved, times_trained
-from tests.faults.conftest import blow_at, options, strike
+from tests.faults.conftest import blow_at, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 LIMIT_S = 3000.0
 """Limit of a job that starts training twelve times again."""
@@ -25,7 +27,7 @@ NUM_STEPS = FIRST + len(KINDS)
 
 @pytest.mark.timeout(LIMIT_S + 300)
 def test_a_run_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     blows = [blow_at(kind, step) for step, kind in enumerate(KINDS, start=FIRST)]
     # One batch in flight: it is never complete when a process dies at its beginning.
@@ -47,3 +49,4 @@ def test_a_run_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
     )
     assert set(times_trained(job.stream).values()) == {1}
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

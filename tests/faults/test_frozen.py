@@ -11,10 +11,12 @@ from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.run_watch import POLL_S
 from tests.e2e.conftest import is_conserved, times_trained
-from tests.faults.conftest import GENERATING, RAYLET, TRAINING, Blow, options, strike
+from tests.faults.conftest import GENERATING, RAYLET, TRAINING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 LIMIT_S = 1200.0
 """Limit of a job that starts four times again."""
@@ -45,7 +47,7 @@ BLOWS = {
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("case", BLOWS)
 def test_a_run_survives_the_silence_of_its_processes(
-    task: Path, tmp_path: Path, report: dict[str, Any], case: str
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], case: str
 ) -> None:
     struck_kinds = BLOWS[case]
     num_steps = FIRST + len(struck_kinds)
@@ -79,9 +81,12 @@ def test_a_run_survives_the_silence_of_its_processes(
         limit_s = POLL_S + CALL_S if fault.role == processes.PROMPT_MANAGER.role else CLAIM_S
         assert fault.t - at_s < limit_s + MARGIN_S
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)
 
 
-def test_a_run_survives_the_silence_of_its_raylet(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+def test_a_run_survives_the_silence_of_its_raylet(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
     """Ray gives the node up, and with it all actors there; the command starts training again on a Ray of its own."""
     steps = ["trainer.total_training_steps=3", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1"]
     blow = Blow(RAYLET, FIRST, GENERATING, signal.SIGSTOP)
@@ -96,3 +101,4 @@ def test_a_run_survives_the_silence_of_its_raylet(task: Path, tmp_path: Path, re
     assert struck.seconds_to_notice() < RAYLET_S
     assert all(is_conserved(event.metrics) for event in ended)
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

@@ -10,10 +10,23 @@ import pytest
 
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
-from tests.faults.conftest import CORE, GENERATING, TRAINING, WORKER, Blow, check_all_trained_once, options, strike
+from tests.faults.conftest import (
+    CORE,
+    GENERATING,
+    SHUT,
+    TRAINING,
+    WORKER,
+    Blow,
+    check_all_trained_once,
+    check_same_texts,
+    options,
+    strike,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 FROZEN_TO_NOTICE_S = 60.0
 CLAIM_S = 10.0
@@ -28,7 +41,9 @@ SECOND_WORKER = f"{WORKER}_TP1"
 """Part of vLLM's title of the process."""
 
 
-def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+def test_reward_workers_and_agent_loop_workers_are_replaced(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
     struck = strike(task, tmp_path, *options(task, tmp_path), f"trainer.total_training_steps={NUM_STEPS}", blows=BLOWS)
     job = struck.job
     roles = [processes.REWARD_WORKER.role, processes.AGENT_LOOP_WORKER.role] * 2
@@ -40,10 +55,13 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(task: Path, tmp_path
     assert [fault.role for fault in struck.faults] == roles
     assert max(report["known_and_replaced_s"]) < processes.REPLACED_S
     check_all_trained_once(job, NUM_STEPS)
+    check_same_texts(tmp_path, calm)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
 
 
-def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+def test_an_agent_loop_worker_that_is_frozen_is_replaced(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
     """Frozen while it generates, and while the model trains."""
     role = processes.AGENT_LOOP_WORKER.role
     blows = [Blow(role, 2, GENERATING, signal.SIGSTOP), Blow(role, 4, TRAINING, signal.SIGSTOP)]
@@ -59,11 +77,12 @@ def test_an_agent_loop_worker_that_is_frozen_is_replaced(task: Path, tmp_path: P
     assert all("no sign of life" in fault.text for fault in struck.faults)
     assert struck.seconds_to_notice(0) < CLAIM_S + processes.REPLACED_S
     check_all_trained_once(job, NUM_STEPS)
+    check_same_texts(tmp_path, calm)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
 
 
 def test_an_engine_that_is_killed_or_frozen_is_started_again(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     """Killed while it generates and while the model trains, then frozen while it generates."""
     blows = [
@@ -83,11 +102,12 @@ def test_an_engine_that_is_killed_or_frozen_is_started_again(
     assert struck.seconds_to_notice(0) < processes.NOTICED_S
     assert struck.seconds_to_notice(2) < FROZEN_TO_NOTICE_S
     check_all_trained_once(job, NUM_STEPS)
+    check_same_texts(tmp_path, calm)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
 
 
 def test_a_worker_of_a_tensor_parallel_engine_that_is_killed_alone_costs_no_restart(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     """The other worker and the engine core live; vLLM ends them, and the run gives the server another engine."""
     blows = [Blow(ENGINE, 2, name=SECOND_WORKER), Blow(ENGINE, 3, TRAINING, name=SECOND_WORKER)]
@@ -104,16 +124,17 @@ def test_a_worker_of_a_tensor_parallel_engine_that_is_killed_alone_costs_no_rest
     assert {fault.role for fault in struck.faults} == {ENGINE}
     assert struck.seconds_to_notice() < processes.ENGINE_WORKER_S
     check_all_trained_once(job, 4)
+    check_same_texts(tmp_path, calm)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
-    task: Path, tmp_path: Path, report: dict[str, Any], num_replicas: int
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], num_replicas: int
 ) -> None:
     """With one replica all requests wait; with two those of the other one keep their tokens."""
     role = processes.ENGINE_SERVER.role
-    blows = [Blow(role, 2), Blow(role, 3, TRAINING), Blow(role, 5, GENERATING, signal.SIGSTOP)]
+    blows = [Blow(role, 2), Blow(role, 3, TRAINING), Blow(role, 4, SHUT), Blow(role, 5, GENERATING, signal.SIGSTOP)]
     steps = [
         f"trainer.total_training_steps={NUM_STEPS}", f"partial_rollout.timeouts.claim_s={CLAIM_S}",
         f"trainer.n_gpus_per_node={num_replicas}", f"ray_kwargs.ray_init.num_gpus={num_replicas}",
@@ -127,8 +148,9 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     report |= {"step_done_s": struck.step_done_s}
     assert job.code == 0, job.output[-4000:]
     assert len(told) == len(blows)
-    assert max(report["known_and_started_s"][:2]) < processes.REPLACED_S
+    assert max(report["known_and_started_s"][:3]) < processes.REPLACED_S
     check_all_trained_once(job, NUM_STEPS)
+    check_same_texts(tmp_path, calm)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
 
@@ -139,7 +161,7 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     ids=["prompt manager", "load balancer"],
 )
 def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
-    task: Path, tmp_path: Path, report: dict[str, Any], kind: processes.Kind, limit: str
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], kind: processes.Kind, limit: str
 ) -> None:
     """Killed while it is asked and while the model trains, then frozen."""
     role = kind.role
@@ -157,4 +179,5 @@ def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
     assert max(report["known_s"][:2]) < processes.REPLACED_S
     assert re.search("no sign of life|not answered in time", struck.faults[-1].text)
     check_all_trained_once(job, NUM_STEPS)
+    check_same_texts(tmp_path, calm)
     assert "failed (" not in job.output  # no attempt was charged to a prompt

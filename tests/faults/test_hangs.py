@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +11,16 @@ from partial_rollout.observability.events import StepEnded, Warned
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved, times_trained
 from tests.e2e.hangs_in import QUEUE_IN, RANK_IN
-from tests.faults.conftest import options, strike
+from tests.faults.conftest import TRAINING, check_same_texts, options, strike
+from tests.faults.measured import NEVER_S, cost_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.faults.conftest import Texts
+
+HANGS = "hangs"
+"""Stands for a signal."""
 TRAIN_S = 15.0
 """A first phase may take four times as long, which is enough for a step of the job beside others."""
 NUM_STEPS = 4
@@ -24,7 +30,7 @@ LIMIT_S = 1200.0
 
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_answer(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     steps = [
         f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1",
@@ -36,10 +42,12 @@ def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_ans
     job, faults = struck.job, struck.faults
     ended = [event for event in job.stream if isinstance(event, StepEnded)]
     hung_s = [(tmp_path / f"hung-{step}").stat().st_mtime for step in (RANK_IN, QUEUE_IN)]
-    report |= {"roles": [fault.role for fault in faults], "while": "hangs", "code": job.code}
-    report |= {"known_s": [round(fault.t - at_s, 1) for fault, at_s in zip(faults, hung_s, strict=False)]}
-    report |= {"step_done_s": [round(next((e.t for e in ended if e.t > at_s), 0.0) - at_s, 1) for at_s in hung_s]}
-    report |= {"faults": [fault.text for fault in faults]}
+    roles = [processes.TRAINING_RANK.role, processes.TRANSFER_QUEUE_CONTROLLER.role]
+    report |= {"code": job.code, "faults": [fault.text for fault in faults]}
+    report["blows"] = [
+        {"role": role, "while": TRAINING, "step": step, "signal": HANGS, **asdict(cost_of(job.stream, at_s, until_s))}
+        for role, step, at_s, until_s in zip(roles, (RANK_IN, QUEUE_IN), hung_s, [*hung_s[1:], NEVER_S], strict=True)
+    ]
     assert job.code == 0, job.output[-4000:]
     rank, queue = faults
     assert (rank.role, rank.step) == (processes.TRAINING_RANK.role, RANK_IN)
@@ -55,3 +63,4 @@ def test_a_run_survives_a_loss_that_hangs_and_a_transfer_queue_that_does_not_ans
     assert all(is_conserved(event.metrics) for event in ended)
     assert set(times_trained(job.stream).values()) == {1}
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

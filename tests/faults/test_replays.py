@@ -15,12 +15,13 @@ from partial_rollout.observability.events import BatchTaken, SegmentEnded, Stage
 from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.processes import TRAINING_RANK
 from tests.e2e.conftest import is_conserved, run_job
-from tests.faults.conftest import EVERYTHING, TRAINING, Blow, options, strike
+from tests.faults.conftest import EVERYTHING, TRAINING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.conftest import Job
+    from tests.faults.conftest import Texts
 
 NUM_RESPONSES = 8 * 4
 """Responses of a step."""
@@ -37,7 +38,7 @@ SAVED, STRUCK, LAST = 3, 6, 7
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("role", [TRAINING_RANK.role, EVERYTHING])
 def test_steps_since_the_checkpoint_are_trained_from_logged_responses(
-    task: Path, tmp_path: Path, report: dict[str, Any], role: str
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], role: str
 ) -> None:
     """With a learning rate of 0 and greedy decoding; the command starts again by itself, or is typed again."""
     job, struck_s = _run(task, tmp_path, Blow(role, STRUCK, TRAINING))
@@ -75,6 +76,7 @@ def test_steps_since_the_checkpoint_are_trained_from_logged_responses(
     assert known
     assert not list((tmp_path / "checkpoints/rollout_log").glob("*"))
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)
 
 
 def _known_tokens(job: Job, struck_s: float, members: set[str]) -> dict[tuple[str, int], int]:
@@ -103,8 +105,7 @@ def _known_tokens(job: Job, struck_s: float, members: set[str]) -> dict[tuple[st
 def _run(task: Path, folder: Path, blow: Blow) -> tuple[Job, float]:
     """The job that went to the end, and the time of the blow."""
     given = [
-        *options(task, folder), f"trainer.total_training_steps={LAST}", "actor_rollout_ref.actor.optim.lr=0",
-        "actor_rollout_ref.rollout.top_k=1", f"trainer.rollout_data_dir={folder / 'rollouts'}",
+        *options(task, folder), f"trainer.total_training_steps={LAST}",
         f"trainer.save_freq={SAVED}", "partial_rollout.prefetch_factor=2",
     ]  # fmt: skip
     struck = strike(task, folder, *given, blows=[blow], limit_s=LIMIT_S)

@@ -10,10 +10,12 @@ from partial_rollout.observability import stages
 from partial_rollout.observability.events import StageBegan, StepEnded
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved, times_trained
-from tests.faults.conftest import GENERATING, TRAINING, blow_at, options, strike
+from tests.faults.conftest import GENERATING, TRAINING, blow_at, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 LIMIT_S = 1200.0
 """Limit of a job that starts training twice again."""
@@ -31,7 +33,7 @@ NUM_STEPS = FIRST + len(BLOWS)
 
 @pytest.mark.timeout(LIMIT_S + 300)
 def test_a_run_with_engines_of_their_own_ends_with_all_its_steps(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     """The engine's deaths cost no new start of training; those of its place and of a rank do."""
     blows = [blow_at(kind, step, phase) for step, (kind, phase) in enumerate(BLOWS, start=FIRST)]
@@ -50,3 +52,4 @@ def test_a_run_with_engines_of_their_own_ends_with_all_its_steps(
     assert len(starts) == 3
     assert set(times_trained(job.stream).values()) == {1}
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

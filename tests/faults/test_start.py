@@ -10,10 +10,12 @@ import pytest
 
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
-from tests.faults.conftest import GENERATING, STARTING, Blow, options, strike
+from tests.faults.conftest import GENERATING, STARTING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 CLAIM_S = 10.0
 MARGIN_S = 20.0
@@ -46,7 +48,7 @@ def test_a_first_start_in_which_a_process_freezes_ends_and_names_it(
 
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_new_start_in_which_a_process_freezes_is_followed_by_another_one(
-    task: Path, tmp_path: Path, report: dict[str, Any]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
     roles = [processes.TRAINING_RANK.role, *FROZEN]
     blows = [Blow(roles[0], 2, GENERATING)]
@@ -65,3 +67,4 @@ def test_a_new_start_in_which_a_process_freezes_is_followed_by_another_one(
     assert max(known_s) < CLAIM_S + MARGIN_S
     assert [event.step for event in job.stream if isinstance(event, StepEnded)] == [1, 2, 3]
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

@@ -9,10 +9,12 @@ import pytest
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved, times_trained
-from tests.faults.conftest import GENERATING, TRAINING, Blow, options, strike
+from tests.faults.conftest import GENERATING, TRAINING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 LIMIT_S = 1800.0
 """Limit of a job that starts three times again."""
@@ -26,7 +28,7 @@ RAYS_OWN = {processes.RAYLET.role, processes.GCS.role}
 @pytest.mark.parametrize("phase", [GENERATING, TRAINING])
 @pytest.mark.parametrize("roles", [ROLES[0::2], ROLES[1::2]], ids=["some", "others"])
 def test_a_run_starts_again_after_the_death_of_any_process_that_it_needs(
-    task: Path, tmp_path: Path, report: dict[str, Any], phase: str, roles: list[str]
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str, roles: list[str]
 ) -> None:
     num_steps = FIRST + len(roles)
     blows = [Blow(role, FIRST + number, phase) for number, role in enumerate(roles)]
@@ -50,3 +52,4 @@ def test_a_run_starts_again_after_the_death_of_any_process_that_it_needs(
     assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
     assert set(times_trained(job.stream).values()) == {1}
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

@@ -11,10 +11,12 @@ import pytest
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from tests.e2e.conftest import run_job
-from tests.faults.conftest import DRIVER, GENERATING, STARTING_AGAIN, TRAINING, Blow, options, strike
+from tests.faults.conftest import DRIVER, GENERATING, STARTING_AGAIN, TRAINING, Blow, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.faults.conftest import Texts
 
 STOP_S = 60.0
 MARGIN_S = 20.0
@@ -23,7 +25,7 @@ MARGIN_S = 20.0
 
 @pytest.mark.parametrize(("phase", "saved"), [(GENERATING, 2), (TRAINING, 3)])
 def test_a_run_that_is_told_to_terminate_loses_no_step(
-    task: Path, tmp_path: Path, report: dict[str, Any], phase: str, saved: int
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str, saved: int
 ) -> None:
     """`phase` is that of step 3. A step that trains ends first; one that generates does not."""
     steps = [*options(task, tmp_path), "trainer.save_freq=-1", "trainer.total_training_steps=5"]
@@ -36,6 +38,7 @@ def test_a_run_that_is_told_to_terminate_loses_no_step(
     assert f"step {saved} is saved" in job.output
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(saved)
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)
     if phase == TRAINING:
         return
     again = run_job(task, tmp_path, *steps)
@@ -43,11 +46,12 @@ def test_a_run_that_is_told_to_terminate_loses_no_step(
     assert [step["training/global_step"] for step in again.steps] == list(range(saved + 1, 6))
     uids = Counter(uid for event in again.events for uid in event["uids"])
     assert set(uids.values()) == {1}
+    check_same_texts(tmp_path, calm)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_starts_again_can_be_ended(
-    task: Path, tmp_path: Path, report: dict[str, Any], number: signal.Signals
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], number: signal.Signals
 ) -> None:
     steps = [*options(task, tmp_path), "trainer.save_freq=1", "trainer.total_training_steps=5"]
     blows = [Blow(processes.TRAINING_RANK.role, 2), Blow(DRIVER, 2, STARTING_AGAIN, number)]
@@ -63,3 +67,4 @@ def test_a_run_that_starts_again_can_be_ended(
     assert struck.seconds_to_end < STOP_S + MARGIN_S
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
     assert job.survivors == []
+    check_same_texts(tmp_path, calm)

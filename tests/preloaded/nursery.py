@@ -220,6 +220,7 @@ def _own_nursery(folder: Path, mark: Mark) -> Request | None:
     owner = os.pidfd_open(os.getpid())
     command, address = folder / f"python-{os.getpid()}", folder / f"socket-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address.unlink(missing_ok=True)  # of a process that was killed: its pid is used again
     listener.bind(str(address))
     listener.listen(64)
     write_command(command, address)

@@ -50,6 +50,18 @@ def test_before_its_first_tokens_an_engine_may_take_longer() -> None:
     assert progress.is_stuck
 
 
+@pytest.mark.parametrize("before", [0, 2])
+def test_first_tokens_count_when_the_engine_was_idle_at_a_look_beside_them(before: int) -> None:
+    """A step may be shorter than the time between two looks."""
+    progress = Progress(STALL_S)
+    progress.look(requests=before, tokens=0, now_s=0.0)
+    progress.look(requests=2 - before, tokens=8, now_s=1.0)
+    assert progress.limit_s == pytest.approx(STALL_S + before / 2)
+    progress.look(requests=2, tokens=8, now_s=2.0)
+    progress.look(requests=2, tokens=8, now_s=2.0 + progress.limit_s)
+    assert progress.is_stuck
+
+
 def test_one_token_is_progress() -> None:
     progress = moving()
     progress.look(requests=2, tokens=8, now_s=30.0)

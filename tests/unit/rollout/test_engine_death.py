@@ -115,6 +115,25 @@ async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in
     later.cancel()
 
 
+async def test_a_server_that_dies_after_the_drain_of_its_step_opens_with_the_weights_of_that_step():
+    """While the model trains: the trainer has drained the server before, and does not drain it again."""
+    server = FakeServer()
+    server._begin_without_engine()
+    waits = start(server, "b", is_resumption=True)
+    await let_run()
+    await server.adopt_loop()
+    with pytest.raises(EngineDead, match="must be relaunched"):
+        await server.receive_weights(update_number=8, version=3)
+    with pytest.raises(EngineDead, match="has died"):
+        await server.open_submission_gate()
+    await server.relaunch()
+    await server.receive_weights(update_number=9, version=3)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await waits).token_ids == [6]
+
+
 async def test_a_server_that_dies_while_it_is_launched_is_not_launched_again_and_again():
     server = FakeServer()
     server._begin_without_engine()
@@ -135,6 +154,27 @@ async def test_a_death_is_an_event_of_the_run(tmp_path):
     (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
     assert (fault.role, fault.name, fault.text) == ("engine", "replica 0", "replica 0: the engine (pid ) died")
     assert fault.action == "it is started again, and all engines get all weights; its requests wait"
+
+
+async def test_a_death_that_a_weight_update_finds_is_an_event_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
+    server = await launched(PartialRolloutConfig(events=str(tmp_path)))
+    server.fake.answers_rpc, server.fake.is_dead = False, True
+    with pytest.raises(WeightUpdateError):
+        await server.receive_weights(update_number=1, version=5)
+    await server.relaunch()
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    text = "replica 0: weight update 1 (version 5) failed: the engine (pid ) died"
+    assert (fault.role, fault.name, fault.text) == ("engine", "replica 0", text)
+
+
+async def test_a_death_is_told_once(tmp_path):
+    server = await launched(PartialRolloutConfig(events=str(tmp_path)))
+    await killed(server, 5)
+    await server.abort_all_requests()
+    await server.adopt_loop()
+    await server.relaunch()
+    assert len([event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]) == 1
 
 
 async def test_a_request_that_comes_to_a_dead_engine_waits_as_well():

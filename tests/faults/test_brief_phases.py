@@ -1,0 +1,57 @@
+"""Processes die while a checkpoint is saved, and while weights travel to the engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from partial_rollout.observability.events import StepEnded
+from partial_rollout.runtime import processes
+from tests.e2e.conftest import is_conserved, saved_step, times_trained
+from tests.faults.conftest import SAVING, SENDING, blow_at, check_same_texts, options, strike
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Texts
+
+LIMIT_S = 1200.0
+"""Limit of a job that starts training twice again."""
+FIRST = 2
+"""The step in which the first process dies; a further one dies in each step that follows."""
+KINDS = (
+    processes.TRAINING_RANK,
+    processes.AGENT_LOOP_WORKER,
+    processes.TRANSFER_QUEUE_CONTROLLER,
+    processes.PROMPT_MANAGER,
+    processes.ENGINE,
+)
+NUM_STEPS = FIRST + len(KINDS)
+
+
+@pytest.mark.timeout(LIMIT_S + 300)
+@pytest.mark.parametrize("phase", [SAVING, SENDING])
+def test_a_run_survives_deaths_while_it_saves_or_sends_weights(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str
+) -> None:
+    blows = [blow_at(kind, step, phase) for step, kind in enumerate(KINDS, start=FIRST)]
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows, limit_s=LIMIT_S)
+    job = struck.job
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    report |= {"code": job.code, "faults": [(fault.role, fault.action) for fault in struck.faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert {fault.role for fault in struck.faults} == {blow.role for blow in blows}
+    # A step whose checkpoint is whole is not trained again, so nobody tells of its end where training starts again.
+    untold = {blow.step for blow, kind in zip(blows, KINDS, strict=True) if kind.then is processes.Then.STARTS_AGAIN}
+    wanted = set(range(1, NUM_STEPS + 1)) - (untold if phase == SENDING else set())
+    assert {event.step for event in ended} >= wanted
+    assert all(is_conserved(event.metrics) for event in ended)
+    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
+    batches = times_trained(job.stream)
+    assert set(batches.values()) == {1}
+    assert len(batches) == 8 * NUM_STEPS
+    assert saved_step(tmp_path) == NUM_STEPS
+    assert job.survivors == []
+    check_same_texts(tmp_path, calm)

@@ -1,0 +1,74 @@
+"""The checks that all fault tests share (tests/faults/conftest.py), on folders and streams made by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from partial_rollout.observability.events import AnyEvent, BatchTaken, CheckpointSaved, GateMoved
+from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CALM = {("1+1=", False): {"2"}, ("2+2=", True): {"two and two is four"}}
+
+
+def dump(folder: Path, *rows: tuple[str, str], end: str = "") -> None:
+    (folder / "rollouts").mkdir()
+    lines = [json.dumps({"input": prompt, "output": text}) for prompt, text in rows]
+    (folder / "rollouts/1.jsonl").write_text("\n".join([*lines, end]))
+
+
+def test_the_texts_of_an_undisturbed_run_pass(tmp_path: Path) -> None:
+    dump(tmp_path, ("1+1=", "2"), ("1+1=", "2"), ("2+2=", "two and two is four"), end='{"input": "3')
+    check_same_texts(tmp_path, CALM)
+
+
+@pytest.mark.parametrize(
+    "row", [("2+2=", "two and two is five"), ("2+2=", "two and two is four."), ("3+3=", "6"), ("1+1=", "3")]
+)
+def test_one_other_letter_or_prompt_does_not_pass(tmp_path: Path, row: tuple[str, str]) -> None:
+    dump(tmp_path, ("1+1=", "2"), row)
+    with pytest.raises(AssertionError):
+        check_same_texts(tmp_path, CALM)
+
+
+def test_a_job_without_texts_does_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    with pytest.raises(AssertionError):
+        check_same_texts(tmp_path, CALM)
+
+
+def test_a_blow_while_a_checkpoint_is_saved_is_due_with_its_first_file_and_late_when_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    blow = Blow("engine", 2, SAVING)
+    (tmp_path / "checkpoints/global_step_1/actor").mkdir(parents=True)
+    assert not blow.is_due([], tmp_path)
+    (tmp_path / "checkpoints/global_step_2/actor").mkdir(parents=True)
+    assert blow.is_due([], tmp_path)
+    whole = [CheckpointSaved(t=10.0, step=2, seconds=0.1)]
+    assert not blow.is_late(whole, 9.9)
+    assert blow.is_late(whole, 10.1)
+
+
+def test_a_blow_while_weights_travel_is_due_after_the_checkpoint_and_late_when_gates_are_open(tmp_path: Path) -> None:
+    blow = Blow("engine", 2, SENDING)
+    events: list[AnyEvent] = [CheckpointSaved(t=1.0, step=1, seconds=0.1)]
+    assert not blow.is_due(events, tmp_path)
+    events += [CheckpointSaved(t=10.0, step=2, seconds=0.1), GateMoved(t=11.0, step=2, version=2, is_open=True)]
+    assert blow.is_due(events, tmp_path)
+    assert not blow.is_late(events, 10.9)
+    assert blow.is_late(events, 11.1)
+
+
+def test_a_blow_to_shut_gates_is_due_when_those_of_the_batch_are_shut(tmp_path: Path) -> None:
+    blow = Blow("engine server", 2, SHUT)
+    taken = BatchTaken(t=10.0, step=2, uids=[], source_index=[], deferrals=[], interruptions=[])
+    # An engine that died while it generated has shut the gates before.
+    events: list[AnyEvent] = [GateMoved(t=9.0, step=2, version=1, is_open=False), taken]
+    assert not blow.is_due(events, tmp_path)
+    assert blow.is_due([*events, GateMoved(t=10.1, step=2, version=1, is_open=False)], tmp_path)
