@@ -13,6 +13,7 @@ from pathlib import Path
 from partial_rollout.errors import DataError
 from partial_rollout.observability.advice import change
 from partial_rollout.observability.comparison import SKIP, as_text, compare, table, verdict
+from partial_rollout.observability.pipe import reader_may_leave
 from partial_rollout.observability.record import load
 from partial_rollout.observability.report import write_report
 
@@ -34,15 +35,16 @@ def main(words: list[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(as_text(table(runs)))
-    print()
-    for run in runs[1:]:
-        print(verdict(run, runs[0]))
-    for record in records:
-        if to_try := change(record):
-            print(f"next to try with {record.name}: {to_try}")
-    if options.report:
-        print(f"charts: {options.report}")
+    with reader_may_leave():
+        print(as_text(table(runs)))
+        print()
+        for run in runs[1:]:
+            print(verdict(run, runs[0]))
+        for record in records:
+            if to_try := change(record):
+                print(f"next to try with {record.name}: {to_try}")
+        if options.report:
+            print(f"charts: {options.report}")
     return 0
 
 

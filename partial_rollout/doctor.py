@@ -8,7 +8,6 @@ Exit code 0: the run can start, as far as one can see from here; 1: something is
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from partial_rollout.errors import ConfigError, Refusal, UserError
 from partial_rollout.integrations.verl_compat import check_versions
+from partial_rollout.observability.pipe import reader_may_leave
 from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected, waiting_inside
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
@@ -186,10 +186,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     report = diagnose(words)
-    try:
-        print(report, flush=True)
-    except BrokenPipeError:  # `doctor ... | head`: the reader has seen enough, and Python's own flush at the end fails
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with reader_may_leave():
+        print(report)
     return int(report.is_blocked)
 
 

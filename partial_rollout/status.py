@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ClusterError, DataError
 from partial_rollout.observability.events import EventReader
+from partial_rollout.observability.pipe import reader_may_leave
 from partial_rollout.observability.record import events_folder_of
 from partial_rollout.observability.status_view import format_status, status_json
 from partial_rollout.observability.waits import Waits, describe
@@ -38,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not options.why:
             _connect(options.address)
-        _show(options)
+        with reader_may_leave():
+            _show(options)
     except (ClusterError, DataError) as error:
         print(f"partial_rollout.status: {error}", file=sys.stderr)
         return EXIT_NOT_FOUND

@@ -27,7 +27,7 @@ from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.lanes import WINDOW_S, Lanes
 from partial_rollout.observability.page import PAGE
 from partial_rollout.observability.prompt_view import prompt_view
-from partial_rollout.observability.record import LOG, RunRecord, events_folder_of, load
+from partial_rollout.observability.record import LOG, RunRecord, check_is_no_file, events_folder_of, load
 from partial_rollout.observability.report import STYLE, is_shown, lost_rows, message_rows, step_charts
 from partial_rollout.observability.step_line import PREFIX, step_line
 from partial_rollout.observability.summary import duration, summary_lines
@@ -59,8 +59,7 @@ class RunState:
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         """Raises DataError if there is no run at `run`."""
-        if run.is_file():
-            raise DataError(f"{run} is a file: give the folder of the run")
+        check_is_no_file(run)
         self._clock, self._looked_s = clock, -math.inf
         self.shown: dict[str, object] = {}
         """What the page shows, as of the last look."""

@@ -23,7 +23,7 @@ from partial_rollout.observability.advice import next_step
 from partial_rollout.observability.events import EventReader, StepEnded
 from partial_rollout.observability.foreign import LogMessages, LogTail
 from partial_rollout.observability.live import LiveView, Screen
-from partial_rollout.observability.record import LOG, RunRecord, events_folder_of, metrics_steps
+from partial_rollout.observability.record import LOG, RunRecord, check_is_no_file, events_folder_of, metrics_steps
 from partial_rollout.observability.report import REPORT
 from partial_rollout.observability.stages import usual_seconds
 from partial_rollout.observability.summary import summary_lines
@@ -58,22 +58,29 @@ class Watch:
         self._tail, self._messages = LogTail(self.log, from_end=since_s > 0), LogMessages()
         self.metrics = _metrics_file(run)
         self._num_rows = 0
-        self._has_events = False
+        self._has_events, self._is_past = False, not since_s
         usual_s = {**(first_s or {}), **usual_seconds(events_folder_of(run), before_s=since_s or time.time())}
         self.view = LiveView(screen, self.record, usual_s)
 
     def look(self) -> None:
-        """Show what is new."""
-        for line in self._tail.read():
-            if (message := self._messages.feed(line)) is not None:
-                self.view.say(message)
+        """Show what is new; what the log has may belong before it, since only events have a time."""
         for event in self._events.read():
             if event.t >= self._since_s:
                 self._has_events = self._has_events or isinstance(event, StepEnded)
                 self.view.add(event)
         if not self._has_events:
             self._look_at_metrics()
+        self._look_at_log()
         self.view.tick()
+
+    def _look_at_log(self) -> None:
+        """Warnings and errors of other packages; those of a run that was not watched until now have a head."""
+        found = [message for line in self._tail.read() if (message := self._messages.feed(line)) is not None]
+        if self._is_past and any(map(self.view.is_new, found)):
+            self._screen.line(f"from {LOG}:")
+        self._is_past = False
+        for message in found:
+            self.view.say(message)
 
     def _look_at_metrics(self) -> None:
         """Steps of verl's own modes."""
@@ -168,7 +175,7 @@ def attend(run: Path, screen: Screen) -> int:
     if not (watch.record.stages or watch.record.steps):
         raise DataError(f"{run} has no events and no metrics yet: give the folder of a run, as its recipe names it")
     try:
-        while watch.record.ended is None and watch.record.stages:
+        while watch.record.ended is None and watch.record.stages and not screen.reader_left:
             time.sleep(LOOK_S)
             watch.look()
     except KeyboardInterrupt:
@@ -187,6 +194,7 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(given[: given.index("--")] if "--" in given else given)
     screen = Screen(sys.stdout)
     try:
+        check_is_no_file(options.run)
         return follow(command, options.run, screen) if command else attend(options.run, screen)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -43,7 +43,7 @@ from partial_rollout.advise.workload import TRACES
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from partial_rollout.advise.scheduler import Speed
     from partial_rollout.advise.workload import Workload
@@ -55,20 +55,27 @@ FEW_CELLS = 3
 """Cells of a curve below which its fit says little: it has three parts."""
 YOUNG, WORTH = 2, 0.95
 """Updates up to which tokens count as young; share of sync's time above which the flag is hardly worth it."""
+LEARNED_AGE, HALF_LEARNED_AGE = 1.6, 3.2
+"""Mean ages, in updates, of what jobs of a real model trained: with the first the job learned as `sync` did, with the
+second one of two seeds did (docs/results/gpu.md, "Old tokens, up to 148 steps")."""
+FROM_STEP = 3
+OF_LENGTHS = ("curve", "group", "column", "tokenizer", "gpus", "train_s")
+"""Options that say something of response lengths, or of what trains on them; a curve alone has neither."""
 
 
 def of_traces(curve: dict[str, Any], speed: Speed, options: argparse.Namespace) -> dict[str, Any]:
     """Predict all modes for each trace, and print a table of each."""
     found = {}
-    for trace in options.traces:
+    for trace in options.traces or TRACES:
         found[trace] = predict_all(curve, speed, trace, options.batch)
-        print(f"{trace}, {curve['engine']['shape']}\n\n{table(found[trace])}\n")
+        print(f"{trace}, {_engines(curve, options)}\n\n{table(found[trace])}\n")
     return {"traces": found}
 
 
 def of_jobs(line: argparse.ArgumentParser, speed: Speed, options: argparse.Namespace) -> dict[str, Any]:
     """Predict jobs that were measured, and print both."""
-    results, first = [read_result(path) for path in options.jobs], options.from_step
+    results = [read_result(path) for path in options.jobs]
+    first = FROM_STEP if options.from_step is None else options.from_step
     if any(result["workload"] != results[0]["workload"] for result in results):
         line.error("the jobs are of different workloads, so their tokens cannot be compared")
     jobs = [job for result in results for job in predict_jobs(result, speed)]
@@ -77,6 +84,8 @@ def of_jobs(line: argparse.ArgumentParser, speed: Speed, options: argparse.Names
         allowed = f"2 to {most}, as two steps are needed of every job" if most > 1 else "no job has two steps"
         line.error(f"--from-step {first} is not allowed: {allowed}")
     print(jobs_table(jobs, first))
+    if options.replicas > 1:
+        print(f"\npredicted for {options.replicas} engines")
     return {"from_step": first, "jobs": [{**job, "rates": rates(job, first)} for job in jobs]}
 
 
@@ -85,7 +94,7 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     curve_path = options.curve or STORED_CURVE
     if not curve_path.is_file():
         line.error(f"--curve {curve_path} is not there: python -m partial_rollout.advise.measure makes one")
-    curve = _curve(line, curve_path)
+    curve = _curve(line, curve_path, options.replicas)
     try:
         found = read_lengths(options.source, options.column, _counter(options.tokenizer))
     except (DataError, OSError) as error:
@@ -93,12 +102,11 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     load = found.workload(options.batch or DEFAULT_BATCH, options.group)
     one = fit(curve["curve"])
     speed = one.of_replicas(options.replicas)
-    curve["engine"]["kv_tokens"] *= options.replicas
     rows = predict_load(curve, speed, load)
     drawn = [tokens for group in found.groups for tokens in group]
     print(f"{found.num_responses} responses: mean {statistics.fmean(drawn):,.0f}, longest {max(drawn):,} tokens")
-    engines = f"{options.replicas} engine{'s' if options.replicas > 1 else ''} of {curve['engine']['shape']}"
-    print(f"batches of {load.batch} prompts x {load.group} responses, {engines}\n\n{table(rows)}\n")
+    shown = f"batches of {load.batch} prompts x {load.group} responses, {_engines(curve, options)}"
+    print(f"{shown}\n\n{table(rows)}\n")
     for sentence in advice(rows, found, curve["engine"], load):
         print(sentence)
     if (cells := len(curve["curve"]["cell"])) < FEW_CELLS:
@@ -123,9 +131,18 @@ def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, 
     young = {name: row for name, row in ours.items() if row["staleness_max"] <= YOUNG}
     said = [f"fastest: {fastest}, {ours[fastest]['time_ratio']:.2f} of the generation time of verl's sync"]
     said.append(f"    {settings_of(fastest, load)}")
-    if young and (best := min(young, key=lambda name: young[name]["time_ratio"])) != fastest:
+    if not young:
+        youngest = min(ours, key=lambda name: (ours[name]["staleness_max"], ours[name]["staleness_mean"]))
+        ages = "mean {staleness_mean:.1f}, oldest {staleness_max:.0f}".format(**ours[youngest])
+        said.append(f"no mode has tokens at most {YOUNG} updates old only; the youngest ones: {youngest}, {ages}")
+    elif (best := min(young, key=lambda name: young[name]["time_ratio"])) != fastest:
         said.append(f"fastest with tokens at most {YOUNG} updates old: {best}, {young[best]['time_ratio']:.2f}")
         said.append(f"    {settings_of(best, load)}")
+    if (age := ours[fastest]["staleness_mean"]) > LEARNED_AGE:
+        said.append(
+            f"with {fastest} tokens are {age:.1f} updates old in the mean: a job learned as sync did at "
+            f"{LEARNED_AGE}; at {HALF_LEARNED_AGE} one of two seeds did (docs/modes.md)"
+        )
     if BOUND in rows:
         slots = load.batch * load.group
         said.append(f"with {slots} slots no mode can be faster than {rows[BOUND]['time_ratio']:.2f} ({BOUND})")
@@ -151,10 +168,16 @@ def _counter(tokenizer: Path | None) -> Callable[[str], int] | None:
     return lambda text: len(encode(text, add_special_tokens=False)["input_ids"])
 
 
-def _curve(line: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+def _engines(curve: dict[str, Any], options: argparse.Namespace) -> str:
+    return f"{options.replicas} engine{'s' if options.replicas > 1 else ''} of {curve['engine']['shape']}"
+
+
+def _curve(line: argparse.ArgumentParser, path: Path, replicas: int) -> dict[str, Any]:
+    """The latency curve of one engine, with the KV cache of `replicas`."""
     curve = read_result(path)
     if not curve.get("curve", {}).get("cell"):
         line.error(f"{path} has no latency curve: make one with python -m partial_rollout.advise.measure")
+    curve["engine"]["kv_tokens"] *= replicas
     return curve
 
 
@@ -168,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--group", type=int, help="responses to a prompt (as many as the source has)")
     line.add_argument("--column", help="of a parquet file: numbers of tokens, or lists of them")
     line.add_argument("--tokenizer", type=Path, metavar="MODEL", help="counts the tokens of a dump that has texts only")
-    line.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES), help="(all)")
+    line.add_argument("--traces", nargs="+", choices=TRACES, help="of a curve alone (all)")
     line.add_argument("--batch", type=int, help="prompts of a step (32, or the curve's)")
     line.add_argument("--replicas", type=int, default=1, help="engines that share a batch (%(default)s)")
     line.add_argument(
@@ -178,9 +201,16 @@ def parser() -> argparse.ArgumentParser:
         "--train-s", type=float, help="seconds that a step trains on all of them, by a run with shared GPUs"
     )
     line.add_argument("--jobs", type=Path, nargs="+", help="results of benchmarks.jobs, of one workload")
-    line.add_argument("--from-step", type=int, default=3, help="first step of rates and ratios of jobs (%(default)s)")
+    line.add_argument("--from-step", type=int, help=f"first step of rates and ratios of jobs ({FROM_STEP})")
     line.add_argument("--json", type=Path, help="also write what is predicted here")
     return line
+
+
+def _refuse(line: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str], needs: str) -> None:
+    """Refuse options that would have no effect; `needs` says with what they have one."""
+    for name in names:
+        if getattr(options, name) is not None:
+            line.error(f"--{name.replace('_', '-')} needs {needs}")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -196,12 +226,18 @@ def main(words: list[str] | None = None) -> None:
     if (options.gpus is None) != (options.train_s is None) or (options.gpus or 2) < 2 or (options.train_s or 1.0) <= 0:
         line.error("--gpus N and --train-s SECONDS belong together: at least 2 GPUs, above 0 seconds")
     if options.source.suffix != ".json":
+        _refuse(line, options, ("traces", "jobs", "from_step"), "a curve as the first word, in place of lengths")
         of_lengths(line, options)
         return
-    if options.gpus is not None:
-        line.error(f"--gpus needs response lengths: give them first, and the curve with --curve {options.source}")
-    curve = _curve(line, options.source)
-    speed = fit(curve["curve"])
+    _refuse(
+        line, options, OF_LENGTHS, f"response lengths: give them first, and the curve with --curve {options.source}"
+    )
+    if options.jobs:
+        _refuse(line, options, ("traces", "batch"), "no --jobs, whose results say what they ran")
+    else:
+        _refuse(line, options, ("from_step",), "--jobs")
+    curve = _curve(line, options.source, options.replicas)
+    speed = fit(curve["curve"]).of_replicas(options.replicas)
     found = of_jobs(line, speed, options) if options.jobs else of_traces(curve, speed, options)
     store({"from": options.source.name, "speed": asdict(speed), **found}, options.json)
 

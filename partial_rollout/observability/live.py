@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from partial_rollout.observability.events import Choice, CommandEnded, Fault, StageBegan, StepEnded, Warned
 from partial_rollout.observability.foreign import Message
+from partial_rollout.observability.pipe import mute
 from partial_rollout.observability.step_line import STEP_SECONDS, step_line
 from partial_rollout.observability.summary import duration
 
@@ -34,19 +35,27 @@ class Screen:
         self._out = out
         self.is_terminal = out.isatty()
         self._bottom = ""
+        self.reader_left = False
+        """Whether nobody reads any more what is written, as after `| head`; from then on it goes nowhere."""
 
     def line(self, text: str, style: str = "") -> None:
         """Write a line that stays."""
         styled = f"{style}{text}{PLAIN}" if style and self.is_terminal else text
-        self._out.write(f"{CLEAR_LINE if self._bottom else ''}{styled}\n{self._bottom}")
-        self._out.flush()
+        self._write(f"{CLEAR_LINE if self._bottom else ''}{styled}\n{self._bottom}")
 
     def bottom(self, text: str) -> None:
         """Replace the last line of a terminal; a file does not get it."""
         if self.is_terminal and text != self._bottom:
             self._bottom = text[: self.width - 1]
-            self._out.write(CLEAR_LINE + self._bottom)
+            self._write(CLEAR_LINE + self._bottom)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
             self._out.flush()
+        except BrokenPipeError:
+            self.reader_left = True
+            mute(self._out)
 
     @property
     def width(self) -> int:
@@ -89,6 +98,10 @@ class LiveView:
                 self.say(Message(event.text, is_error=True))
             case _:
                 pass
+
+    def is_new(self, message: Message) -> bool:
+        """Whether `say` would show it."""
+        return message.key not in self._counts
 
     def say(self, message: Message) -> None:
         """Show a warning or an error, once, wherever it comes from."""

@@ -175,6 +175,12 @@ def events_folder_of(run: Path) -> Path:
     return run / "events"
 
 
+def check_is_no_file(run: Path) -> None:
+    """Raise DataError for a file, such as a run's metrics, where the run's folder is needed."""
+    if run.is_file():
+        raise DataError(f"{run} is a file: give the folder of the run")
+
+
 def metrics_steps(path: Path) -> list[StepEnded]:
     """The steps in a file of verl's `file` logger; a torn last line is left out.
 

@@ -41,10 +41,7 @@ CHARTS = {
     REWARD: (f"reward, mean of {WINDOW} steps and its spread", WINDOW),
     STEP_SECONDS: ("seconds a step", 1),
     "timing_s/gen": ("seconds of generation a step", 1),
-    f"{PREFIX}/slot_utilisation": (
-        "slots in use while engines generate, as a share of those that the run began with",
-        1,
-    ),
+    f"{PREFIX}/slot_utilisation": ("slots in use while engines generate, of those at the start", 1),
     f"{PREFIX}/staleness_steps/mean": ("staleness of the batch, steps", 1),
     f"{PREFIX}/reprefilled_tokens": ("tokens computed again a step", 1),
     f"{PREFIX}/kv_usage": ("KV cache in use when the batch is complete, fullest engine", 1),

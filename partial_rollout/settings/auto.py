@@ -491,12 +491,14 @@ def engine_room(config: DictConfig) -> int | None:
 
 def waiting_inside(config: DictConfig) -> str:
     """What to say where there are more slots than the engines run requests; empty where there are not."""
-    room, slots = engine_room(config), read_settings(config).num_slots
+    room, slots, number = engine_room(config), read_settings(config).num_slots, num_engines(config)
     if room is None or room >= slots:
         return ""
+    each = -(-slots // number)
+    enough = f"raise it to {each}" + ("" if number == 1 else f", with which {number} engines run {each * number}")
     return (
         f"{_room_in_words(config)}, fewer than the {slots} slots: {slots - room} requests wait inside the engines, and "
-        f"slot_utilisation counts them as running; raise it to {slots} in all"
+        f"slot_utilisation counts them as running; {enough}"
     )
 
 

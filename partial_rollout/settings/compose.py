@@ -99,6 +99,10 @@ class CommandLine:
 
 def _arguments(words: Sequence[str]) -> list[str]:
     """What follows the started program in a command."""
+    if words and _is_command_in_quotes(words[0]):
+        raise ConfigError(
+            f"the command is one word of the shell's, {words[0]!r}: leave out the quotes around the command"
+        )
     for position, word in enumerate(words):
         previous = words[position - 1] if position else ""
         if previous == "-m" and word in ENTRY_POINTS:
@@ -111,6 +115,17 @@ def _arguments(words: Sequence[str]) -> list[str]:
             "starts the training, or its overrides only"
         )
     return list(words)
+
+
+def _is_command_in_quotes(word: str) -> bool:
+    """Whether a word has several and begins with a program, or with variables before one.
+
+    >>> [_is_command_in_quotes(word) for word in ("python3 -m verl.trainer.main_ppo a=1", "a.b='x y'", "a.b = 1")]
+    [True, False, False]
+    """
+    first, *more = word.split() or [""]
+    starts = "=" not in first and first[:1] not in ("-", "~") and not (more and more[0].startswith("="))
+    return bool(more) and (starts or any(each in ENTRY_POINTS or each.endswith("main_ppo.py") for each in more))
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -171,6 +171,17 @@ def test_jobs_are_printed_and_stored_beside_what_is_predicted(repository, tmp_pa
         assert f"--from-step {number} is not allowed: 2 to 9" in capsys.readouterr().err
 
 
+def test_jobs_are_predicted_for_as_many_engines_as_are_given(repository, tmp_path, capsys):
+    path = repository / RESULTS / "jobs_8b_h200.json"
+    run(repository, str(path), "--json", str(tmp_path / "out.json"), "--replicas", "2")
+    curve = read_result(repository / RESULTS / "engine_8b_h200.json")["curve"]
+    stored = json.loads((tmp_path / "out.json").read_text())["jobs"]
+    for speed, is_it in ((fit(curve), False), (fit(curve).of_replicas(2), True)):
+        seconds = [job["seconds"] for job in predict_jobs(read_result(path), speed)]
+        assert ([job["seconds"] for job in stored] == seconds) == is_it
+    assert "predicted for 2 engines" in capsys.readouterr().out
+
+
 def test_jobs_that_have_no_step_or_no_prediction_are_left_out_and_told(repository, tmp_path, capsys):
     result = read_result(repository / RESULTS / "jobs_8b_h200.json")
     result["jobs"] += [{"mode": "sync", "first_steps": [], "steps": []}, {**result["jobs"][0], "mode": "reorder"}]

@@ -16,7 +16,7 @@ from partial_rollout.observability.charts import MAX_POINTS, Line, bar_chart, li
 from partial_rollout.observability.comparison import Estimate, as_text, compare, table, verdict
 from partial_rollout.observability.events import EventWriter, Fault, StepEnded, Warned
 from partial_rollout.observability.record import RunRecord
-from partial_rollout.observability.report import lost_rows, report_at_end, report_page
+from partial_rollout.observability.report import CHARTS, lost_rows, report_at_end, report_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +82,12 @@ def test_too_few_steps_say_nothing_and_none_is_an_error() -> None:
         image.add(StepEnded(step=number, total=8, metrics={"reward/mean": 1.0}))
     with pytest.raises(DataError, match="timing_s/step"):
         compare([image, image])
+
+
+@pytest.mark.parametrize("title", [title for title, _ in CHARTS.values()])
+def test_a_title_fits_into_its_chart(title: str) -> None:
+    """A longer one is cut at the right end, in page and report."""
+    assert len(title) <= 58
 
 
 def test_what_modes_of_verl_lose_is_a_lower_bound() -> None:

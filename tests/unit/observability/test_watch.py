@@ -377,6 +377,54 @@ def test_an_ended_run_is_shown_afterwards(tmp_path: Path, capsys: pytest.Capture
     assert "has no events" in capsys.readouterr().err
 
 
+def test_what_the_log_of_an_ended_run_has_comes_after_its_events_and_has_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "events", "driver", stage(1, 1.0), *steps(1), CommandEnded(code=130, text="stopped by Ctrl-C"))
+    (tmp_path / "run.log").write_text("WARNING:root:no room\nERROR:root:stopped by Ctrl-C\n")
+    assert watch.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = ["error: stopped by Ctrl-C", "from run.log:", "warning: no room"]
+    assert [line for line in lines if line in told] == told
+    assert lines[0].startswith("[1/5] configuration")
+    (tmp_path / "run.log").write_text("ERROR:root:stopped by Ctrl-C\n")
+    assert watch.main([str(tmp_path)]) == 0
+    assert "from run.log:" not in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("command", [[], ["--", "true"]])
+def test_a_file_is_no_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    assert watch.main([str(path), *command]) == 2
+    assert capsys.readouterr().err == f"error: {path} is a file: give the folder of the run\n"
+
+
+def piped_to_nobody(module: str, *words: str) -> tuple[int, str]:
+    """Exit code and errors of a command whose reader has gone away before it writes."""
+    read, write_end = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", f"partial_rollout.{module}", *words]
+    with os.fdopen(write_end, "wb") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("compare", ("{0}", "{0}")), ("status", ("--why", "{0}")), ("watch", ("{0}",))]
+)
+def test_a_reader_that_goes_away_is_no_fault(module: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """The run has not ended: a watch of it that nobody reads ends by itself."""
+    write(tmp_path / "events", "driver", stage(1, 1.0), *steps(12))
+    assert piped_to_nobody(module, *(word.format(tmp_path) for word in words)) == (0, "")
+
+
+def test_a_command_goes_on_where_nobody_reads_its_watch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMMAND, str(tmp_path), "3"]
+    assert piped_to_nobody("watch", str(tmp_path), "--", *command) == (3, "")
+    assert "session of its own: True" in (tmp_path / "run.log").read_text()
+
+
 def test_only_files_of_the_asked_roles_are_read(tmp_path: Path) -> None:
     write(tmp_path, "trainer", *steps(1))
     write(tmp_path, "driver", stage(1, 1.0))

@@ -168,6 +168,26 @@ def test_engines_that_run_fewer_requests_than_there_are_slots_are_told(paths: li
     found = looked_at(words)
     assert len(found) == (told is not None)
     assert told is None or told in found[0]
+    assert told is None or found[0].endswith("raise it to 32")
+
+
+def test_the_number_for_each_engine_is_told(paths: list[str]):
+    sizes = ["data.train_batch_size=9", "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=4"]
+    sizes += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=9"]
+    words = [*paths, *sizes, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.max_num_seqs=8"]
+    assert [text.partition("; ")[2] for text in looked_at(words)] == ["raise it to 9, with which 4 engines run 36"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=8",
+        "CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo trainer.save_freq=2",
+        "python verl/trainer/main_ppo.py",
+    ],
+)
+def test_a_whole_command_in_quotes_is_told(command: str):
+    assert [text.partition(": ")[2] for text in blocked([command])] == ["leave out the quotes around the command"]
 
 
 def test_a_limit_of_generated_batches_that_is_ignored_is_told(paths: list[str]):
