@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from partial_rollout.advise.measure import (
     fitting,
     interrupted_cell,
     main,
+    measure,
     parser,
 )
 from partial_rollout.advise.result import circumstances, store
@@ -30,6 +32,20 @@ def test_a_model_that_is_given_as_a_folder_is_stored_by_its_name(tmp_path: Path)
     options = parser().parse_args(["--model", str(tmp_path / "checkpoint"), "--json", str(tmp_path / "curve.json")])
     store(circumstances(options), options.json)
     assert json.loads(options.json.read_text())["options"]["model"] == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("words", "given"), [([], {}), (["--kv-bytes", "46000000000"], {"kv_cache_memory_bytes": 46_000_000_000})]
+)
+def test_a_kv_cache_of_a_given_size_is_what_the_engine_gets(tmp_path: Path, monkeypatch, words, given) -> None:
+    def start(_options, _model, **more):
+        raise RuntimeError(more)
+
+    monkeypatch.setattr("partial_rollout.advise.measure.start", start)
+    options = parser().parse_args(["--shape", "8b", "--json", str(tmp_path / "curve.json"), *words])
+    with pytest.raises(RuntimeError) as started:
+        asyncio.run(measure(options, tmp_path, {}))
+    assert started.value.args == (given,)
 
 
 def test_a_small_engine_runs_the_cells_that_it_has_room_for() -> None:
