@@ -141,7 +141,8 @@ def run_row(fault: str, mode: str, task: Path, folder: Path, bound_s: float) -> 
     ended_s, last_s = time.time(), max(watched.steps.values(), default=at_s)
     text = watched.log.read_text(errors="replace")
     code = _ended(watched.job, text, folder, watched.mark).code
-    told = [(t, line) for t, line in watched.told if t > at_s]
+    until_s = last_s if wanted in watched.steps else ended_s  # what a run says at its end tells of no fault
+    told = [(t, line) for t, line in watched.told if at_s < t <= until_s]
     row: dict[str, Any] = {"fault": fault, "mode": mode, "hung": hung, "code": None if hung else code}
     row |= {"noticed_s": round(told[0][0] - at_s, 1) if told else None, "first_line": told[0][1][:300] if told else ""}
     row |= {"after_s": round((last_s if hung or not code else ended_s) - at_s, 1)}
