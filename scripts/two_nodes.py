@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("node-1", "node-2")
-ADDRESSES = ("10.231.7.1", "10.231.7.2")
-"""Seen by nobody but the two nodes."""
+NAMES = ("node-1", "node-2", "node-3")
+ADDRESSES = ("10.231.7.1", "10.231.7.2", "10.231.7.3")
+"""Seen by nobody but these nodes. The third one is for a node that comes after the second one's death."""
 PREFIX_LENGTH = 24
 RAY_PORT = 6379
 TOOLS = ("unshare", "nsenter", "mount", "hostname", "ip")
@@ -162,13 +162,13 @@ def two_nodes(shared: Sequence[Path] = ()) -> Iterator[tuple[Node, Node]]:
 
 
 @contextlib.contextmanager
-def second_node(head: Node, shared: Sequence[Path] = ()) -> Iterator[Node]:
-    """The node beside `head`, without Ray; after its death another one, at the same address.
+def second_node(head: Node, shared: Sequence[Path] = (), *, place: int = 1) -> Iterator[Node]:
+    """The node beside `head`, without Ray; `place` 2 is another one, for the time after its death.
 
     Raises:
         NodeError: it could not be made.
     """
-    with _node(NAMES[1], ADDRESSES[1], shared) as other:
+    with _node(NAMES[place], ADDRESSES[place], shared) as other:
         _plug_in(head, other)
         yield other
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from scripts.two_nodes import Node, ray_cluster, two_nodes, why_not
@@ -106,3 +107,17 @@ def read_until(
         except subprocess.TimeoutExpired:
             events += reader.read()
     return events
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    """All processes in the same process namespace."""
+    own = psutil.Process(pid)
+    space = _space(own)
+    return [process for process in psutil.process_iter() if _space(process) == space]
+
+
+def _space(process: psutil.Process) -> str | None:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    except OSError:
+        return None

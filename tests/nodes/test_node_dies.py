@@ -25,6 +25,8 @@ NUM_STEPS = 5
 DIES_IN = 4
 """The step in which the node dies: one after a step that no checkpoint has."""
 SAVE_FREQ = 2
+KNOWN_S = 60.0
+"""Ray calls a node dead that does not answer; here after 13 to 15 s."""
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
@@ -34,10 +36,12 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_
     check_goes_on(shared / "dies", task, Node.kill)
 
 
-def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> None:
+def check_goes_on(
+    folder: Path, task: Path, lose: Callable[[Node], None], then: Callable[[Node], None] = lambda _: None
+) -> None:
     """A job of two nodes ends with all its steps and the right responses, though it loses the second one by `lose`.
 
-    Another one joins with the lost one's address.
+    A third one joins. After the job's end `then` looks at the lost one.
     """
     folder.mkdir()
     log, dumps = folder / "log", folder / "dumps"
@@ -50,9 +54,10 @@ def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> Non
         before = read_until(_ends_step(DIES_IN - 1), reader, job, log)
         lost_s = time.time()
         lose(other)
-        with second_node(head, [folder.parent]) as another:
+        with second_node(head, [folder.parent], place=2) as another:
             join_cluster(head, another)
             code = job.wait(JOB_LIMIT_S)
+        then(other)
     assert code == 0, log.read_text()[-4000:]
     events = before + reader.read()
     faults = [event for event in events if isinstance(event, Fault)]
@@ -70,16 +75,17 @@ def check_goes_on(folder: Path, task: Path, lose: Callable[[Node], None]) -> Non
     assert all(is_conserved(event.metrics) for event in ended)
     uids = times_trained(events)
     assert (len(uids), set(uids.values())) == (NUM_STEPS * BATCH, {1})
-    # The new node has the lost one's address, which can have written nothing since.
+    assert faults[0].t - lost_s < KNOWN_S
     engines = [event for event in events if isinstance(event, ProcessFound) and event.role == ENGINE.role]
-    assert {event.node for event in engines if event.t > lost_s} == {head.address, other.address}
+    assert {event.node for event in engines if event.t < lost_s} == {head.address, other.address}
+    assert {event.node for event in engines if event.t > lost_s} == {head.address, another.address}
     assert any(other.address in fault.text for fault in faults)
     check_responses(task / "model", dumps)
     assert _num_moved(events, other.address, lost_s) > 0
 
 
 def _num_moved(events: list[AnyEvent], lost: str, lost_s: float) -> int:
-    """How many responses that had begun on the lost node went on from their tokens on another one."""
+    """How many responses that had begun on the lost node went on from their tokens on one of the two that are there."""
     segments = defaultdict(list)
     for event in events:
         if isinstance(event, SegmentEnded):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import IO
 import psutil
 import pytest
 
-from tests.nodes.conftest import require_nodes
+from tests.nodes.conftest import processes_of, require_nodes
 
 END_S = 60.0
 OWNER = """
@@ -32,7 +31,7 @@ def test_nothing_is_left_of_nodes_whose_owner_is_ended(number: signal.Signals) -
     """Ctrl-C reaches the owner and its commands; other signals here only the owner."""
     require_nodes()
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        processes = [process for pid in _first_line(owner.stdout).split() for process in _all_of(int(pid))]
+        processes = [process for pid in _first_line(owner.stdout).split() for process in processes_of(int(pid))]
         owner.send_signal(number)
         try:
             owner.wait(END_S)
@@ -44,17 +43,3 @@ def test_nothing_is_left_of_nodes_whose_owner_is_ended(number: signal.Signals) -
 
 def _first_line(pipe: IO[str] | None) -> str:
     return pipe.readline() if pipe else ""
-
-
-def _all_of(pid: int) -> list[psutil.Process]:
-    """All processes in the same process namespace."""
-    own = psutil.Process(pid)
-    space = _space(own)
-    return [process for process in psutil.process_iter() if _space(process) == space]
-
-
-def _space(process: psutil.Process) -> str | None:
-    try:
-        return os.readlink(f"/proc/{process.pid}/ns/pid")
-    except OSError:
-        return None

@@ -10,6 +10,7 @@ import pytest
 from partial_rollout.observability.events import BatchTaken, EventReader, ProcessFound, StepEnded, WeightsUpdated
 from partial_rollout.runtime.processes import ENGINE, ENGINE_PLACE, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
+from tests.e2e.greedy import SAME_WEIGHTS, check_responses
 from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, run_on_head
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def test_an_engine_on_another_node_than_the_training_rank_gets_its_weights(clust
     folder.mkdir()
     options = [
         FLAG,
+        *SAME_WEIGHTS,
         *traced(task, folder, num_rows=64, every=3),
+        f"trainer.rollout_data_dir={folder / 'dumps'}",
         "trainer.nnodes=1",
         "trainer.test_freq=-1",
         "partial_rollout.placement=separate",
@@ -54,3 +57,4 @@ def test_an_engine_on_another_node_than_the_training_rank_gets_its_weights(clust
     assert [(update.version, update.relaunches) for update in updates] == [(n, 0) for n in range(NUM_STEPS + 1)]
     uids = Counter(uid for event in events if isinstance(event, BatchTaken) for uid in event.uids)
     assert (len(uids), set(uids.values())) == (NUM_STEPS * BATCH, {1})
+    check_responses(task / "model", folder / "dumps")
