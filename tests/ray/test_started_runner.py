@@ -39,12 +39,15 @@ class Runner:
         threading.Event().wait()
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-runner = StartedRunner(ray.remote(num_cpus=0)(Runner), 60).remote()
+started = StartedRunner(ray.remote(num_cpus=0)(Runner), 60)
+runner = started.remote()
 try:
     print("waiting", flush=True)
     ray.get(runner.run.remote(None))
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+finally:
+    started.stop()  # else it may tell of Ray's own end
 """
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
