@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -143,7 +144,8 @@ def _check_views(node: Node, events: Path) -> None:
     status = [sys.executable, "-m", "partial_rollout.status"]
     queue = json.loads(node.run(*status, "--json", limit_s=CALL_S))["queue"]
     assert queue["admitted"] >= BATCH
-    assert "trajectories wait" in node.run(*status, "--why", limit_s=CALL_S)
+    why = node.run(*status, "--why", limit_s=CALL_S)
+    assert re.search("trajectories wait|no trajectory is unfinished", why), why
     page = node.popen(sys.executable, "-m", "partial_rollout.view", str(events), stdout=subprocess.PIPE)
     try:
         line = page.stdout.readline() if page.stdout else ""
