@@ -193,7 +193,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         if known.tokens is not None:
             calls.append(worker.restore_tokens.remote(known.tokens))
         self._wait_all(calls, "take over what is replayed", TOKENS_TIMEOUT_S)
-        # A call also without tokens: the others may have forgotten them since this worker was told of them.
+        # Also without tokens: they may have been forgotten since this worker was told of them.
         self._wait_all([worker.keep_unclaimed.remote(known.unclaimed)], "forget tokens", HOLD_TIMEOUT_S)
 
     def _give_back(self, worker_id: str) -> None:
