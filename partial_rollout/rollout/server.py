@@ -386,7 +386,7 @@ class PartialRolloutServer(ChannelServer):
     async def engine_death(self) -> str:
         """Wait until the engine dies that will be relaunched; returns the reason. Its requests wait meanwhile.
 
-        Returns also when the server shuts down: of a call that is open when the server is killed, Ray prints an error.
+        Returns also when the server shuts down: Ray would tell of an open call as of an error when the server is killed.
         """
         await self._death.wait()
         if self._is_ending:
