@@ -125,7 +125,7 @@ def _open_times(events: Iterable[AnyEvent]) -> list[tuple[float, float]]:
         if event.is_open:
             opened_s = event.t
         elif opened_s < NEVER_S:
-            times.append((opened_s, event.t))
+            times.append((opened_s, event.t - event.seconds))  # the event comes after the drain
             opened_s = NEVER_S
     return [*times, (opened_s, NEVER_S)]
 

@@ -39,8 +39,8 @@ def batch(t: float, *uids: str) -> BatchTaken:
     return BatchTaken(t=t, step=1, uids=names, source_index=[], deferrals=[], interruptions=[])
 
 
-def gate(t: float, *, is_open: bool) -> GateMoved:
-    return GateMoved(t=t, step=1, version=1, is_open=is_open)
+def gate(t: float, *, is_open: bool, seconds: float = 0.0) -> GateMoved:
+    return GateMoved(t=t, step=1, version=1, is_open=is_open, seconds=seconds)
 
 
 def test_a_response_that_goes_on_after_its_tokens_has_lost_none() -> None:
@@ -72,6 +72,8 @@ def test_a_request_that_was_cut_off_counts_its_seconds_in_an_engine() -> None:
     assert tokens_lost([*speed, *cut_off], BLOW_S) == 60
     closed = [gate(15, is_open=False), gate(18, is_open=True)]
     assert tokens_lost([*speed, *cut_off, *closed], BLOW_S) == 30
+    drained = [gate(17, is_open=False, seconds=2.0), gate(18, is_open=True)]
+    assert tokens_lost([*speed, *cut_off, *drained], BLOW_S) == 30
 
 
 def test_what_an_earlier_start_had_is_lost_once() -> None:

@@ -39,6 +39,16 @@ class Died(Exception):
     """The run dies."""
 
 
+def write_trainers_file(folder: LogFolder) -> None:
+    """The trainer has trained with all weights that there were."""
+    trainer = LogWriter("trainer")
+    trainer.open(folder.file("trainer"))
+    trainer.append(folder.opened("trainer", holds_through=MAX_VERSION))
+    for step in range(folder.base_step + 1, MAX_VERSION):
+        trainer.append(encode(Taken(step=step, groups=[])))
+    trainer.close(LONG_S)
+
+
 def next_token(context: Sequence[int]) -> int:
     """Greedy decoding: what follows depends on all that was before, and on nothing else."""
     return sum((place + 1) * token for place, token in enumerate(context)) % 11
@@ -98,16 +108,11 @@ class World:
             life.damage(self.file)
 
     def _begin_folder(self, log: WorkerLog, trajectories: Trajectories) -> History:
-        """Returns what was in it. The trainer's file says that it has trained with all weights that there were."""
+        """Returns what was in it."""
         root = self.folder / f"after_step_{self.base}"
         history, number, _ = read_history(root, self.base, {})
         place = LogFolder(str(root), number, self.base)
-        trainer = LogWriter("trainer")
-        trainer.open(place.file("trainer"))
-        trainer.append(place.opened("trainer", holds_through=MAX_VERSION))
-        for step in range(self.base + 1, MAX_VERSION):
-            trainer.append(encode(Taken(step=step, groups=[])))
-        trainer.close(LONG_S)
+        write_trainers_file(place)
         log.begin(place, trajectories.records())
         self.file = place.file("worker_0")
         return history
@@ -214,12 +219,7 @@ async def generate(worker: Any, claim: Claim, *segments: list[int]) -> list[int]
 
 def unfinished(folder: LogFolder) -> dict[str, tuple[Place, ...]]:
     """What a new start is told of the folder."""
-    trainer = LogWriter("trainer")
-    trainer.open(folder.file("trainer"))
-    trainer.append(folder.opened("trainer", holds_through=MAX_VERSION))
-    for step in range(folder.base_step + 1, MAX_VERSION):
-        trainer.append(encode(Taken(step=step, groups=[])))
-    trainer.close(LONG_S)
+    write_trainers_file(folder)
     history, _, _ = read_history(Path(folder.path), folder.base_step, {})
     return history.plan(folder.base_step, first=0, unfinished=["a"], done=[]).unfinished
 

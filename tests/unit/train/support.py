@@ -13,3 +13,8 @@ def bare_trainer(of: type[PartialRolloutTrainer] = PartialRolloutTrainer, **attr
     for name, value in attributes.items():
         setattr(trainer, name, value)
     return trainer
+
+
+def noted(log: list[str], name: str) -> Any:
+    """What stands for a method of the trainer's: it writes down its name when it is called."""
+    return lambda *_args, **_options: log.append(name)

@@ -9,7 +9,7 @@ import pytest
 
 from partial_rollout.train.separate import SeparateTrainer
 from partial_rollout.train.trainer import PartialRolloutTrainer
-from tests.unit.train.support import bare_trainer
+from tests.unit.train.support import bare_trainer, noted
 
 
 @pytest.fixture
@@ -21,13 +21,10 @@ def log() -> list[str]:
 def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """In step 1 of 2, with its parts replaced by a log of what is called."""
 
-    def noted(name: str) -> Any:
-        return lambda *_args, **_options: log.append(name)
-
     for name in ("_begin_round", "_interrupt", "_tune"):
-        monkeypatch.setattr(SeparateTrainer, name, noted(name.removeprefix("_")))
+        monkeypatch.setattr(SeparateTrainer, name, noted(log, name.removeprefix("_")))
     for name in ("_resume", "_save_checkpoint", "_save_last_checkpoint"):
-        monkeypatch.setattr(PartialRolloutTrainer, name, noted(name.removeprefix("_")))
+        monkeypatch.setattr(PartialRolloutTrainer, name, noted(log, name.removeprefix("_")))
 
     def on_step_end(self: Any) -> None:
         log.append("send")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from partial_rollout.train.trainer import PartialRolloutTrainer
+from tests.unit.train.support import bare_trainer, noted
 
 
 @pytest.fixture
@@ -19,18 +20,18 @@ def log() -> list[str]:
 def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """In step 1 of 2, with its parts replaced by a log of what is called."""
 
-    def noted(name: str) -> Any:
-        return lambda *_args, **_options: log.append(name)
-
     for name in ("_save_by_time", "_send_weights", "_resume", "_note_gate", "_report_step"):
-        monkeypatch.setattr(PartialRolloutTrainer, name, noted(name.removeprefix("_")))
-    trainer: Any = object.__new__(PartialRolloutTrainer)
-    trainer._phase = SimpleNamespace(begin=lambda *_: None)
-    trainer.agent_loop_manager = SimpleNamespace(stop=noted("stop"), forget_claimed=noted("forget_claimed"))
-    trainer.fleet = SimpleNamespace(reject_parked=noted("reject_parked"))
-    trainer._last_checkpoint = SimpleNamespace(step_ended=noted("step_ended"))
-    trainer.global_steps, trainer.total_training_steps, trainer.timing_raw = 1, 2, {"resume": 0.0}
-    return trainer
+        monkeypatch.setattr(PartialRolloutTrainer, name, noted(log, name.removeprefix("_")))
+    stop, forget_claimed = noted(log, "stop"), noted(log, "forget_claimed")
+    return bare_trainer(
+        _phase=SimpleNamespace(begin=lambda *_: None),
+        agent_loop_manager=SimpleNamespace(stop=stop, forget_claimed=forget_claimed),
+        fleet=SimpleNamespace(reject_parked=noted(log, "reject_parked")),
+        _last_checkpoint=SimpleNamespace(step_ended=noted(log, "step_ended")),
+        global_steps=1,
+        total_training_steps=2,
+        timing_raw={"resume": 0.0},
+    )
 
 
 def test_restored_tokens_are_forgotten_after_each_step_when_the_engines_generate_again(
