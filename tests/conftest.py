@@ -30,7 +30,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine makes no t
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "nodes", "e2e", "omni", "faults")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
 """Folders that mark their tests, in the order of their turns, after all others: the cheapest failure comes first."""
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""

@@ -334,16 +334,22 @@ async def begin_interruptions(
     await replica.server_handle.__ray_call__.remote(begin)
 
 
-async def end_interruptions(replica: PartialRolloutReplica, *, early: bool = False) -> list[int]:
-    """How many requests each interruption met. `early`: those that are to come are left out, as nothing generates."""
+async def end_interruptions(
+    replica: PartialRolloutReplica, *, is_enough: Callable[[], bool] = lambda: False
+) -> list[int]:
+    """How many requests each interruption met. `is_enough`: those to come are left out, as nothing generates."""
 
-    def ask(server: Any) -> list[int] | None:
-        server.is_enough = early
+    def ask(server: Any, is_enough: bool) -> list[int] | None:
+        server.is_enough = is_enough
         return server.interruptions.result() if server.interruptions.done() else None
 
-    async with asyncio.timeout(UNTIL_S):
-        while (aborted := await replica.server_handle.__ray_call__.remote(ask)) is None:
-            pass
+    try:
+        async with asyncio.timeout(UNTIL_S):
+            while (aborted := await replica.server_handle.__ray_call__.remote(ask, is_enough())) is None:
+                pass
+    except TimeoutError:
+        await replica.server_handle.__ray_call__.remote(ask, True)  # else it would interrupt later tests
+        raise
     return aborted
 
 

@@ -163,7 +163,8 @@ async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(eng
     moments, tasks, interrupted = random.Random(0), start("i"), 0
     for _ in range(10):
         await begin_interruptions(engine.replica, [moments.randint(1, 60)], opens=True, stays_closed=True)
-        await end_interruptions(engine.replica)
+        # On a busy machine an interruption comes late, and all may have ended before the last one.
+        await end_interruptions(engine.replica, is_enough=lambda: all(task.done() for task in tasks))
         done = sum(task.done() for task in tasks)
         now = await until(engine.replica, lambda s: s.gate.parked + sum(task.done() for task in tasks) == len(tasks))
         interrupted += now.gate.parked
