@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9]
+MOST_TRIES = 5
 NUM_TOKENS = 100
 LOG_PROB_TOLERANCE = 1e-4
 
@@ -160,8 +161,14 @@ async def test_a_stop_string_ends_a_response_that_is_interrupted_at_every_token_
     reference = await engine.client.generate("r", prompt_ids=PROMPT, sampling_params=params)
     assert 0 < len(reference.token_ids) < NUM_TOKENS
     assert reference.extra_fields["num_interruptions"] == 0
-    await begin(engine, [1] * NUM_TOKENS)
-    output = await engine.client.generate("i", prompt_ids=PROMPT, sampling_params=params)
-    assert sum(await end(engine)) >= output.extra_fields["num_interruptions"] > 10
-    assert_same(output, reference)
-    assert sum(count for _, count in output.extra_fields["version_spans"]) == len(output.token_ids)
+    num_interruptions = 0
+    for number in range(MOST_TRIES):  # on a busy machine interruptions come late, and few meet the response
+        await begin(engine, [1] * NUM_TOKENS)
+        output = await engine.client.generate(f"i{number}", prompt_ids=PROMPT, sampling_params=params)
+        num_interruptions = output.extra_fields["num_interruptions"]
+        assert sum(await end(engine)) >= num_interruptions
+        assert_same(output, reference)
+        assert sum(count for _, count in output.extra_fields["version_spans"]) == len(output.token_ids)
+        if num_interruptions > 10:
+            break
+    assert num_interruptions > 10

@@ -199,10 +199,11 @@ async def start_prometheus(folder: Path) -> tuple[asyncio.subprocess.Process, st
         "prometheus", *words, "--web.listen-address=127.0.0.1:0", stderr=asyncio.subprocess.PIPE, cwd=folder
     )
     assert process.stderr is not None
-    address, log = "", b""
-    while b"Server is ready" not in log:
+    address, is_ready = "", False
+    while not (address and is_ready):  # told in either order
         log = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
         assert log, "prometheus ended before it was ready"
         if found := re.search(rb"msg=\"?Listening on\"? address=(\S+)", log):
             address = found[1].decode()
+        is_ready = is_ready or b"Server is ready" in log
     return process, f"http://{address}"
