@@ -59,7 +59,7 @@ tell-time:
 	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 20 minutes on 2 quiet cores; it ends with what it did not run"
 
 test-unit: setup ## two minutes, no Ray and no engine
-	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults and not slow" $(IN_PARALLEL) $(ARGS)
+	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults and not nodes and not slow" $(IN_PARALLEL) $(ARGS)
 
 test-ray: setup ## tests with a local Ray cluster
 	$(PYTEST) -m "ray and not gpu" $(ARGS)

@@ -7,7 +7,7 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -30,7 +30,7 @@ from partial_rollout.weights.directory import SHARED_MEMORY, owned_prefix
 from partial_rollout.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from partial_rollout.rollout.client import ResumingLLMServerClient
     from partial_rollout.rollout.engine_process import RolloutStatistics
 
+T = TypeVar("T")
 VOCAB_SIZE = 64
 EOS_ID = 1
 MAX_MODEL_LEN = 512
@@ -48,6 +49,7 @@ BLOCK_SIZE = 32
 BUFFER_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
 CALL_S = 30.0
+MOST_TRIES = 8
 UNTIL_S = 120.0
 SILENCE_S = 16.0
 """What an engine's worker bears of its sender; a rank bears half of it."""
@@ -301,6 +303,18 @@ async def set_interrupt_mode(replica: PartialRolloutReplica, name: str) -> None:
         server._interruption.mode = server.engine._mode = MODES[name]
 
     await replica.server_handle.__ray_call__.remote(change)
+
+
+async def in_time(attempt: Callable[[], Awaitable[T | None]]) -> T:
+    """What the first attempt gave whose interruption met what it was for; it says None when it came too late.
+
+    An engine is another process: on a busy machine it may have ended its requests when the server hears of their first
+    tokens, however long they are.
+    """
+    for _ in range(MOST_TRIES):
+        if (result := await attempt()) is not None:
+            return result
+    raise AssertionError(f"none of {MOST_TRIES} interruptions came in time")
 
 
 async def begin_interruptions(

@@ -52,20 +52,37 @@ async def set_weights(engine, model, version):
     await engine.replica.resume_generation()
 
 
-async def over_an_update(engine, model, *, at_least, hold=None):
-    """One response that weights change in; the numbers of requests that stayed, and that were still there after."""
-    from tests.engine.support import begin_interruptions, end_interruptions, send_weights, until
+async def over_an_update(engine, model, *, at_least, lifted=None):
+    """One response that weights change in; the numbers of requests that stayed, and that were still there after.
+
+    `lifted`: until then the response does not come back to the engine.
+    """
+    from tests.engine.support import begin_interruptions, end_interruptions, in_time, send_weights, until
 
     replica, client = engine.replica, engine.client
-    client.before_segment = hold
-    before = (await replica.statistics())[0]
-    await begin_interruptions(replica, [at_least], stays_closed=True)
-    task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
-    assert await end_interruptions(replica) == [1]
-    if hold is None:
-        await until(replica, lambda now: now.gate.parked == 1)
+    version = (await replica.statistics())[0].version
+
+    async def interrupted():
+        segments = []
+
+        async def hold():
+            segments.append(len(segments))
+            if len(segments) > 1:
+                await lifted.wait()
+
+        client.before_segment = lifted and hold
+        await begin_interruptions(replica, [at_least], opens=True, stays_closed=True)
+        task = asyncio.create_task(client.generate("k", prompt_ids=PROMPT, sampling_params=greedy()))
+        aborted = await end_interruptions(replica)
+        await until(replica, lambda now: task.done() or now.gate.parked == 1 or len(segments) > 1)
+        if task.done():
+            return None
+        assert aborted == [1]
+        return task
+
+    task = await in_time(interrupted)
     kept = (await replica.statistics())[0]
-    await send_weights(replica, model, before.version + 1)
+    await send_weights(replica, model, version + 1)
     after = (await replica.statistics())[0]
     assert (kept.gate.in_flight, after.num_generated_tokens) == (0, kept.num_generated_tokens)
     await replica.resume_generation()
@@ -126,14 +143,8 @@ async def test_a_request_that_nobody_comes_back_for_leaves_the_engine_and_can_go
 
     await set_interrupt_mode(engine.replica, "keep_kv")
     await set_weights(engine, models[0], 20)
-    segments, lifted = [], asyncio.Event()
-
-    async def hold():
-        segments.append(len(segments))
-        if len(segments) > 1:
-            await lifted.wait()
-
-    task, kept = await over_an_update(engine, models[1], at_least=20, hold=hold)
+    lifted = asyncio.Event()
+    task, kept = await over_an_update(engine, models[1], at_least=20, lifted=lifted)
     assert kept == 1
     now = await until(engine.replica, lambda s: s.kept == 0)
     assert (now.gate.in_flight, now.gate.parked) == (0, 0)
@@ -147,9 +158,10 @@ async def test_a_request_that_nobody_comes_back_for_leaves_the_engine_and_can_go
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(engine, models, mode):
-    from tests.engine.support import begin_interruptions, end_interruptions, set_interrupt_mode, until
+    from tests.engine.support import begin_interruptions, end_interruptions, in_time, set_interrupt_mode, until
 
-    await set_interrupt_mode(engine.replica, mode)
+    replica = engine.replica
+    await set_interrupt_mode(replica, mode)
     prompts = [[10 + i, 20, 30 + i, 40] for i in range(8)]
 
     def start(name):
@@ -159,19 +171,25 @@ async def test_a_group_interrupted_ten_times_at_random_moments_equals_itself(eng
         ]
 
     reference = await asyncio.gather(*start("r"))
-    await engine.replica.abort_all_requests()
-    moments, tasks, interrupted = random.Random(0), start("i"), 0
-    for _ in range(10):
-        await begin_interruptions(engine.replica, [moments.randint(1, 60)], opens=True, stays_closed=True)
-        # On a busy machine an interruption comes late, and all may have ended before the last one.
-        await end_interruptions(engine.replica, is_enough=lambda: all(task.done() for task in tasks))
-        done = sum(task.done() for task in tasks)
-        now = await until(engine.replica, lambda s: s.gate.parked + sum(task.done() for task in tasks) == len(tasks))
-        interrupted += now.gate.parked
-        assert now.kept <= (0 if mode == "reuse_kv" else len(tasks) - done)
-    await engine.replica.resume_generation()
-    for output, expected in zip(await asyncio.gather(*tasks), reference, strict=True):
-        assert output.token_ids == expected.token_ids
-        assert output.log_probs == pytest.approx(expected.log_probs, abs=TOLERANCE)
-        assert sum(count for *_, count in output.extra_fields["context_spans"]) == 120
-    assert interrupted >= 10
+    moments = random.Random(0)
+
+    async def interrupted():
+        await replica.abort_all_requests()
+        tasks, num_interrupted = start("i"), 0
+        for _ in range(10):
+            await begin_interruptions(replica, [moments.randint(1, 60)], opens=True, stays_closed=True)
+            await end_interruptions(replica, is_enough=lambda: all(task.done() for task in tasks))
+            done = sum(task.done() for task in tasks)
+            now = await until(
+                engine.replica, lambda s: s.gate.parked + sum(task.done() for task in tasks) == len(tasks)
+            )
+            num_interrupted += now.gate.parked
+            assert now.kept <= (0 if mode == "reuse_kv" else len(tasks) - done)
+        await replica.resume_generation()
+        for output, expected in zip(await asyncio.gather(*tasks), reference, strict=True):
+            assert output.token_ids == expected.token_ids
+            assert output.log_probs == pytest.approx(expected.log_probs, abs=TOLERANCE)
+            assert sum(count for *_, count in output.extra_fields["context_spans"]) == 120
+        return True if num_interrupted >= 10 else None
+
+    assert await in_time(interrupted)

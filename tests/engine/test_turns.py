@@ -128,13 +128,18 @@ async def until_parked(engine: EngineUnderTest) -> None:
     await support.until(engine.replica, lambda now: now.gate.parked == 1)
 
 
-async def resume_and_interrupt(engine: EngineUnderTest, num_tokens: int = 1) -> None:
-    """Called while a turn waits at the closed gate; ends when it waits there again, with tokens."""
+async def resume_and_interrupt(engine: EngineUnderTest, agent: ToolAgent, num_tokens: int = 1) -> bool:
+    """Called while a turn waits at the closed gate; true: it waits there again, with tokens, and not a later turn."""
     from tests.engine import support
 
+    num_tool_calls = agent.num_tool_calls
     await support.begin_interruptions(engine.replica, [num_tokens], opens=True, stays_closed=True)
-    assert await support.end_interruptions(engine.replica) == [1]
-    await until_parked(engine)
+    aborted = await support.end_interruptions(engine.replica)
+    await support.until(engine.replica, lambda now: now.gate.parked == 1 or agent.num_tool_calls > num_tool_calls)
+    if agent.num_tool_calls > num_tool_calls:
+        return False
+    assert aborted == [1]
+    return True
 
 
 def stored(saved: Any, folder: Path) -> Any:
@@ -166,34 +171,38 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
     assert undisturbed.output.response_mask.count(0) == (NUM_TURNS - 1) * 3
 
     # In the middle of a turn; then while the tool runs, so that the next turn meets a closed gate.
-    agent = ToolAgent()
-    worker = make_worker(agent)
-    await engine.replica.abort_all_requests()  # the first turn waits for the test too
-    task = start(worker)
-    await until_parked(engine)
-    read_before = (await statistics(engine)).num_reprefilled_tokens
-    await resume_and_interrupt(engine, HALF_A_TURN)
-    assert (await statistics(engine)).kept == (mode == "keep_kv")
-    await engine.replica.resume_generation()
-    await asyncio.wait_for(agent.tool_runs.wait(), WAIT_S)
-    read_again = (await statistics(engine)).num_reprefilled_tokens - read_before
-    least, most = {
-        "abort": (len(PROMPT) + HALF_A_TURN, len(PROMPT) + NUM_SAID),
-        "reuse_kv": (1, support.BLOCK_SIZE),
-        "keep_kv": (0, 0),
-    }[mode]
-    assert least <= read_again <= most
-    await engine.replica.abort_all_requests()
-    agent.tool_may_end.set()
-    await until_parked(engine)
-    await resume_and_interrupt(engine)
+    async def interrupted() -> Any:
+        agent = ToolAgent()
+        worker = make_worker(agent)
+        await engine.replica.abort_all_requests()  # the first turn waits for the test too
+        task = start(worker)
+        await until_parked(engine)
+        read_before = (await statistics(engine)).num_reprefilled_tokens
+        saved = None
+        if await resume_and_interrupt(engine, agent, HALF_A_TURN):
+            assert (await statistics(engine)).kept == (mode == "keep_kv")
+            await engine.replica.resume_generation()
+            await asyncio.wait_for(agent.tool_runs.wait(), WAIT_S)
+            read_again = (await statistics(engine)).num_reprefilled_tokens - read_before
+            least, most = {
+                "abort": (len(PROMPT) + HALF_A_TURN, len(PROMPT) + NUM_SAID),
+                "reuse_kv": (1, support.BLOCK_SIZE),
+                "keep_kv": (0, 0),
+            }[mode]
+            assert least <= read_again <= most
+            await engine.replica.abort_all_requests()
+            agent.tool_may_end.set()
+            await until_parked(engine)
+            if await resume_and_interrupt(engine, agent):
+                saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)
+        # The run ends in the middle of a turn.
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.replica.reject_parked()
+        assert agent.output is None
+        return saved
 
-    # The run is saved in the middle of a turn, and ends.
-    saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await engine.replica.reject_parked()
-    assert agent.output is None
+    saved = await support.in_time(interrupted)
     calls = saved["a_0"]
     assert [call.stop_reason for call in calls][:-1] == ["completed"] * (len(calls) - 1)
     assert len(calls) >= 2

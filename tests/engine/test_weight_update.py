@@ -72,13 +72,27 @@ async def test_a_drain_forgets_the_prefix_cache_by_itself(engine):
 
 
 async def test_a_request_parked_through_an_update_goes_on_with_the_new_weights(engine, tmp_path):
-    from tests.engine.support import begin_interruptions, greedy_reference, make_model, send_weights, until
+    from tests.engine.support import (
+        begin_interruptions,
+        end_interruptions,
+        greedy_reference,
+        in_time,
+        make_model,
+        send_weights,
+        until,
+    )
 
     first, second = (make_model(tmp_path / str(seed), seed=seed) for seed in (201, 202))
     await update(engine.replica, first, 10)
-    await begin_interruptions(engine.replica, [1], stays_closed=True)
-    task = asyncio.create_task(engine.client.generate("p", prompt_ids=PROMPT, sampling_params=GREEDY))
-    await until(engine.replica, lambda statistics: statistics.gate.parked == 1)
+
+    async def interrupted():
+        await begin_interruptions(engine.replica, [1], opens=True, stays_closed=True)
+        task = asyncio.create_task(engine.client.generate("p", prompt_ids=PROMPT, sampling_params=GREEDY))
+        await end_interruptions(engine.replica)
+        await until(engine.replica, lambda statistics: task.done() or statistics.gate.parked == 1)
+        return None if task.done() else task
+
+    task = await in_time(interrupted)
     await send_weights(engine.replica, second, 11)
     await engine.replica.resume_generation()
     output = await task
