@@ -60,6 +60,17 @@ class _Validation(NamedTuple):
     ref: ray.ObjectRef
 
 
+class _Known(NamedTuple):
+    """What workers are told before they claim: a worker that is started again is told too."""
+
+    places: tuple[ray.ObjectRef, ray.ObjectRef] | None = None
+    """Where the log of rollouts has what is replayed, and what goes on."""
+    tokens: ray.ObjectRef | None = None
+    """Tokens of a checkpoint; None: nobody has any left."""
+    unclaimed: frozenset[str] = frozenset()
+    """The trajectories whose tokens no worker had taken when the workers were asked last."""
+
+
 class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     """The agent-loop workers as the trainer sees them; lives in the trainer's process.
 
@@ -83,6 +94,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
         self._restored: frozenset[str] = frozenset()
         """Workers that got a checkpoint's tokens; empty: nobody has any left."""
+        self._known = _Known()
         self._num_restarts, self._longest_validation_s = 0, 0.0
         self.engines: EngineRecovery | None = None
         """Brings engines back that die in validation; the trainer sets it."""
@@ -151,17 +163,38 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
         worker = self._spawn(rank, nodes[rank % len(nodes)], share)
         self._wait_all([worker.ping.remote()], "start again", WORKER_START_TIMEOUT_S)
-        with self._swapped:
-            self.agent_loop_workers[rank] = worker
-            # Before `run`: the claim loop must not begin what this step holds back.
-            calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
-            if self._log_folder is not None:
-                calls.append(worker.begin_log.remote(self._log_folder))
-            if self._is_running:
-                self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
-            self._swapped.notify_all()
+        calls = self._put_in_place(rank, worker)
         self._wait_all(calls, "take over from a dead one", HOLD_TIMEOUT_S)
         return self.worker_ids[rank]
+
+    def _put_in_place(self, rank: int, worker: ActorHandle) -> list[ray.ObjectRef]:
+        """Let a new worker know what the others do, then let it run in place of a dead one; returns open calls."""
+        while True:
+            known = self._known
+            self._tell(worker, known)
+            with self._swapped:
+                if known is not self._known:
+                    continue  # the others were told something else meanwhile, and this one was not among them
+                self.agent_loop_workers[rank] = worker
+                if known.tokens is not None:
+                    self._restored |= {self.worker_ids[rank]}
+                # Before `run`: the claim loop must not begin what this step holds back.
+                calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
+                if self._log_folder is not None:
+                    calls.append(worker.begin_log.remote(self._log_folder))
+                if self._is_running:
+                    self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
+                self._swapped.notify_all()
+                return calls
+
+    def _tell(self, worker: ActorHandle, known: _Known) -> None:
+        """Wait until the worker knows it: Ray may run a call whose large arguments are there before an earlier one."""
+        calls = [] if known.places is None else [worker.replay.remote(*known.places)]
+        if known.tokens is not None:
+            calls.append(worker.restore_tokens.remote(known.tokens))
+        self._wait_all(calls, "take over what is replayed", TOKENS_TIMEOUT_S)
+        # A call also without tokens: the others may have forgotten them since this worker was told of them.
+        self._wait_all([worker.keep_unclaimed.remote(known.unclaimed)], "forget tokens", HOLD_TIMEOUT_S)
 
     def _give_back(self, worker_id: str) -> None:
         """Let others generate the prompts of a dead worker, after the rows that it has written are gone.
@@ -252,6 +285,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         if all(map(is_missing, answers)):
             return {}, [f"{name}: {answer}" for (name, _), answer in zip(asked, answers, strict=True)]
         kept, first = self._kept(asked, answers)
+        self._keep(kept)
         calls = [
             worker.tokens_in_flight.remote(kept, with_unclaimed=i == first)
             for i, ((_, worker), answer) in enumerate(zip(asked, answers, strict=True))
@@ -272,9 +306,11 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
         # Put once: as an argument, the tokens of the whole checkpoint would be copied for each worker.
         ref = ray.put(saved)
-        calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
+        with self._swapped:
+            self._known = self._known._replace(tokens=ref if saved else None, unclaimed=frozenset(saved))
+            self._restored = frozenset(self.worker_ids) if saved else frozenset()
+            calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
-        self._restored = frozenset(self.worker_ids) if saved else frozenset()
 
     def forget_claimed(self) -> None:
         """Let all workers forget the restored tokens of trajectories that one of them has started, until none is left.
@@ -288,9 +324,15 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         if any(map(is_missing, answers)):
             return  # after the next step again
         kept, _ = self._kept(asked, answers)
+        self._keep(kept)
         self._settle([worker.keep_unclaimed.remote(kept) for _, worker in asked], "forget tokens", HOLD_TIMEOUT_S)
-        if not kept:
-            self._restored = frozenset()
+
+    def _keep(self, unclaimed: frozenset[str]) -> None:
+        """Note what workers keep of the restored tokens; nothing of them is held once nobody needs any."""
+        with self._swapped:
+            self._known = self._known._replace(unclaimed=unclaimed)
+            if not unclaimed:
+                self._known, self._restored = self._known._replace(tokens=None), frozenset()
 
     def _ask_unclaimed(self, asked: Sequence[tuple[str, ActorHandle]]) -> list[Any]:
         calls = [worker.unclaimed.remote() for _, worker in asked]
@@ -299,7 +341,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _kept(self, asked: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> tuple[frozenset[str], int]:
         """Restored trajectories that no worker has started, and the number of a worker that has them.
 
-        A worker that was started again has never had any, and says nothing of the others.
+        A worker that is not among `_restored` has never had any, and says nothing of the others.
         """
         answered = [i for i, answer in enumerate(answers) if not is_missing(answer)]
         restored = [i for i in answered if asked[i][0] in self._restored]
@@ -317,7 +359,11 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
         """Tell all workers which trajectories are replayed, and which go on: any of them may claim the prompt."""
         refs = ray.put(places), ray.put(unfinished)
-        self._ask_living([each.replay.remote(*refs) for each in self.agent_loop_workers], "replay", TOKENS_TIMEOUT_S)
+        # In one piece, as in `resize`.
+        with self._swapped:
+            self._known = self._known._replace(places=refs)
+            calls = [each.replay.remote(*refs) for each in self.agent_loop_workers]
+        self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

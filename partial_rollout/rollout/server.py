@@ -384,8 +384,13 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def engine_death(self) -> str:
-        """Wait until the engine dies that will be relaunched; returns the reason. Its requests wait meanwhile."""
+        """Wait until the engine dies that will be relaunched; returns the reason. Its requests wait meanwhile.
+
+        Returns also when the server shuts down: of a call that is open when the server is killed, Ray prints an error.
+        """
         await self._death.wait()
+        if self._is_ending:
+            return f"{self._name}: the run ends"
         lines = await asyncio.to_thread(last_lines, own_log())
         told = f". The log of its server ends with:\n{lines}" if lines else ""
         return f"{self._name}: {self._weights.failure}{told}"
@@ -411,6 +416,8 @@ class PartialRolloutServer(ChannelServer):
             WaitTimeout: the HTTP server or the engine did not end in time.
         """
         self._is_ending = True
+        # First: the answer is on its way while the engine ends, and the server is killed after that.
+        self._death.set()
         self._admission.reject()
         self._channels.remove()
         if self._has_lost_engine:

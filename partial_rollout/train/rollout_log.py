@@ -208,8 +208,9 @@ class RunLog:
             return 0
         self._waiting.popleft()
         places = self._plan.places
-        keys = [t.key.rpartition("_")[0] for group in groups for t in group.trajectories]
-        return sum(key in places for key in keys)
+        told = [(t.key.rpartition("_")[0], t.log_checksum) for group in groups for t in group.trajectories]
+        # By checksum: a worker that was lost takes what it had claimed with it, and that is generated again.
+        return sum(key in places and places[key].checksum == check for key, check in told)
 
     @property
     def is_replaying(self) -> bool:

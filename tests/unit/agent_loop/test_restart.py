@@ -31,6 +31,9 @@ class Refs:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 1.0}}]
 
+    def put(self, value: Any) -> Any:
+        return value
+
     def wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         return list(refs), []
 
@@ -95,6 +98,7 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
         "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
         "release agent_loop_worker_1",
         "new1:8.ping()",
+        "new1:8.keep_unclaimed(frozenset(),)",
         "new1:8.hold([], 7)",
         "new1:8.resize(8,)",
         "new1:8.run()",
@@ -113,6 +117,58 @@ def test_a_new_worker_writes_its_part_of_the_log_where_the_others_do(
     calls.clear()
     manager.restart(1)
     assert calls.index(f"new1:8.begin_log({folder!r},)") < calls.index("new1:8.run()")
+
+
+def told_before_run(calls: list[str]) -> list[str]:
+    """What the last new worker was told of an earlier start, before it claims."""
+    names = ("replay", "restore_tokens", "keep_unclaimed")
+    before = calls[calls.index("new1:8.ping()") : calls.index("new1:8.run()")]
+    return [call.removeprefix("new1:8.") for call in before if call.removeprefix("new1:8.").startswith(names)]
+
+
+def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
+    manager: PartialRolloutAgentLoopManager, calls: list[str]
+) -> None:
+    manager.agent_loop_workers[1] = cast("Any", Worker("w1", calls))
+    places: Any = {"a_0": "place"}
+    manager.replay(places, {})
+    saved: Any = {"b_0": [], "c_0": []}
+    manager.restore_tokens(saved)
+    manager._keep(frozenset({"b_0"}))
+    manager.start()
+    calls.clear()
+    manager.restart(1)
+    assert told_before_run(calls) == [
+        f"replay({places}, {{}})",
+        f"restore_tokens({saved},)",
+        "keep_unclaimed(frozenset({'b_0'}),)",
+    ]
+    assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1", "agent_loop_worker_1_again_1"}
+    manager.replay({}, {})  # the replay breaks off
+    manager._keep(frozenset())
+    calls.clear()
+    manager.restart(1)
+    assert told_before_run(calls) == ["replay({}, {})", "keep_unclaimed(frozenset(),)"]
+
+
+def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(
+    manager: PartialRolloutAgentLoopManager, calls: list[str]
+) -> None:
+    places: Any = {"a_0": "place"}
+    manager.replay(places, {})
+    manager.start()
+    calls.clear()
+    tell = manager._tell
+
+    def tell_and_break_off(worker: Any, known: Any) -> None:
+        tell(worker, known)
+        if known.places[0]:
+            manager.replay({}, {})
+
+    manager._tell = tell_and_break_off  # type: ignore[method-assign]
+    manager.restart(1)
+    told = [call for call in told_before_run(calls) if call.startswith("replay")]
+    assert told == [f"replay({places}, {{}})", "replay({}, {})"]
 
 
 def test_a_worker_that_died_before_training_began_claims_nothing_until_it_does(

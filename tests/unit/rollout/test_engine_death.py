@@ -222,9 +222,11 @@ async def test_at_the_end_of_the_run_nobody_waits_for_a_relaunch():
     server = await launched()
     channels: Any = SimpleNamespace(remove=lambda: None)
     server._channels = channels
+    death = asyncio.create_task(server.engine_death())
     task = start(server)
     await let_run()
     await server.shutdown()
+    assert (await asyncio.wait_for(death, LONG_S)).endswith("the run ends")
     server.fake.die()
     with pytest.raises(EngineDead):
         await task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,15 @@ def test_a_second_start_admits_the_same_names_and_takes_the_same_batches(
     assert start.train(6, "old_r", "kept") == 2
     assert start.train(7, "new_s", "new_t") == 0
     assert not start.log.has_replayed
+    start.die()
+
+
+def test_a_response_that_a_lost_worker_had_claimed_is_not_counted_as_replayed(tmp_path: Path) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    (group,) = [FinishedGroup("old_q", 1, "", tuple(start._end("old_q", log=True)))]
+    again = replace(group.trajectories[0], log_checksum=group.trajectories[0].log_checksum ^ 1)
+    assert start.log.taken(5, [replace(group, trajectories=(again, *group.trajectories[1:]))]) == 1
     start.die()
 
 
