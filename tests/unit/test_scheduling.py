@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 import pytest
 
 from tests.conftest import FOLDER_MARKERS, ONE_JOB_EACH, ROOT, scheduling_scope
