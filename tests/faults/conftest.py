@@ -43,7 +43,7 @@ from tests.e2e.conftest import (
     task,
     traced,
 )
-from tests.faults.measured import NEVER_S, cost_of
+from tests.faults.measured import NEVER_S, charges, cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -234,10 +234,11 @@ def texts_of(folder: Path) -> Texts:
 
 
 def check_same_texts(folder: Path, calm: Texts) -> None:
-    """Each response that was trained is the one that an undisturbed run has for its prompt, letter by letter."""
+    """Each trained response is the one that an undisturbed run has for its prompt, letter by letter; no prompt paid."""
     texts = texts_of(folder)
     assert texts
     assert texts == {prompt: calm.get(prompt, set()) for prompt in texts}
+    assert charges(EventReader(folder / "events").read()) == []
 
 
 def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:

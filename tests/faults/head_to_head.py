@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Sequence
 
-BOUND_S = 240.0
+BOUND_S = 300.0
 LOOK_S = 0.1
 NUM_STEPS, STRUCK_AFTER, SAVE_EVERY = 8, 3, 2
 """A fault comes when its step has ended and the next one generates."""
 NUM_ROWS, EVERY = 96, 3
+HUNG_STEPS = 14
+"""So many that ours gives the hanging call's prompt up on the way."""
 HUNG_ROW = 8 * STRUCK_AFTER + 1
 """A row of the batch that is struck."""
 WAITING, WAITING_STEPS, WAITING_TOKENS = 512, 3, 16
@@ -52,10 +54,12 @@ KILLED_ENGINE, HUNG_TOOL, KILL_AND_RESUME, WAITING_CALLS = FAULTS = (
     "waiting_calls",
 )
 OURS = {
-    HUNG_TOOL: ["partial_rollout.timeouts.tool_s=20"],
+    HUNG_TOOL: ["partial_rollout.timeouts.tool_s=3"],
     WAITING_CALLS: [f"partial_rollout.num_slots={4 * WAITING}", "partial_rollout.prefetch_factor=2"],
 }
 """Settings of ours that verl's modes have no counterpart of."""
+WANTED = {WAITING_CALLS: WAITING_STEPS, HUNG_TOOL: HUNG_STEPS}
+"""Steps of a fault's job where they are not `NUM_STEPS`."""
 SHOWN = ("fault", "mode", "noticed_s", "ended", "after_s", "steps", "first_again", "named")
 
 
@@ -125,7 +129,7 @@ def options_of(fault: str, mode: str, task: Path, folder: Path) -> list[str]:
     hung = {"hanging_agent": [HUNG_ROW]} if fault == HUNG_TOOL else None
     return [
         *shared, *with_lengths(task, folder, lengths, hung), f"trainer.save_freq={SAVE_EVERY}",
-        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.total_training_steps={WANTED.get(fault, NUM_STEPS)}",
     ]  # fmt: skip
 
 
@@ -136,7 +140,7 @@ def run_row(fault: str, mode: str, task: Path, folder: Path, bound_s: float) -> 
 
     folder.mkdir(parents=True)
     options = options_of(fault, mode, task, folder)
-    wanted = WAITING_STEPS if fault == WAITING_CALLS else NUM_STEPS
+    wanted = WANTED.get(fault, NUM_STEPS)
     watched, at_s, hung = _run(fault, task, folder, options, wanted=wanted, bound_s=bound_s)
     ended_s, last_s = time.time(), max(watched.steps.values(), default=at_s)
     text = watched.log.read_text(errors="replace")

@@ -44,18 +44,21 @@ class Cost:
     """Attempts that were counted against their prompts, and prompts that were dropped."""
 
 
+def charges(events: Iterable[AnyEvent]) -> list[AnyEvent]:
+    """Attempts that were counted against their prompts, and prompts that were dropped."""
+    return [e for e in events if isinstance(e, PromptDropped) or (isinstance(e, Warned) and CHARGED.search(e.text))]
+
+
 def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S) -> Cost:
     """What the blow at `at_s` cost; `until_s` is the time of the next one."""
     later = [event for event in events if at_s <= event.t < until_s]
     noticed = [event.t for event in later if isinstance(event, Fault)]
     ended = [event.t for event in later if isinstance(event, StepEnded)]
-    charged = [event for event in later if isinstance(event, Warned) and CHARGED.search(event.text)]
-    dropped = [event for event in later if isinstance(event, PromptDropped)]
     return Cost(
         noticed_s=round(min(noticed) - at_s, 1) if noticed else None,
         step_done_s=round(min(ended) - at_s, 1) if ended else None,
         tokens_lost=tokens_lost(events, at_s),
-        charged=len(charged) + len(dropped),
+        charged=len(charges(later)),
     )
 
 

@@ -1,7 +1,8 @@
-"""Processes die while a checkpoint is saved, and while weights travel to the engines."""
+"""Processes die while a checkpoint is saved, before the gates open, and while weights are on their way."""
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,18 @@ import pytest
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
 from tests.e2e.conftest import is_conserved, saved_step, times_trained
-from tests.faults.conftest import SAVING, SENDING, blow_at, check_same_texts, options, strike
+from tests.faults.conftest import (
+    CORE,
+    SAVING,
+    SENDING,
+    SHUT,
+    Blow,
+    blow_at,
+    check_all_trained_once,
+    check_same_texts,
+    options,
+    strike,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,3 +67,27 @@ def test_a_run_survives_deaths_while_it_saves_or_sends_weights(
     assert saved_step(tmp_path) == NUM_STEPS
     assert job.survivors == []
     check_same_texts(tmp_path, calm)
+
+
+ON_THE_WAY_S = 1.0
+"""After the step's checkpoint, which is followed by the update at once."""
+
+
+def test_an_engine_server_dies_while_weights_are_on_the_way_to_its_engine(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
+    """Its engine is frozen before, and takes no more than fits into the buffers: the update waits for it."""
+    role = processes.ENGINE_SERVER.role
+    blows = [
+        Blow(processes.ENGINE.role, 2, SHUT, signal.SIGSTOP, name=CORE),
+        Blow(role, 2, SENDING, delay_s=ON_THE_WAY_S),
+    ]
+    steps = ["trainer.total_training_steps=4", "trainer.save_freq=1"]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
+    report |= {"code": struck.job.code, "faults": [(f.role, f.text[:200], f.action) for f in struck.faults]}
+    assert struck.job.code == 0, struck.job.output[-4000:]
+    assert role in {fault.role for fault in struck.faults}
+    assert struck.seconds_to_notice(1) < processes.REPLACED_S
+    check_all_trained_once(struck.job, 4)
+    check_same_texts(tmp_path, calm)
+    assert sum(step["partial_rollout/engine_relaunches"] for step in struck.job.steps) == 1
