@@ -80,7 +80,7 @@ e2e: setup ## whole training runs
 faults: setup ## training runs whose processes are killed or frozen, about an hour; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
 
-nodes: setup setup-nodes ## training over two nodes in Linux namespaces, about eight minutes; as root
+nodes: setup setup-nodes ## training over two nodes in Linux namespaces, a quarter of an hour; as root
 	PARTIAL_ROLLOUT_REQUIRE_NODES=1 $(PYTEST) -m nodes $(ARGS)
 
 matrix: setup ## algorithms and models in whole short jobs, interrupted and started again; about 15 minutes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 JOB_LIMIT_S = 600.0
 BATCH = 8
 LOOK_S = 0.2
+TO_END_S = 60.0
 REQUIRED = "PARTIAL_ROLLOUT_REQUIRE_NODES"
 
 
@@ -91,6 +93,20 @@ def run_on_head(cluster: Cluster, command: list[str], log: Path, limit_s: float)
             job.kill()  # its processes end with the node
             raise
     return code, log.read_text()
+
+
+@contextlib.contextmanager
+def lines_of(node: Node, *words: str) -> Iterator[Iterator[str]]:
+    """The lines of a command that runs on the node until it is told to end."""
+    command = node.popen(*words, stdout=subprocess.PIPE)
+    try:
+        yield iter(command.stdout.readline, "") if command.stdout else iter(())
+    finally:
+        # A signal to what has entered the node would leave the command itself there, with its end of the pipe.
+        for process in psutil.Process(command.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        command.communicate(timeout=TO_END_S)
 
 
 def read_until(

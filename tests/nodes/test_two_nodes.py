@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import pytest
 from partial_rollout.observability.events import AnyEvent, BatchTaken, EventReader, GateMoved, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import AGENT_LOOP_WORKER, ENGINE, PROMPT_MANAGER, TASK_RUNNER, TRAINING_RANK
 from tests.e2e.conftest import FLAG, is_conserved, traced
-from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, read_until, run_on_head
+from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, lines_of, read_until, run_on_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +40,31 @@ names = [f"manager_{number}" for number in range(4)]
 managers = [create_manager(PartialRolloutConfig(), 8, on_this_node(), name) for name in names]
 found = ray.get([manager.__ray_call__.remote(describe) for manager in managers], timeout=120)
 print("placed on", *sorted({process.node for process in found}))
+"""
+EXPORT_METRICS = """
+import signal, ray
+from partial_rollout.runtime.placement import on_this_node
+from partial_rollout.runtime.prompt_manager import create_manager
+from partial_rollout.settings.block import PartialRolloutConfig
+from partial_rollout.types import PromptMeta
+ray.init(log_to_driver=False)
+manager = create_manager(PartialRolloutConfig(), 8, on_this_node(), "exporting")
+ray.get(manager.report_step.remote(1, 0, "open"), timeout=120)
+ray.get(manager.admit.remote([PromptMeta(f"p{number}", 1, global_step=1) for number in range(7)]), timeout=120)
+print("targets", *(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()), flush=True)
+signal.pause()
+"""
+READ_METRICS = """
+import sys, time, urllib.request
+until_s = time.monotonic() + 120
+while time.monotonic() < until_s:
+    for target in sys.argv[2:]:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=60) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line.startswith(sys.argv[1])]
+        if lines:
+            print("found", target, *lines)
+            sys.exit()
+    time.sleep(0.5)
 """
 GET = """
 import sys, urllib.request
@@ -89,6 +113,15 @@ def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_pa
     code, output = run_on_head(cluster, [sys.executable, "-c", PLACE_MANAGERS], tmp_path / "placed", CALL_S)
     assert code == 0, output
     assert f"placed on {cluster.head.address}\n" in output
+
+
+def test_metrics_of_the_prompt_manager_are_read_from_the_other_node(cluster: Cluster) -> None:
+    with lines_of(cluster.head, sys.executable, "-c", EXPORT_METRICS) as lines:
+        targets = next(line.split()[1:] for line in lines if line.startswith("targets"))
+        assert {target.rpartition(":")[0] for target in targets} == {cluster.head.address, cluster.other.address}
+        read = [sys.executable, "-c", READ_METRICS, "ray_partial_rollout_admitted_prompts_total"]
+        found = cluster.other.run(*read, *targets, limit_s=CALL_S)
+    assert re.search(rf"found {re.escape(cluster.head.address)}:\d+ .* 7\.0\b", found), found
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
@@ -146,11 +179,6 @@ def _check_views(node: Node, events: Path) -> None:
     assert queue["admitted"] >= BATCH
     why = node.run(*status, "--why", limit_s=CALL_S)
     assert re.search("trajectories wait|no trajectory is unfinished", why), why
-    page = node.popen(sys.executable, "-m", "partial_rollout.view", str(events), stdout=subprocess.PIPE)
-    try:
-        line = page.stdout.readline() if page.stdout else ""
-        found = node.run(sys.executable, "-c", GET, line.split()[0], limit_s=CALL_S)
-    finally:
-        page.terminate()
-        page.communicate(timeout=CALL_S)
+    with lines_of(node, sys.executable, "-m", "partial_rollout.view", str(events)) as lines:
+        found = node.run(sys.executable, "-c", GET, next(lines).split()[0], limit_s=CALL_S)
     assert found.startswith("200 ")
