@@ -281,7 +281,7 @@ ROWS = (
         "`tests/nodes/test_two_nodes.py`",
         lambda config: _has_several_nodes(config) and _of(config, "trainer.device") == "cpu",
         {"trainer.nnodes": 2},
-        also="two nodes, by `make nodes`",
+        also="two nodes; a node's death in `make test`, all else by `make nodes`",
         brief="two nodes on a CPU",
     ),
     Row(
