@@ -157,7 +157,7 @@ def summary(repeats: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(repeats: dict[str, Any]) -> dict[str, Any]:
-    """The same of every timed number divided by that of the block's first way in the same repeat."""
+    """Median, least and most of every timed number divided by that of the block's first way in the same repeat."""
 
     def divided(rows: list[dict[str, float]], by: list[dict[str, float]]) -> list[dict[str, float]]:
         pairs = zip(rows, by, strict=True)

@@ -245,7 +245,7 @@ def methods_of(part: str, options: argparse.Namespace) -> dict[str, Method]:
         cost = cost_of(SHAPES[options.shape].config(MAX_POSITIONS))
         ours = GlobalPlanner(token_budget=options.token_budget, cost=cost)
         return first | {VERL: verl_path(options.token_budget), GLOBAL: ours.plan}
-    # As many padded tokens as the widest row of the others.
+    # A row may have as many padded tokens as the widest row of the others.
     ours = PaddedPlanner(token_budget=options.per_row * max(map(max, batches(options))))
     counted: Method = lambda samples, num_ranks: cut(partition(samples, num_ranks), options.per_row)  # noqa: E731
     return first | {VERL: counted, f"{GLOBAL} (by length)": ours.plan}

@@ -276,7 +276,7 @@ def measure_events(options: argparse.Namespace) -> dict[str, float]:
 
 
 def make_output(num_tokens: int, rng: random.Random) -> AgentLoopOutput:
-    """As verl's agent loops return it, with its score."""
+    """An output with its score, as verl's agent loops return it."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     output = AgentLoopOutput(

@@ -54,7 +54,7 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 def qwen_shapes(gigabytes: float) -> list[tuple[str, tuple[int, ...]]]:
-    """As many layers as make `gigabytes` of bf16, after the embedding."""
+    """Names and shapes of the embedding and of as many layers as make `gigabytes` of bf16 with it."""
     model = DRY if gigabytes <= DRY_GIGABYTES else SHAPES["4b" if gigabytes >= LARGE_FROM_GB else "qwen3-0.6b"]
     hidden, intermediate = model.hidden, model.intermediate
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed_tokens", (model.vocabulary, hidden))]

@@ -47,7 +47,7 @@ class Jumping(selectors.DefaultSelector):
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """As if `timeout` seconds had passed; there is always a timer."""
+        """Let `timeout` seconds pass at once; the loop always has a timer."""
         self.now_s += max(0.0, timeout or 0.0)
         return super().select(0)
 
@@ -89,7 +89,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, replicas: int, filtered: float) -> None:
         self.options, self.filtered = options, filtered
         self.batch = max(1, replicas * options.slots // options.group)
-        """As many groups as all slots hold."""
+        """Groups that all slots together hold."""
         self.tick_s = TICK_REPLICA_S / replicas
         self.num_prompts = max(self.batch, options.replica_prompts * replicas // max(options.replicas))
         clock = asyncio.get_running_loop().time

@@ -83,7 +83,7 @@ class Report:
         return f"the run would end before it starts anything, for {reasons}"
 
     def __str__(self) -> str:
-        """As text for a terminal."""
+        """Text for a terminal."""
         return "\n".join(
             "\n".join(
                 textwrap.wrap(

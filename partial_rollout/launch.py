@@ -200,7 +200,7 @@ class StartedRunner:
         return [ref for runner in self._started for ref in runner.runs]
 
     def options(self, **options: Any) -> StartedRunner:
-        """Same as `options` of a Ray actor class."""
+        """A StartedRunner with more options; they are those of a Ray actor class."""
         all_options = {**self._options, **options}
         return StartedRunner(
             self._actor_class, self._timeout_s, self._started, claim_s=self._claim_s, options=all_options

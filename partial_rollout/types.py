@@ -42,7 +42,7 @@ class Claim:
     goes_on: bool = False
     """Whether the trajectories may go on from the tokens of a checkpoint: of the first claim after it was loaded."""
     source_index: str = ""
-    """As in `PromptMeta`."""
+    """The data set's own index of the row, as in `PromptMeta`."""
 
     @property
     def prompt_name(self) -> str:

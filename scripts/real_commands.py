@@ -73,7 +73,7 @@ def row(source: str, said: str) -> str:
 
 
 def table(verdicts: Iterable[tuple[str, str]]) -> str:
-    """As Markdown."""
+    """A Markdown table of what doctor says of each script."""
     lines = ["| script | what doctor says |", "|---|---|", *(row(source, said) for source, said in verdicts)]
     return "\n".join(lines) + "\n"
 

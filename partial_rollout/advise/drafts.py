@@ -175,7 +175,7 @@ class FixedDrafts:
         self._longest = vllm_config.model_config.max_model_len - len(DRAFT_TOKENS) - 1
 
     def load_model(self, *_: Any) -> None:
-        """There is none; vLLM's runner for CPUs asks every proposer."""
+        """The proposer has no model; vLLM's runner for CPUs makes this call on every proposer."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray, **_: Any
@@ -389,7 +389,7 @@ class Drafting(Speed):
     extra: tuple[tuple[int, float], ...] = ((1, 0.0),)
     """(requests, seconds more than a plain step), with drafts."""
     idle: tuple[tuple[int, float], ...] = ((1, 0.0),)
-    """The same of an engine that may draft, in steps without drafts."""
+    """(requests, seconds more than a plain step), in steps without drafts of an engine that may draft."""
 
     def decode_s(self, steps: int, requests: int, kv: int) -> float:
         """Seconds until `steps` more tokens of the same requests are there."""

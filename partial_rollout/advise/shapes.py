@@ -43,7 +43,7 @@ class Shape:
     tied: bool = True
 
     def config(self, max_positions: int) -> Qwen3Config:
-        """As transformers and vLLM read it."""
+        """The configuration that transformers and vLLM read."""
         return Qwen3Config(
             architectures=["Qwen3ForCausalLM"],
             vocab_size=self.vocabulary,

@@ -81,7 +81,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     """
 
     def __init__(self, *args: Any, prompt_manager: ActorHandle | None = None, **kwargs: Any) -> None:
-        """As verl calls it; without `prompt_manager` the one of the cluster is found."""
+        """`args` and `kwargs` are verl's; without `prompt_manager` the one of the cluster is found."""
         super().__init__(*args, **kwargs)
         settings = read_settings(self.config)
         self._settings, self._slot_shares = settings.block, settings.slot_shares
@@ -409,7 +409,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         return settle_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
 
     def _ask_living(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-        """As `_wait_all`, but the answer of a dead worker is its RayActorError: another one takes its place.
+        """All answers, as in `_wait_all`; a dead worker's is its RayActorError: another worker takes its place.
 
         A frozen worker is dead after `timeouts.claim_s`, for which this waits too.
         """

@@ -42,7 +42,7 @@ class RewardPool:
 
     @property
     def compute_score(self) -> RewardPool:
-        """As an actor's method: `pool.compute_score.remote(data)`."""
+        """The pool itself, which is called like an actor: `pool.compute_score.remote(data)`."""
         return self
 
     async def remote(self, data: Any) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def _encode_output(output: Any) -> Output:
     large = [name for name in UNLOGGED if getattr(output, name, None)]
     if large:
         raise NotImplementedError(f"it has {', '.join(large)}")
-    # As verl stores them: the fields that somebody has set, and no defaults.
+    # verl stores the fields that somebody has set, and no defaults.
     names = output.model_fields_set - {*TOKENS, *UNLOGGED}
     rest = {name: getattr(output, name) for name in sorted(names)}
     log_probs = output.response_logprobs

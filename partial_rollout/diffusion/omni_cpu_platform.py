@@ -47,7 +47,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_device_version(cls) -> str | None:
-        """There is no driver."""
+        """The host has no driver."""
         return None
 
     @classmethod

@@ -39,7 +39,7 @@ class SampleRequest:
     """State of the sample from which to go on; None starts from noise."""
 
     def resumed_from(self, snapshot: bytes | None) -> SampleRequest:
-        """The same request, to go on from `snapshot`."""
+        """A copy of this request that goes on from `snapshot`."""
         return dataclasses.replace(self, snapshot=snapshot)
 
 

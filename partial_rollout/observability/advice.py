@@ -46,7 +46,7 @@ class Answer:
     """How to change it, where it may help."""
 
     def __str__(self) -> str:
-        """As pages show it."""
+        """Text for pages."""
         return f"{self.word}: {self.seen}" + (f"; {self.change}" if self.change else "")
 
 

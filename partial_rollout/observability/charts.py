@@ -118,7 +118,7 @@ def _running(values: Sequence[float], window: int) -> Iterator[tuple[float, floa
 
 
 def _mean(values: Sequence[float]) -> float:
-    """As `statistics.fmean`, which takes ten times as long for a few values."""
+    """Mean; `statistics.fmean` takes ten times as long for a few values."""
     return sum(values) / len(values)
 
 

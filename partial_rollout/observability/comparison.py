@@ -49,7 +49,7 @@ class Estimate:
     high: float | None = None
 
     def __str__(self) -> str:
-        """As tables show it."""
+        """Text for tables."""
         return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.low is not None else "")
 
     def differs_from(self, other: float) -> bool | None:
@@ -72,7 +72,7 @@ class Compared:
     time: Estimate
     """For equal tokens, base = 1."""
     generation: Estimate
-    """The same, of the seconds in which the trainer waited for its batch."""
+    """Time in which the trainer waited for its batch, for equal tokens, base = 1."""
     equal_steps: Estimate
     """Time for equal steps, of those that all runs have. It differs from `time` where responses have other lengths."""
     reward: float | None

@@ -80,7 +80,7 @@ def step_causes(step: Mapping[str, float]) -> dict[str, float]:
 
 
 def _apart(step: Mapping[str, float], parts: Mapping[str, float], share: float) -> dict[str, float]:
-    """As `step_causes`, where a share of the GPUs only generates and the others only train."""
+    """Seconds of one step by cause, the mean over all GPUs: a share of them only generates, the others only train."""
     drain_s = step.get("timing_s/drain", 0.0)
     saving_s, sending_s = parts.get("checkpoint", 0.0), parts.get("weights", 0.0)
     training = {

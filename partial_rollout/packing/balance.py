@@ -70,7 +70,7 @@ def fill_by_tokens(
 
 
 def fill_tightly(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """As few rows of at most `token_budget` tokens as best fit decreasing finds; a longer sample sits alone."""
+    """Rows of at most `token_budget` tokens, as few as best fit decreasing finds; a longer sample sits alone."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for sample, length in enumerate(lengths):

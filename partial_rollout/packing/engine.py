@@ -72,7 +72,10 @@ class PackedFSDPEngine(FSDPEngineWithLMHead):
         return joined
 
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Sync gradients after the last row only. Missing hook: to verl each row looks like the last micro-batch."""
+        """Reduce gradients over ranks after the last row only.
+
+        Missing hook: to verl each row looks like the last micro-batch.
+        """
         is_last = is_last_micro_batch and self._is_last_row
         return super()._gradient_sync_context(is_last_micro_batch=is_last)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -169,7 +169,7 @@ class BudgetPacker:
     token_budget: int
 
     def micro_batches(self) -> list[MicroBatch]:
-        """As many samples for every rank (within one): first the ranks, then each rank's rows. Raises PackingError."""
+        """Every rank gets equally many samples, within one; then its rows are filled. Raises PackingError."""
         ranks = fill_by_count(self.costs, self.num_ranks)
         micro_batches = [list(rows) for rows in zip(*self._fill(ranks), strict=True)]
         for micro_batch in micro_batches:

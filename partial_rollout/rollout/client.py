@@ -302,7 +302,7 @@ def _segment_params(sampling_params: dict[str, Any], generation: ResumableGenera
     if "min_tokens" in params:
         params["min_tokens"] = request.min_tokens
     if params.get("seed") is not None:
-        # The same seed again would draw the same random numbers as the first tokens did.
+        # An unchanged seed would draw the same random numbers as the first tokens did.
         params["seed"] += len(generation.token_ids)
     return params
 

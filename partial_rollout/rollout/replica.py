@@ -49,7 +49,7 @@ class KeptArguments:
         self._actor_class, self._kept = actor_class, kept
 
     def options(self, **options: Any) -> KeptArguments:
-        """Same as `options` of a Ray actor class."""
+        """A stand-in for the actor class with these options."""
         return KeptArguments(self._actor_class.options(**options), self._kept)
 
     def remote(self, **arguments: Any) -> ActorHandle:

@@ -118,7 +118,7 @@ class PartialRolloutServer(ChannelServer):
         )
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """As verl's.
+        """Start the engine as verl's server does.
 
         Raises:
             ActorLost: this actor has died while it launched, and Ray makes the call again: it might die for ever.

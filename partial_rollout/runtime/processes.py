@@ -13,7 +13,7 @@ NOTICED_S = 10.0
 ENGINE_WORKER_S = 20.0
 """Bound for an engine worker: vLLM lets the other workers end before its core tells; seen were 9.5 s."""
 REPLACED_S = 30.0
-"""The same where a death is told when the process is there again; seen were up to 6 s."""
+"""Bound for a death that is told only when the process is there again; seen were up to 6 s."""
 
 
 class Then(Enum):

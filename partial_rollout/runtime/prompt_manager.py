@@ -607,7 +607,7 @@ def journal_place(name: str) -> Place:
 
 
 def ray_call_id() -> str:
-    """The same for a call and for the call that Ray makes again in its place."""
+    """Ray's id of the running call; the call that Ray makes again in its place has the same id."""
     return ray.get_runtime_context().get_task_id() or NOBODY
 
 

@@ -76,7 +76,10 @@ def is_missing(answer: Any) -> bool:
 
 
 async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str, sound_s: float = 0.0) -> Any:
-    """As `wait_for`, in an event loop. A late answer is dropped; a sound one may take `sound_s`."""
+    """The call's answer, awaited in an event loop; raises as `wait_for`.
+
+    A late answer is dropped; a sound one may take `sound_s`.
+    """
 
     async def awaited() -> Any:
         return await ref

@@ -51,7 +51,7 @@ class Sign:
     process: Process
     count: int
     doing: str
-    """As a sentence about the past: it is said of a task runner that has died."""
+    """What the task runner did, in the past tense: it is said of one that has died."""
     ends_with: str = ""
     """Error that ends the run, if no death is its cause."""
 

@@ -586,7 +586,7 @@ class PartialRolloutConfig(_Block):
         return cls.from_mapping((custom or {}).get(BLOCK) or {})
 
     def to_mapping(self) -> dict[str, Any]:
-        """As a plain mapping, which `from_mapping` reads."""
+        """A plain mapping, which `from_mapping` reads."""
         return self.model_dump(by_alias=True)
 
     def capacity(self, train_batch_size: int) -> int:

@@ -43,7 +43,7 @@ SEARCHPATH = "hydra.searchpath"
 VERL_PACKAGE = "pkg://verl.trainer.config"
 """Hydra would import verl, and with it torch and Ray, to find this."""
 VERL_CHECKOUT = "file://verl/trainer/config"
-"""The same, as verl's own configurations name it from the root of its repository."""
+"""The folder of verl's configurations, as they name it from the root of verl's repository."""
 SEARCHED = "Config search path:"
 """What Hydra's message says last; the folders are those of an installation."""
 ADD_BLOCK = f"+{BLOCK}@{BLOCK}=default"
@@ -91,7 +91,7 @@ class CommandLine:
         )
 
     def arguments(self) -> list[str]:
-        """As Hydra takes them."""
+        """Arguments for Hydra."""
         given = (("--config-path", self.config_path), ("--config-name", self.config_name))
         pairs = [f"{option}={value}" for option, value in (*given, ("--config-dir", self.config_dir)) if value]
         return [*pairs, *self.options, *self.overrides]
@@ -181,7 +181,7 @@ def _check_grammar(override: str) -> None:
 
 
 def resolve(line: CommandLine) -> CommandLine:
-    """The same command line with absolute folders, from which Hydra composes without an import of verl.
+    """The command line with absolute folders, from which Hydra composes without an import of verl.
 
     Raises:
         ConfigError: there is no such folder or configuration.

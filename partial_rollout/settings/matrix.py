@@ -678,7 +678,7 @@ def summary() -> str:
 
 
 def table() -> str:
-    """As Markdown; a part is named in its first row only."""
+    """A Markdown table; a part is named in its first row only."""
     lines, last = ["| part | value | state | why, or where |", "|---|---|---|---|"], ""
     for row in ROWS:
         state = f"{row.state}; {row.also}" if row.also else row.state

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLOSE = 0.82
 """Two names that are at least this alike (difflib's ratio) are taken for a slip of the pen."""
 VERY_CLOSE = 0.9
-"""The same for keys that were added on purpose: engines have options with names like verl's."""
+"""`CLOSE` for a key that was added on purpose: engines have options with names like verl's."""
 NOT_THERE = re.compile(r"Could not override '([^']+)'")
 """Hydra's words for a key that no configuration file has."""
 INNER_KEY = re.compile(r"full_key: (\S+)")

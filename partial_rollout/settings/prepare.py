@@ -51,7 +51,7 @@ class Examined:
     prepared: Prepared | None
     refusals: tuple[UserError, ...]
     changes: tuple[Change, ...]
-    """The same as of what is prepared; with refusals, what would be changed."""
+    """What was changed, as in `prepared`; with refusals, what would be changed."""
     choices: tuple[Choice, ...] = ()
     proposals: tuple[Proposal, ...] = ()
 
@@ -85,7 +85,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
 
 
 def prepare(config: DictConfig, by_hand: ByHand) -> Prepared:
-    """As `examine`, where only a configuration without refusals will do.
+    """Prepare a configuration as `examine` does, but raise its refusals.
 
     Raises:
         UserError: what no run can use, or what partial rollout cannot run; names value, reason and way out.

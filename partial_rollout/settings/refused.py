@@ -104,7 +104,7 @@ IN_HOST_MEMORY: Needs = {
     "rollout.engine_kwargs.vllm.kv_transfer_config": (None,),
     "rollout.engine_kwargs.vllm.kv_offloading_size": (None,),
 }
-"""The same, by a connector that we configure."""
+"""For one that leaves, and whose KV a connector that we configure keeps in host memory."""
 
 WHY_NEEDED = {
     "keep_kv": "otherwise a request that stays in the engine cannot hand over its tokens",

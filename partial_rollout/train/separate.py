@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SeparateTrainer(PartialRolloutTrainer):
-    """As its parent, with engines that are interrupted for a weight update only."""
+    """A PartialRolloutTrainer whose engines are interrupted for a weight update only."""
 
     _enable_hybrid_replicas = False
     _has_begun_round = False

@@ -42,7 +42,7 @@ def find_cuda() -> CudaRuntime | None:
 
 
 def numbered(device: torch.device | None) -> torch.device:
-    """The same device with its number; the host for None."""
+    """The device with its number; the host for None."""
     if device is None or device.type != "cuda" or device.index is not None:
         return device or torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

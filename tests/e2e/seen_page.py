@@ -48,7 +48,7 @@ class SeenPage:
     live_flows: set[Counts]
     """Prompts by state that the page showed while the job went on."""
     status: set[Counts]
-    """The same as `python -m partial_rollout.status` said meanwhile."""
+    """Prompts by state that `python -m partial_rollout.status` told meanwhile."""
     head: list[str]
     """After the job's end, as all that follows."""
     flow: list[str]

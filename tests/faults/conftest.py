@@ -75,7 +75,7 @@ CORE, WORKER = "EngineCore", "Worker"
 """Parts of the names of an engine's first process, and of those that it starts."""
 LOOK_S = 0.1
 BRIEF_LOOK_S = 0.005
-"""The same when a brief phase is waited for."""
+"""Seconds from look to look while a brief phase is waited for."""
 NUM_ROWS = 96
 CALM_STEPS = 15
 """After as many steps of eight prompts an undisturbed job has trained each of its rows."""

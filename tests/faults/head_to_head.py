@@ -1,4 +1,4 @@
-"""The same faults in verl's own trainer modes and in ours: who notices, whether the run ends, what it keeps.
+"""Faults, the same in verl's own trainer modes and in ours: who notices, whether the run ends, what it keeps.
 
     python -m tests.faults.head_to_head [--modes sync flag] [--faults hung_tool] --json outputs/faults/head_to_head.json
 
@@ -35,7 +35,7 @@ NUM_STEPS, STRUCK_AFTER, SAVE_EVERY = 8, 3, 2
 """A fault comes when its step has ended and the next one generates."""
 NUM_ROWS, EVERY = 96, 3
 HUNG_STEPS = 14
-"""So many that ours gives the hanging call's prompt up on the way."""
+"""Steps of a job with a hung tool: so many that ours gives the hanging call's prompt up on the way."""
 HUNG_ROW = 8 * STRUCK_AFTER + 1
 """A row of the batch that is struck."""
 WAITING, WAITING_STEPS, WAITING_TOKENS = 512, 3, 16

@@ -76,7 +76,7 @@ ON_THE_WAY_S = 1.0
 def test_an_engine_server_dies_while_weights_are_on_the_way_to_its_engine(
     task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
-    """Its engine is frozen before, and takes no more than fits into the buffers: the update waits for it."""
+    """The engine is frozen before, and takes no more than fits into the buffers: the update waits for it."""
     role = processes.ENGINE_SERVER.role
     blows = [
         Blow(processes.ENGINE.role, 2, SHUT, signal.SIGSTOP, name=CORE),

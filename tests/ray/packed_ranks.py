@@ -78,7 +78,7 @@ def dist_rank() -> int:
 
 
 def make_samples(vocabulary: int) -> TensorDict:
-    """The same on both ranks, in the order in which they were sampled."""
+    """Samples in the order in which they were sampled, the same on both ranks."""
     generator = torch.Generator().manual_seed(1)
 
     def jagged(lengths: Any, make: Any) -> torch.Tensor:

@@ -417,7 +417,7 @@ class PromptQueue:
         return True
 
     def _defer_unfinished(self) -> tuple[Claim, ...]:
-        """The batch is taken: where the policy has rounds this one ends. Returns the claims that are held back."""
+        """Defer what a batch leaves behind, if the policy binds prompts to a round; returns the claims held back."""
         if not self.policy.in_rounds:
             return ()
         # Claims stay with their workers, which keep the tokens: a deferred prompt goes on where it was.

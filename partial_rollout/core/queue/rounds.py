@@ -22,7 +22,7 @@ class Rounds:
 
     begin -> pop_next for each prompt that starts -> finished, dropped, rejoin ... -> choose -> end
 
-    Where the policy has no rounds (`in_rounds` is false), prompts start at any time and none is deferred.
+    A policy that does not bind prompts to a round (`in_rounds` is false) lets them start at any time and defers none.
     """
 
     def __init__(self, policy: TailPolicy) -> None:
@@ -45,7 +45,7 @@ class Rounds:
     @property
     def num_startable(self) -> int:
         """Pending prompts that may start now."""
-        # `_num_startable` is infinite where the policy has no rounds.
+        # `_num_startable` is infinite where the policy does not bind prompts to a round.
         return int(min(self._num_startable, len(self._pending)))
 
     @property

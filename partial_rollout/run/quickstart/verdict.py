@@ -63,7 +63,7 @@ def num_baseline_steps(command: Sequence[str], most: int) -> int:
 
 
 def without_the_flag(command: Sequence[str], folder: Path, steps: int) -> list[str]:
-    """The same command in another folder: same data, same seed."""
+    """The command without the flag, in another folder and for `steps` steps: same data, same seed."""
     words = [word for word in command if word != FLAG]
     # In quotes, as in the recipes: else a comma or an equals sign in a path would mean something to Hydra.
     given = {word.lstrip("+").partition("=")[0] for word in command}

@@ -59,7 +59,7 @@ def digest(model: PreTrainedModel) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """The same of a saved model, less a head that is tied to the embeddings."""
+    """`digest` of a saved model, less a head that is tied to the embeddings."""
     with safe_open(path, framework="pt") as weights:
         return _digest({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118 (not a dict)
 

@@ -66,7 +66,7 @@ def test_prompts_and_tokens_are_read(
 
 @pytest.mark.parametrize("job", ["partial", "reorder"])
 async def test_an_interrupted_response_goes_on_from_its_tokens(job: str) -> None:
-    """The same question as in 0.1 is recognised as the same."""
+    """A question that was asked in 0.1 is recognised when it is asked again."""
     snapshot = load_queue(config(SAVED / job), STEP)
     assert snapshot is not None
     saved = load_tokens(snapshot, config(SAVED / job), STEP)

@@ -1,4 +1,4 @@
-"""The same finished groups, given to verl's own buffer and to our queue: both drop the same ones."""
+"""verl's own buffer and our queue get the same finished groups, and drop the same ones."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_it_is_asked_for_where_it_is_not_installed(tmp_path: Path, is_folder: bo
 
 
 def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same names and versions, and one other line."""
+    """The checkouts have the same names and versions, and one line differs."""
     for folder, line in (("first", "1"), ("second", "2")):
         (tmp_path / folder / "checked_out").mkdir(parents=True)
         (tmp_path / folder / "checked_out/__init__.py").write_text(f"VALUE = {line}\n")

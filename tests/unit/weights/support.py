@@ -38,7 +38,7 @@ class TcpAddress(ChannelAddress):
 
 
 def over(transport: str, channels):
-    """The same channels, met over TCP if so asked."""
+    """The channels, met over TCP if so asked."""
     if transport == "ipc":
         return channels
     host = ".".join(["127", *(str(random.randint(1, 254)) for _ in range(3))])
