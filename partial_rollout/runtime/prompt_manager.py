@@ -373,13 +373,16 @@ class RolloutPromptManager:
         self._silence.forget(name)
         self._do(Books.forget, name)
 
-    async def end_silent(self, why: str) -> list[str]:
+    async def end_silent(self, why: str, role: str = "") -> list[str]:
         """A wait has run out, `why` says which: kill the actors that are silent meanwhile; returns them in words.
 
-        Their deaths are told as any others.
+        With `role` only those of this role are killed. Their deaths are told as any others.
         """
         ended: list[str] = []
         for name, silent_s in self._silence.late().items():
+            process = self._deaths.process(name)
+            if role and (process is None or process.role != role):
+                continue
             who = self._call(name)
             cause = (
                 f"it was killed, because it had given no sign of life for {silent_s:.0f} s when a wait ran out: {why}"

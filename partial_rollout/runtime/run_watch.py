@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,11 @@ class RunWatch:
         self._fatal: PartialRolloutError | None = None
         self._lost = ""
         """The role of the process whose death ends the run."""
+        self._replacing = threading.Condition()
+        self._num_dead: Counter[str] = Counter()
+        """Deaths that the run goes on without, by role."""
+        self._num_replaced: Counter[str] = Counter()
+        """Reactions to them that have ended."""
 
     def start(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Listen from now on, and watch `first`, given as (role, name, handle); returns at once."""
@@ -262,6 +268,31 @@ class RunWatch:
         """Whether the run ends because a process of one of these kinds has died."""
         return self._lost in {kind.role for kind in kinds}
 
+    def has_replaced(self, kind: Kind, error: PartialRolloutError, before: int) -> bool:
+        """Whether the processes of this kind that a call has waited for in vain were replaced: it may be made again.
+
+        Silent ones are killed first. `error` ended the call, and `before` is what `num_replaced` was at its beginning.
+        """
+        role, num_dead = kind.role, self._num_dead[kind.role]
+        if self._stopped.is_set():
+            return False  # the run ends, and nobody is replaced
+        try:
+            ended = ray.get(self._manager.end_silent.remote(str(error), role), timeout=ASK_S)
+        except (RayActorError, GetTimeoutError):
+            return False  # the manager's own watch tells of it
+        # A death is told a moment later, also that of a process that was killed for its silence just before.
+        expected = max(num_dead + len(ended), before + 1)
+        with self._replacing:
+            self._replacing.wait_for(lambda: self._num_dead[role] >= expected or self._is_fatal.is_set(), EXPLAIN_S)
+            self._replacing.wait_for(
+                lambda: self._num_replaced[role] >= self._num_dead[role] or self._is_fatal.is_set(), self._start_s
+            )
+            return before < self._num_replaced[role] == self._num_dead[role]
+
+    def num_replaced(self, kind: Kind) -> int:
+        """Dead processes of this kind that others have replaced."""
+        return self._num_replaced[kind.role]
+
     def explain(self, error: Exception) -> Exception:
         """The error that names the dead or silent process, where `error` comes of one; otherwise `error`.
 
@@ -350,6 +381,9 @@ class RunWatch:
         if reaction is None:
             self._end(death)
         else:
+            with self._replacing:
+                self._num_dead[death.process.role] += 1
+                self._replacing.notify_all()
             # A process that is started again takes seconds, in which others may die.
             name = f"go on without {death.process.name}"
             threading.Thread(target=self._react, args=(reaction, death), daemon=True, name=name).start()
@@ -357,6 +391,9 @@ class RunWatch:
     def _react(self, reaction: Callable[[Death], str], death: Death) -> None:
         try:
             self._note(death, reaction(death))
+            with self._replacing:
+                self._num_replaced[death.process.role] += 1
+                self._replacing.notify_all()
         except Exception:  # whatever a reaction raises, the run must end by the name of the dead process
             if self._stopped.is_set():
                 return
@@ -370,6 +407,8 @@ class RunWatch:
             self._lost = death.process.role
             self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()
+        with self._replacing:
+            self._replacing.notify_all()
         self._note(death, "training ends")
         try:
             (release or self._releases.get(self._lost, lambda: None))()

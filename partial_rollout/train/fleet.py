@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.utils.ray_utils import auto_await
 
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.runtime.bounded import Wait
+from partial_rollout.runtime.processes import ENGINE_SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
 
     from partial_rollout.rollout.engine_process import RolloutStatistics
     from partial_rollout.rollout.replica import PartialRolloutReplica
+    from partial_rollout.runtime.run_watch import RunWatch
     from partial_rollout.settings.block import TimeoutConfig
 
 
+logger = logging.getLogger(__name__)
 CANCEL_S = 1.0
 """A call to a replica that is cancelled ends at once."""
 
@@ -27,9 +31,13 @@ CANCEL_S = 1.0
 class ReplicaFleet:
     """All rollout replicas of a run, called from the trainer's thread; a method returns when all have answered."""
 
-    def __init__(self, replicas: Sequence[PartialRolloutReplica], timeouts: TimeoutConfig) -> None:
+    def __init__(
+        self, replicas: Sequence[PartialRolloutReplica], timeouts: TimeoutConfig, watch: RunWatch | None = None
+    ) -> None:
+        """`watch` replaces servers that have died or are silent; without it a silent one ends the call."""
         self._replicas = replicas
         self._timeouts = timeouts
+        self._watch = watch
 
     def drain(self) -> int:
         """Close every gate and interrupt the running requests; returns how many were interrupted.
@@ -96,7 +104,26 @@ class ReplicaFleet:
         timeout_s: float,
         replicas: Sequence[PartialRolloutReplica] | None = None,
     ) -> list[Any]:
-        """Block for the answers of all replicas, or of `replicas`, in their order."""
+        """Block for the answers of all replicas, or of `replicas`, in their order.
+
+        Where a server that did not answer in time was replaced, all are asked once more: asking twice does no harm.
+        """
+        before = self._watch.num_replaced(ENGINE_SERVER) if self._watch else 0
+        try:
+            return self._ask_all(what, call, timeout_s, replicas)
+        except WaitTimeout as error:
+            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before):
+                raise
+            logger.warning("%s; it was replaced, and all are asked again", error)
+            return self._ask_all(what, call, timeout_s, replicas)
+
+    def _ask_all(
+        self,
+        what: str,
+        call: Callable[[PartialRolloutReplica], Awaitable[Any]],
+        timeout_s: float,
+        replicas: Sequence[PartialRolloutReplica] | None,
+    ) -> list[Any]:
         asked = self._replicas if replicas is None else replicas
 
         async def gathered() -> list[Any]:

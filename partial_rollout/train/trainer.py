@@ -207,7 +207,7 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_init_end(self) -> None:
         """Send the loaded weights to the engines. Their gates are open from the start."""
         replicas = cast("Sequence[PartialRolloutReplica]", self.llm_server_manager.get_replicas())
-        self.fleet = ReplicaFleet(replicas, self.settings.block.timeouts)
+        self.fleet = ReplicaFleet(replicas, self.settings.block.timeouts, self.watch)
         self._send_weights(self.global_steps)
         self._report_step("open")
 

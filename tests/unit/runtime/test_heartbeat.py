@@ -124,7 +124,8 @@ def _killing(killed: list[str]) -> RolloutPromptManager:
     return manager
 
 
-def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told() -> None:
+@pytest.mark.parametrize("role", ["", "load balancer"])
+def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told(role: str) -> None:
     killed: list[str] = []
 
     async def main() -> None:
@@ -134,7 +135,9 @@ def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told() -
         await manager.beat("lb", 1)
         await asyncio.sleep(2 * A_WHILE_S)
         await manager.beat("rank", 1)
-        (told,) = await manager.end_silent("trainer waits for a batch: no answer within 60 s")
+        assert await manager.end_silent("a call to another process", "engine server") == []
+        assert killed == []
+        (told,) = await manager.end_silent("trainer waits for a batch: no answer within 60 s", role)
         assert told.startswith(
             "load balancer lb (pid 4711 on node 10.0.0.7): it was killed, because it had given no sign"
         )

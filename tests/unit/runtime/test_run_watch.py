@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from partial_rollout.errors import ActorLost, AgentLoopBroken, DataError, DrainTimeout, RunStopped, WaitTimeout
-from partial_rollout.runtime import run_watch
+from partial_rollout.runtime import processes, run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.types import Death, Process
 
@@ -195,3 +195,48 @@ def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(monkeypatch
     assert watch.explain(LATE) is LATE  # slow, but its watch has heard of it
     watch._end(Death(Process("prompt manager", "prompt manager"), "it was given up"))
     assert str(watch.explain(LATE)).startswith("prompt manager died: it was given up")
+
+
+SERVER = processes.ENGINE_SERVER
+DEAD = Death(Process(SERVER.role, "replica-0"), "killed")
+
+
+@pytest.mark.parametrize("is_told", ["before the question", "after the question", "not at all"])
+def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
+    is_told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may have been killed for its silence by others, in the same moment in which the call's time is over."""
+    watch = _watch(Manager([]), monkeypatch)
+    watch._start_s = LIMIT_S
+    watch.react({SERVER.role: lambda death: "it was started again"})
+    before = watch.num_replaced(SERVER)
+    if is_told == "before the question":
+        watch._handle(DEAD)
+    elif is_told == "after the question":
+        monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
+        watch._manager.end_silent.remote = lambda *_: watch._handle(DEAD) or [str(DEAD)]  # pyright: ignore[reportAttributeAccessIssue]
+    is_replaced = is_told != "not at all"
+    assert watch.has_replaced(SERVER, LATE, before) == is_replaced
+    assert watch.num_replaced(SERVER) == before + is_replaced
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
+    watch._manager.end_silent.remote = lambda *_: []  # pyright: ignore[reportAttributeAccessIssue]
+    assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER))  # nobody has died since
+
+
+def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _watch(Manager([]), monkeypatch)
+    watch._start_s = LIMIT_S
+
+    def fails(death: Death) -> str:
+        raise WaitTimeout("it does not start")
+
+    watch.react({SERVER.role: fails})
+    watch._handle(DEAD)
+    assert not watch.has_replaced(SERVER, LATE, 0)
+    silent = _watch(Manager(GetTimeoutError()), monkeypatch)
+    assert not silent.has_replaced(SERVER, LATE, 0)  # the manager does not answer
+    ending = _watch(Manager([str(DEAD)]), monkeypatch)
+    ending.react({SERVER.role: lambda death: "it was started again"})
+    ending._handle(DEAD)
+    ending.stop()
+    assert not ending.has_replaced(SERVER, LATE, 0)

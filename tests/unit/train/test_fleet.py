@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from partial_rollout.errors import DrainTimeout, WaitTimeout
 from partial_rollout.settings.block import TimeoutConfig
 from partial_rollout.train.fleet import ReplicaFleet
+
+if TYPE_CHECKING:
+    from partial_rollout.runtime.processes import Kind
 
 
 class Replica:
@@ -147,3 +150,41 @@ def test_of_many_replicas_the_one_whose_update_failed_is_named_when_all_have_ans
     assert asked.ranks == list(range(NUM_MANY))
     all_of_them.relaunch([0])
     assert asked.ranks[NUM_MANY:] == [0]
+
+
+class SilentReplica(Replica):
+    """Answers from the second question on, as a server does that was replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.num_asked = 0
+
+    async def statistics(self) -> list[str]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await asyncio.Event().wait()
+        return ["counts"]
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_all_are_asked_again_when_a_silent_server_was_replaced(is_replaced: bool):
+    asked: list[tuple[str, int]] = []
+
+    class Watch:
+        def num_replaced(self, kind: Kind) -> int:
+            return 7
+
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int) -> bool:
+            asked.append((kind.role, before))
+            assert "no answer from replica 0" in str(error)
+            return is_replaced
+
+    replica = SilentReplica()
+    silent = ReplicaFleet(cast("Any", [replica]), TimeoutConfig(call_s=0.01), cast("Any", Watch()))
+    if is_replaced:
+        assert silent.statistics() == ["counts"]
+    else:
+        with pytest.raises(WaitTimeout, match="to report; no answer from replica 0"):
+            silent.statistics()
+    assert asked == [("engine server", 7)]
+    assert replica.num_asked == 1 + is_replaced
