@@ -213,13 +213,19 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
     if is_told == "before the question":
         watch._handle(DEAD)
     elif is_told == "after the question":
+
+        class Later(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                if not watch._num_dead[SERVER.role]:
+                    watch._handle(DEAD)
+                return super().wait(timeout)
+
         monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
-        watch._manager.end_silent.remote = lambda *_: watch._handle(DEAD) or [str(DEAD)]  # pyright: ignore[reportAttributeAccessIssue]
+        watch._replacing = Later()
     is_replaced = is_told != "not at all"
     assert watch.has_replaced(SERVER, LATE, before) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
-    watch._manager.end_silent.remote = lambda *_: []  # pyright: ignore[reportAttributeAccessIssue]
     assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER))  # nobody has died since
 
 
