@@ -38,7 +38,7 @@ def docstrings(source: Source) -> Iterator[tuple[int, str]]:
 
 def comments(source: Source) -> Iterator[tuple[int, str]]:
     """Comments, without the lines that go on with the sentence of the line before."""
-    last = 0
+    last = -1
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT:
             is_alone = token.line.lstrip().startswith("#")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -679,10 +680,13 @@ async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Pat
             yield phase(f"p{number}", "engine", 10_000.0 + number)
             yield segment(f"p{number}", 10_100.0, 0.5, f"s{number % 4}")
 
-    state = RunState(write(tmp_path, *events()))
+    now = itertools.count(20_000.0, 2.0)
+    state = RunState(write(tmp_path, *events()), clock=lambda: next(now))  # every request looks again
     state.look()
+    write(tmp_path, step(10_001, 10_001), role="later")
     async with TestClient(TestServer(make_app(state, TOKEN))) as client:
         began_s = time.process_time()
-        assert (await client.get(f"/state?token={TOKEN}")).status == 200
+        answer = await client.get(f"/state?token={TOKEN}")
+        assert (await answer.json())["step"] == 10_001
         assert (await client.get(f"/prompt?token={TOKEN}&uid=p77")).status == 200
         assert time.process_time() - began_s < 1.0
