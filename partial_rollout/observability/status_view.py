@@ -72,7 +72,7 @@ def _slots(status: ManagerStatus) -> str:
     if not status.workers:
         return f"no worker has reported; {status.queue.claimed_trajectories} trajectories claimed"
     held = sum(worker.held_trajectories for worker in status.workers.values())
-    text = f"{_of(status.slots_in_use, status.slots_total)} in use, {status.parked_requests} requests parked"
+    text = f"{_of(status.slots_in_use, status.slots_total)} taken, {status.parked_requests} requests parked"
     return f"{text}, {held} trajectories held back with their tokens" if held else text
 
 

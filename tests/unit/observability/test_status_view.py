@@ -45,7 +45,7 @@ def test_busy_manager_as_text() -> None:
         "  prompts    3 pending, 4 ongoing, 1 done, 30 taken, 2 dropped = 40 admitted",
         "  in flight  [##########..........] 8 of 16",
         "  oldest     prompt u7 at w1 for 12.3 s",
-        "  slots      11 of 16 in use, 2 requests parked",
+        "  slots      11 of 16 taken, 2 requests parked",
         "             w0: 6 of 8, 0 requests",
         "             w1: 5 of 8, 2 requests",
         "  dropped    1 agent_loop_failed, 1 prompt_too_long; 2 failed attempts were tried again",
@@ -68,7 +68,7 @@ def test_deferred_prompts_are_shown() -> None:
     status = ManagerStatus(queue=queue, capacity=16, workers={"w0": WorkerStatus(2, 8, held_trajectories=3)})
     text = format_status(status).splitlines()
     assert text[1] == "  prompts    1 pending, 1 ongoing, 2 deferred, 0 done, 1 taken, 0 dropped = 5 admitted"
-    assert text[4] == "  slots      2 of 8 in use, 0 requests parked, 3 trajectories held back with their tokens"
+    assert text[4] == "  slots      2 of 8 taken, 0 requests parked, 3 trajectories held back with their tokens"
 
 
 def test_a_lost_prompt_cannot_be_overlooked() -> None:
