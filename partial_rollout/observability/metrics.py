@@ -93,7 +93,7 @@ class ManagerMetrics:
         """`run` is the label of all of them."""
         make = _Exporter(run)
         self._prompts = make.gauge("prompts", "Prompts in the queue, by state.", "state")
-        self._slots = make.gauge("slots", "Trajectory slots over all workers: taken by a trajectory (in_use), and total.", "kind")
+        self._slots = make.gauge("slots", "Trajectory slots of all workers: taken (in_use) and total.", "kind")
         self._parked = make.gauge("parked_requests", "Requests that wait at a closed gate.")
         self._oldest = make.gauge("oldest_ongoing_seconds", "Seconds since the oldest claim that is not finished.")
         self._step = make.gauge("step", "Training step that is under way.")
