@@ -137,7 +137,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the process whose forks stand for `python`, one for all processes of pytest-xdist."""
-    # As verl sets it for its workers.
+    # verl sets this variable to this value for its workers.
     return start_nursery(tmp_path_factory, preloaded.MODULES, VLLM_LOGGING_LEVEL="WARN")
 
 

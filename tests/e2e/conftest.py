@@ -140,7 +140,10 @@ def saved_step(folder: Path) -> int:
 
 
 def run_job_and_look(task: Path, folder: Path, *overrides: str, after: str, look: Callable[[], T]) -> tuple[Job, T]:
-    """As `run_job`, but call `look` in a thread when the job's log first says `after`; it must end with the job."""
+    """Run a job as `run_job` does, but call `look` in a thread when the job's log first says `after`.
+
+    `look` must end with the job.
+    """
     mark, lines, looking = uuid.uuid4().hex, [], None
     with ThreadPoolExecutor(1) as pool, _start(task, folder, overrides, mark) as job:
         for line in _bounded_lines(job):
@@ -157,7 +160,7 @@ def run_job_and_look(task: Path, folder: Path, *overrides: str, after: str, look
 def run_job_and_signal(
     task: Path, folder: Path, *overrides: str, after: str, process: str, number: signal.Signals
 ) -> Job:
-    """As `run_job`, but send the job's process titled `process` a signal when its log first says `after`."""
+    """Run a job as `run_job` does, but send its process titled `process` a signal when its log first says `after`."""
     mark, lines, sent = uuid.uuid4().hex, [], False
     with _start(task, folder, overrides, mark) as job:
         for line in _bounded_lines(job):

@@ -21,7 +21,7 @@ from tests.e2e.hangs_in import QUEUE_IN, RANK_IN
 
 @register_policy_loss("hanging")
 def hanging(*args: Any, **kwargs: Any) -> Any:
-    """As verl's vanilla loss, but for the two steps, each of which hangs once."""
+    """Compute verl's vanilla loss; each of the two steps hangs once."""
     folder = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parent
     taken = [event for event in EventReader(folder / "events").read() if isinstance(event, BatchTaken)]
     hung = folder / f"hung-{taken[-1].step}"

@@ -21,7 +21,7 @@ KILLED_IN, LAST_KILLED_IN = 1, 4
 
 @register_policy_loss("killing")
 def killing(*args: Any, **kwargs: Any) -> Any:
-    """As verl's vanilla loss."""
+    """Compute verl's vanilla loss; in the two steps, kill the engine first."""
     folder = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parent
     step = sum(isinstance(event, BatchTaken) for event in EventReader(folder / "events").read())
     model = folder / "model"

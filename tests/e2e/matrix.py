@@ -91,7 +91,7 @@ def _without_ours(overrides: Sequence[str]) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As Markdown."""
+    """The rows as a Markdown table."""
     shown = [[str(row[name]) for name in SHOWN] for row in rows]
     return markdown([list(SHOWN), ["---"] * len(SHOWN), *shown])
 

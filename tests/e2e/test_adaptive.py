@@ -25,7 +25,7 @@ FILTERED = [
 ]
 """Every fourth group has no spread."""
 CLIPPING = ["clip_ratio_low=0.2", "clip_ratio_high=0.28", "clip_ratio_c=10.0", "loss_agg_mode=token-mean"]
-"""As in the recipe `dapo`."""
+"""Clipping as in the recipe `dapo`."""
 pytestmark = pytest.mark.e2e
 
 

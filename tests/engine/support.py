@@ -260,7 +260,7 @@ class Rank:
         adapter.failure, adapter._update_number = None, first_update_number - 1
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As ChannelActorWorker does.
+        """Update the weights as ChannelActorWorker does.
 
         Raises:
             WeightUpdateError: the rank's engine did not take the weights, which were gathered to the end.

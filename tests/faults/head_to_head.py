@@ -192,7 +192,7 @@ def _run(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As Markdown."""
+    """The rows as a Markdown table."""
     return markdown([list(SHOWN), ["---"] * len(SHOWN), *([str(row[name]) for name in SHOWN] for row in rows)])
 
 

@@ -25,8 +25,6 @@ WITHOUT_NOUN = re.compile(
     )\b""",
     re.VERBOSE,
 )
-AS_IN_TESTS = re.compile(r"As\b(?! of\b)")
-"""A beginning that texts of tests may have, such as "As verl's vanilla loss."; `As of` is none."""
 
 
 def docstrings(source: Source) -> Iterator[tuple[int, str]]:
@@ -51,8 +49,6 @@ def beginnings_without_noun(source: Source) -> list[str]:
     """Where a text begins with such a word, with the beginning."""
     texts = [(line, text.strip()) for line, text in sorted([*docstrings(source), *comments(source)])]
     found = [(line, text) for line, text in texts if WITHOUT_NOUN.match(text)]
-    if source.path.is_relative_to(ROOT / "tests"):
-        found = [(line, text) for line, text in found if not AS_IN_TESTS.match(text)]
     return [f"{source.name}:{line}: {text[:60]!r} begins without its noun" for line, text in found]
 
 

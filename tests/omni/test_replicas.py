@@ -116,7 +116,7 @@ class RecordingActor(FlowGrpoActor):
 
 
 def job_config(model: Path, algorithm: str, interrupt: str) -> DiffusionConfig:
-    """As many images a step as both servers have places for, every denoise step of each in FlowGRPO's window."""
+    """A step has as many images as both servers have places for; FlowGRPO's window has every denoise step of each."""
     window = {"flow_grpo": TRAINED_STEPS, "mix_grpo": MIX_WINDOW}[algorithm]
     return DiffusionConfig.from_mapping(
         {

@@ -116,7 +116,7 @@ def parts(samples: TensorDict, *, packed: bool) -> list[tuple[str, tuple[TensorD
 
 
 def as_stored(numbers: list[int]) -> torch.Tensor:
-    """As a rank gets it from TransferQueue."""
+    """The numbers as a rank gets them from TransferQueue."""
     return torch.nested.as_nested_tensor([torch.tensor([number]) for number in numbers], layout=torch.jagged)
 
 

@@ -132,7 +132,7 @@ def test_a_rank_that_trains_gives_signs_of_life_and_one_that_is_frozen_is_killed
 def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_told(
     listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int]
 ) -> None:
-    """As in verl's trainer, whose ranks wait for TransferQueue: no signal's error comes out of this `ray.get`."""
+    """The ranks of verl's trainer wait so for TransferQueue: no signal's error comes out of this `ray.get`."""
     waiting, _ = rank
     actor_class: Any = ray.remote(num_cpus=0)(Rank)
     controller = actor_class.remote()

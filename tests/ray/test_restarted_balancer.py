@@ -35,7 +35,7 @@ class Server:
         self._name = name
 
     def name(self) -> str:
-        """As it was given."""
+        """The name that the server was given."""
         return self._name
 
 
@@ -45,7 +45,7 @@ def call(ref: ray.ObjectRef) -> Any:
 
 @pytest.fixture
 def servers(ray_cluster: Any) -> Iterator[Any]:
-    """As verl's LLMServerManager, with two servers."""
+    """A stand-in for verl's LLMServerManager, with two servers."""
     names = ["node:1", "node:2"]
     actor_class: Any = ray.remote(num_cpus=0)(Server)
     handles = [actor_class.remote(name) for name in names]

@@ -35,7 +35,7 @@ class Server:
         return len(self._config), os.getpid(), ray.get_runtime_context().was_current_actor_reconstructed
 
     async def until_killed(self) -> None:
-        """As a server's."""
+        """Wait without end, as this method of an engine server does."""
         await asyncio.Event().wait()
 
 

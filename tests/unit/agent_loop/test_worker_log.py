@@ -86,7 +86,7 @@ def written(path: Path, *trajectories: tuple[Trajectory, list[AgentLoopOutput]])
 
 
 def same(one: AgentLoopOutput, other: AgentLoopOutput) -> None:
-    """As verl stores them."""
+    """Assert that both outputs are the same in the form that verl stores."""
     first, second = one.as_dict(), other.as_dict()
     assert first.keys() == second.keys()
     for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"):

@@ -144,7 +144,7 @@ def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monke
 
 
 def job_of(steps: list) -> dict:
-    """As `run_job` returns it."""
+    """The result of a job as `run_job` returns it."""
     return {
         "job_s": 9.0,
         "first_step_s": 1.0,

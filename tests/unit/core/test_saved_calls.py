@@ -23,7 +23,7 @@ def call(prompt_ids: list[int], token_ids: list[int]) -> GenerationState:
 
 
 def conversation(num_turns: int) -> list[GenerationState]:
-    """As verl's tool agent asks: all that was said before, and the tool's answer to it."""
+    """Calls as verl's tool agent makes them: it asks with all that was said before, and the tool's answer to it."""
     prompt, calls = [50_000 + i for i in range(PROMPT_LEN)], []
     for turn in range(num_turns):
         response = [100_000 + turn * RESPONSE_LEN + i for i in range(RESPONSE_LEN)]

@@ -54,7 +54,7 @@ def interrupted(
 
 
 def tell(history: History, payloads: Sequence[bytes], number: int = 1) -> History:
-    """As the reader of a worker's file does."""
+    """Tell the history of the payloads as the reader of a worker's file does."""
     for payload in payloads:
         record = decode(payload)
         assert record is not None

@@ -17,7 +17,7 @@ def test_the_readme_is_short() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors as GitHub makes them of headings."""
     heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -31,7 +31,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_the_readme_says_how_long_the_second_command_takes() -> None:
-    """As `make test` itself says at its start."""
+    """The number is the one that `make test` itself says at its start."""
     announced = re.search(r"make test:.*about (\d+) minutes", (ROOT / "Makefile").read_text(encoding="utf-8"))
     pages = [README, (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")]
     said = [re.search(r"(?:no GPU:|takes) about (\d+) minutes on 2 quiet cores", page) for page in pages]

@@ -529,7 +529,7 @@ def dumped(run: Path) -> Path:
 
 
 async def test_a_line_of_a_dump_that_is_cut_is_left_out(tmp_path: Path) -> None:
-    """As the last one is, while the dump is written."""
+    """The last line is cut while verl writes the dump."""
     run = dumped(a_run(tmp_path, taken(96.0)))
     with (run / "rollouts/1.jsonl").open("ab") as file:
         file.write(b'{"uid": "a_1_0", "input": "what?", "output": "\xf0\x9f')

@@ -145,7 +145,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 13))
 def test_small_batches_of_one_rank_against_exhaustive_search(lengths, budget):
-    """As few micro-batches as possible: checked for all of these."""
+    """The planner makes as few micro-batches as possible for all of these batches."""
     fitting = [len(rows) for rows in partitions(lengths) if max(map(sum, rows)) <= budget]
     assert GlobalPlanner(budget).plan(lengths, 1).num_micro_batches == min(fitting)
 

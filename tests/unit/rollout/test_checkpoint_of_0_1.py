@@ -29,7 +29,7 @@ SAMPLING = {
     "ignore_eos": True,
     "max_tokens": 300,
 }
-"""As the job asked that wrote the fixtures."""
+"""The jobs that wrote the fixtures asked with these sampling parameters."""
 
 
 def config(folder: Path) -> DictConfig:

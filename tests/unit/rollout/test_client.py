@@ -340,7 +340,7 @@ async def adopted(saved, *later):
 
 
 def video(last):
-    """As verl hands it over."""
+    """A video as verl hands it over."""
     return [(torch.tensor([[1.0, 2.0], [3.0, last]]), {"fps": 2.0})]
 
 

@@ -53,5 +53,5 @@ def test_verl_finds_it_under_the_configured_name():
     where = {"path": "pkg://partial_rollout.run.quickstart.reward", "name": "compute_score"}
     function = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": where}}))
     assert function is not None
-    # As verl's naive reward manager calls it.
+    # verl's naive reward manager calls the function with these arguments.
     assert function(data_source=DATA_SOURCE, solution_str="#c", ground_truth="c", extra_info={"num_turns": 2}) == 1.0

@@ -118,7 +118,7 @@ def test_what_comes_of_a_death_is_told_as_the_death(monkeypatch: pytest.MonkeyPa
     interruption = Interruption(LIMIT_S)
     interruption.ended()
     watch = _made(interruption)
-    # As it was seen when a rank died while the trainer waited for a batch.
+    # The error was seen when a rank died while the trainer waited for a batch.
     in_compiled_code = SystemError("CoreWorker.wait returned a result with an exception set")
     assert watch.explain(in_compiled_code) is in_compiled_code
     watch._end(Death(Process("training rank", "actor-0"), "killed"))

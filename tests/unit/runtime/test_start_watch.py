@@ -179,7 +179,7 @@ def test_an_actor_that_dies_in_the_start_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def _told(kind: str, name: str, pid: int) -> dict[str, Any]:
-    """As Ray's table of actors has it."""
+    """An actor as Ray's table of actors has it."""
     return {"ActorClassName": kind, "Name": name, "ActorID": "0123456789ab", "Address": {"IPAddress": NODE}, "Pid": pid}
 
 

@@ -20,7 +20,7 @@ Composed = Callable[..., "DictConfig"]
 
 
 def check(config: DictConfig) -> None:
-    """As `main_ppo` does before anything starts."""
+    """Check a configuration as `main_ppo` does before anything starts."""
     check_inputs(config)
     check_ours(config)
 
@@ -31,7 +31,7 @@ def check_ours(config: DictConfig) -> None:
 
 
 def apply(config: DictConfig, *overrides: str) -> tuple[Change, ...]:
-    """As `main_ppo` does once nothing is refused; `overrides` are those of the command line."""
+    """Apply the mode as `main_ppo` does once nothing is refused; `overrides` are those of the command line."""
     changes = Changes(config, ByHand.read(overrides))
     apply_mode(changes, read_settings(config))
     if changes.refused:

@@ -49,7 +49,7 @@ TAIL = "partial_rollout.tail"
 MODE = f"{TAIL}.interrupt_mode"
 DEPTH, SLOTS = "partial_rollout.prefetch_factor", "partial_rollout.slots.adaptive"
 GPU = {"trainer.device": "cuda", f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True}
-"""As verl's defaults have it: engines release their memory each step."""
+"""Settings as verl's defaults have them: engines release their memory each step."""
 OFFLOADING = {**GPU, "partial_rollout.tail.offload_gib": 8}
 LARGE, SMALL = Machine(host_bytes=512 * GIB), Machine(host_bytes=GIB // 2)
 
@@ -404,7 +404,7 @@ def test_engines_release_their_memory_where_it_is_not_certain_that_both_fit(
     (memory,) = chosen(config, RELEASE, machine=machine)
     assert memory.value is True
     assert seen in memory.seen
-    # As without the key.
+    # The interrupt mode is the same as without the key.
     without = on_gpus(composed, model, ROOMY | changes | {KEEP: False})
     assert value(config, MODE, machine=machine) == value(without, MODE, machine=machine)
 
@@ -684,7 +684,7 @@ IS = "algorithm.rollout_correction.rollout_is"
 
 
 def uncorrected(composed: Composed, changes: dict[str, Any] | None = None) -> DictConfig:
-    """As verl's defaults have it."""
+    """A configuration without the correction, as verl's defaults have it."""
     return composed({IS: None} | (changes or {}))
 
 

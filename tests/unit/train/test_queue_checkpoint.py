@@ -36,7 +36,7 @@ PROMPT = {"is_prompt": True, "status": "running", "global_steps": 4}
 
 
 class Manager:
-    """As much of the manager's handle as a restore calls."""
+    """The part of the manager's handle that a restore calls."""
 
     def __init__(self) -> None:
         self.restore = self

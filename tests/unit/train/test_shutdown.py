@@ -88,7 +88,7 @@ class Slow:
 def test_a_checkpoint_and_the_end_together_take_no_longer_than_stop_s(
     answer: tuple[str, ...], num_waits: int, killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an error that is not a death, where nobody else ends the run."""
+    """The run had an error that is not a death, after which nobody else ends the run."""
     slow = Slow(answer)
     for module in (last_checkpoint, shutdown):
         monkeypatch.setattr(module, "call_bounded", slow.call_bounded)

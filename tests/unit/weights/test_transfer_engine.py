@@ -41,7 +41,7 @@ class Base024:
 
 
 class Engine024(ChannelReceiving, Base024):
-    """As ChannelTransferEngine is where vLLM 0.24 is installed."""
+    """ChannelTransferEngine as it is where vLLM 0.24 is installed."""
 
 
 class Model(torch.nn.Module):
