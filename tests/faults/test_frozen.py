@@ -84,6 +84,30 @@ def test_a_run_survives_the_silence_of_its_processes(
     check_same_texts(tmp_path, calm)
 
 
+def test_a_frozen_engine_server_that_the_trainer_asks_is_replaced_when_the_call_has_run_out(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
+    """The trainer asks engines for their load all the time; a call runs out before `claim_s`, as by default."""
+    role = processes.ENGINE_SERVER.role
+    steps = [
+        "trainer.total_training_steps=4",
+        f"partial_rollout.timeouts.call_s={CALL_S}", f"partial_rollout.timeouts.claim_s={6 * CALL_S}",
+        "partial_rollout.slots.adaptive=true", "partial_rollout.slots.interval_s=1",
+        "actor_rollout_ref.rollout.max_num_seqs=128",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[Blow(role, 2, GENERATING, signal.SIGSTOP)])
+    job, faults = struck.job, struck.faults
+    report |= {"code": job.code, "faults": [(fault.role, fault.text[:300], fault.action) for fault in faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in faults] == [role]
+    assert "when a wait ran out" in faults[0].text
+    assert "was started again" in faults[0].action
+    assert struck.seconds_to_notice() < CALL_S + MARGIN_S + processes.REPLACED_S
+    assert [event.step for event in job.stream if isinstance(event, StepEnded)] == [1, 2, 3, 4]
+    check_same_texts(tmp_path, calm)
+    assert job.survivors == []
+
+
 def test_a_run_survives_the_silence_of_its_raylet(
     task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
 ) -> None:
