@@ -181,6 +181,7 @@ class DeathWatch:
         """The end of this actor is no death: somebody has asked for it."""
         watch = self._watches.pop(name, None)
         self._places.pop(name, None)
+        self._verdicts.pop(name, None)
         if watch is not None:
             watch.cancel()
 
@@ -194,6 +195,11 @@ class DeathWatch:
         self._verdicts[name] = why
         self._end_actor(*self._places[name])
         return True
+
+    @property
+    def dying(self) -> dict[str, str]:
+        """Why each actor was killed by `kill` whose death is not noticed yet: on another node that takes seconds."""
+        return {name: why for name, why in self._verdicts.items() if name in self._watches}
 
     def process(self, name: str) -> Process | None:
         """Where a watched actor runs; None: nobody of this name is watched."""

@@ -374,23 +374,22 @@ class RolloutPromptManager:
         self._do(Books.forget, name)
 
     async def end_silent(self, why: str, role: str = "") -> list[str]:
-        """A wait has run out, `why` says which: kill the actors that are silent meanwhile; returns them in words.
+        """A wait has run out, `why` says which: kill the actors that are silent meanwhile.
 
-        With `role` only those of this role are killed. Their deaths are told as any others.
+        With `role` only those of this role are killed. Their deaths are told as any others. Returns in words all of
+        this role that were killed and whose death is not noticed yet, also those that were killed before.
         """
-        ended: list[str] = []
-        for name, silent_s in self._silence.late().items():
+
+        def is_meant(name: str) -> bool:
             process = self._deaths.process(name)
-            if role and (process is None or process.role != role):
-                continue
-            who = self._call(name)
-            cause = (
-                f"it was killed, because it had given no sign of life for {silent_s:.0f} s when a wait ran out: {why}"
-            )
-            self._silence.forget(name)
-            if self._end_silent(name, cause):
-                ended.append(f"{who}: {cause}")
-        return ended
+            return not role or (process is not None and process.role == role)
+
+        for name, silent_s in self._silence.late().items():
+            if is_meant(name):
+                self._silence.forget(name)
+                silent = f"it had given no sign of life for {silent_s:.0f} s"
+                self._end_silent(name, f"it was killed, because {silent} when a wait ran out: {why}")
+        return [f"{self._call(name)}: {cause}" for name, cause in self._deaths.dying.items() if is_meant(name)]
 
     async def stacks(self, names: Sequence[str], timeout_s: float) -> dict[str, str]:
         """The stacks of watched actors, which may be busy; an actor that does not tell in time is left out."""

@@ -34,7 +34,7 @@ from partial_rollout.errors import ActorLost, AgentLoopBroken, ClusterError, Eng
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
-from partial_rollout.runtime.processes import PROMPT_MANAGER
+from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ class RunWatch:
     def stop(self) -> None:
         """The end of the run has begun: actors that end now are no deaths."""
         self._stopped.set()
+        with self._replacing:
+            self._replacing.notify_all()
         self._interruption.begin_end()
 
     def wait_stopped(self, timeout_s: float) -> bool:
@@ -272,22 +274,32 @@ class RunWatch:
         """Whether the processes of this kind that a call has waited for in vain were replaced: it may be made again.
 
         Silent ones are killed first. `error` ended the call, and `before` is what `num_replaced` was at its beginning.
+
+        Raises:
+            ActorLost: one was killed, and nobody has replaced it in time; names it.
         """
         role, num_dead = kind.role, self._num_dead[kind.role]
         if self._stopped.is_set():
             return False  # the run ends, and nobody is replaced
         try:
-            ended = ray.get(self._manager.end_silent.remote(str(error), role), timeout=ASK_S)
+            killed = ray.get(self._manager.end_silent.remote(str(error), role), timeout=ASK_S)
         except (RayActorError, GetTimeoutError):
             return False  # the manager's own watch tells of it
-        # A death is told a moment later, also that of a process that was killed for its silence just before.
-        expected = max(num_dead + len(ended), before + 1)
+
+        def is_over() -> bool:
+            return self._is_fatal.is_set() or self._stopped.is_set()
+
+        # A death is told a moment later, and on another node when Ray has noticed that the process does not end.
+        expected, told_s = max(num_dead + len(killed), before + 1), REPLACED_S if killed else EXPLAIN_S
         with self._replacing:
-            self._replacing.wait_for(lambda: self._num_dead[role] >= expected or self._is_fatal.is_set(), EXPLAIN_S)
+            self._replacing.wait_for(lambda: self._num_dead[role] >= expected or is_over(), told_s)
             self._replacing.wait_for(
-                lambda: self._num_replaced[role] >= self._num_dead[role] or self._is_fatal.is_set(), self._start_s
+                lambda: self._num_replaced[role] >= self._num_dead[role] or is_over(), self._start_s
             )
-            return before < self._num_replaced[role] == self._num_dead[role]
+            is_replaced = expected <= self._num_replaced[role] == self._num_dead[role]
+        if killed and not is_replaced and not is_over():
+            raise ActorLost("\n".join([*killed, f"The trainer {self._doing()}"]))
+        return is_replaced
 
     def num_replaced(self, kind: Kind) -> int:
         """Dead processes of this kind that others have replaced."""

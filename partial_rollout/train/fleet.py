@@ -72,7 +72,7 @@ class ReplicaFleet:
         """
         failed = [replica for replica in self._replicas if replica.replica_rank in ranks]
         limit_s = self._timeouts.resume_s + self._timeouts.call_s
-        self._all("relaunch their engines", lambda r: r.relaunch(), limit_s, failed)
+        self._ask_all("relaunch their engines", lambda r: r.relaunch(), limit_s, failed)
 
     @property
     def ranks(self) -> list[int]:
@@ -90,39 +90,33 @@ class ReplicaFleet:
 
     def shutdown(self) -> None:
         """Stop every engine and server."""
-        self._all("shut down", lambda r: r.shutdown(), self._timeouts.call_s)
+        self._ask_all("shut down", lambda r: r.shutdown(), self._timeouts.call_s)
 
     def statistics(self) -> list[RolloutStatistics]:
         """The statistics of each server."""
         answers = self._all("report", lambda r: r.statistics(), self._timeouts.call_s)
         return [each for replica in answers for each in replica]
 
-    def _all(
-        self,
-        what: str,
-        call: Callable[[PartialRolloutReplica], Awaitable[Any]],
-        timeout_s: float,
-        replicas: Sequence[PartialRolloutReplica] | None = None,
-    ) -> list[Any]:
-        """Block for the answers of all replicas, or of `replicas`, in their order.
+    def _all(self, what: str, call: Callable[[PartialRolloutReplica], Awaitable[Any]], timeout_s: float) -> list[Any]:
+        """Block for the answers of all replicas, in their order.
 
-        Where a server that did not answer in time was replaced, all are asked once more: asking twice does no harm.
+        Where a server that did not answer in time was replaced, all are asked once more, so `call` may be made twice.
         """
         before = self._watch.num_replaced(ENGINE_SERVER) if self._watch else 0
         try:
-            return self._ask_all(what, call, timeout_s, replicas)
+            return self._ask_all(what, call, timeout_s)
         except WaitTimeout as error:
             if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before):
                 raise
             logger.warning("%s; it was replaced, and all are asked again", error)
-            return self._ask_all(what, call, timeout_s, replicas)
+            return self._ask_all(what, call, timeout_s)
 
     def _ask_all(
         self,
         what: str,
         call: Callable[[PartialRolloutReplica], Awaitable[Any]],
         timeout_s: float,
-        replicas: Sequence[PartialRolloutReplica] | None,
+        replicas: Sequence[PartialRolloutReplica] | None = None,
     ) -> list[Any]:
         asked = self._replicas if replicas is None else replicas
 

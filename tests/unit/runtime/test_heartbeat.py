@@ -141,6 +141,7 @@ def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told(rol
         assert told.startswith(
             "load balancer lb (pid 4711 on node 10.0.0.7): it was killed, because it had given no sign"
         )
+        assert await manager.end_silent("again") == [told]  # its death is not noticed yet
         death = await manager.next_death(1.0)
         assert death is not None
         assert "for 40 s when a wait ran out: trainer waits for a batch" in str(death)

@@ -201,18 +201,18 @@ SERVER = processes.ENGINE_SERVER
 DEAD = Death(Process(SERVER.role, "replica-0"), "killed")
 
 
-@pytest.mark.parametrize("is_told", ["before the question", "after the question", "not at all"])
+@pytest.mark.parametrize("is_told", ["before the question", "after the question", "after it was killed", "not at all"])
 def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
     is_told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may have been killed for its silence by others, in the same moment in which the call's time is over."""
-    watch = _watch(Manager([]), monkeypatch)
+    watch = _watch(Manager([str(DEAD)] if is_told == "after it was killed" else []), monkeypatch)
     watch._start_s = LIMIT_S
     watch.react({SERVER.role: lambda death: "it was started again"})
     before = watch.num_replaced(SERVER)
     if is_told == "before the question":
         watch._handle(DEAD)
-    elif is_told == "after the question":
+    elif is_told != "not at all":
 
         class Later(threading.Condition):
             def wait(self, timeout: float | None = None) -> bool:
@@ -220,12 +220,14 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
                     watch._handle(DEAD)
                 return super().wait(timeout)
 
-        monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
+        if is_told == "after the question":
+            monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
         watch._replacing = Later()
     is_replaced = is_told != "not at all"
     assert watch.has_replaced(SERVER, LATE, before) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
+    watch._manager.end_silent = Answer([])  # pyright: ignore[reportAttributeAccessIssue]
     assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER))  # nobody has died since
 
 
@@ -241,8 +243,28 @@ def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: 
     assert not watch.has_replaced(SERVER, LATE, 0)
     silent = _watch(Manager(GetTimeoutError()), monkeypatch)
     assert not silent.has_replaced(SERVER, LATE, 0)  # the manager does not answer
-    ending = _watch(Manager([str(DEAD)]), monkeypatch)
+    ending = _watch(Manager(ValueError("nobody is to be asked")), monkeypatch)
     ending.react({SERVER.role: lambda death: "it was started again"})
     ending._handle(DEAD)
     ending.stop()
     assert not ending.has_replaced(SERVER, LATE, 0)
+
+
+def test_a_server_that_was_killed_and_is_not_replaced_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two is replaced; of the other one nobody hears."""
+    monkeypatch.setattr(run_watch, "REPLACED_S", 0.1)
+    silent = ["engine server replica-0: it was killed", "engine server replica-1: it was killed"]
+    watch = _watch(Manager(silent), monkeypatch)
+    watch._start_s = LIMIT_S
+    watch.react({SERVER.role: lambda death: "it was started again"})
+
+    class Later(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not watch._num_dead[SERVER.role]:
+                watch._handle(DEAD)
+            return super().wait(timeout)
+
+    watch._replacing = Later()
+    with pytest.raises(ActorLost) as told:
+        watch.has_replaced(SERVER, LATE, 0)
+    assert str(told.value).splitlines() == [*silent, "The trainer trained step 3"]
