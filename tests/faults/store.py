@@ -52,8 +52,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = line.parse_args(words)
     last = {each["test"]: each for each in map(json.loads, options.measured.read_text().splitlines())}
     about = {**circumstances(options), "command": "make faults", "versions": versions()}
-    passed = {name: each["passed"] for name, each in last.items()}
-    store({**about, "passed": passed, "rows": by_blow(last.values())}, options.json)
+    failed = sorted(name for name, each in last.items() if not each["passed"])
+    store({**about, "tests": len(last), "failed": failed, "rows": by_blow(last.values())}, options.json)
 
 
 if __name__ == "__main__":
