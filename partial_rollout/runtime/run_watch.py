@@ -271,12 +271,13 @@ class RunWatch:
         return self._lost in {kind.role for kind in kinds}
 
     def has_replaced(self, kind: Kind, error: PartialRolloutError, before: int) -> bool:
-        """Whether the processes of this kind that a call has waited for in vain were replaced: it may be made again.
+        """Whether a call that has run out may be made again, because the processes that it waited for were replaced.
 
-        Silent ones are killed first. `error` ended the call, and `before` is what `num_replaced` was at its beginning.
+        Silent processes of this kind are killed first. `error` ended the call; `before` is what `num_replaced` was when
+        the call began.
 
         Raises:
-            ActorLost: one was killed, and nobody has replaced it in time; names it.
+            ActorLost: a process was killed, and nobody has replaced it in time; names the process.
         """
         role, num_dead = kind.role, self._num_dead[kind.role]
         if self._stopped.is_set():

@@ -91,20 +91,20 @@ HANDS_OVER: Needs = {
     "rollout.data_parallel_size": (None, 1),
     "rollout.engine_kwargs.vllm.stream_interval": (None, 1),
 }
-"""For a request that stays, and hands over its tokens."""
+"""What a request needs that stays in the engine and hands over its tokens."""
 FINDS_AGAIN: Needs = {
     "rollout.enable_prefix_caching": (None, True),
     "rollout.engine_kwargs.vllm.enable_prefix_caching": (None, True),
     "rollout.data_parallel_size": (None, 1),
 }
-"""For one that leaves, and finds its KV when it comes back; each of several data-parallel engines has its own."""
+"""What a request needs that leaves and finds its KV when it comes back; data-parallel engines have KV of their own."""
 IN_HOST_MEMORY: Needs = {
     **FINDS_AGAIN,
     "rollout.enable_rollout_routing_replay": (None, False),  # vLLM refuses it with any connector
     "rollout.engine_kwargs.vllm.kv_transfer_config": (None,),
     "rollout.engine_kwargs.vllm.kv_offloading_size": (None,),
 }
-"""For one that leaves, and whose KV a connector that we configure keeps in host memory."""
+"""What a request needs that leaves, and whose KV our connector keeps in host memory."""
 
 WHY_NEEDED = {
     "keep_kv": "otherwise a request that stays in the engine cannot hand over its tokens",

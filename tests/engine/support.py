@@ -306,7 +306,7 @@ async def set_interrupt_mode(replica: PartialRolloutReplica, name: str) -> None:
 
 
 async def in_time(attempt: Callable[[], Awaitable[T | None]]) -> T:
-    """What the first attempt gave whose interruption met what it was for; it says None when it came too late.
+    """Repeat `attempt` until it returns a result; it returns None when its interruption came too late.
 
     An engine is another process: on a busy machine it may have ended its requests when the server hears of their first
     tokens, however long they are.

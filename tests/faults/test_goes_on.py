@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FROZEN_TO_NOTICE_S = 60.0
 AMIDST_S = 0.7
-"""After the beginning of a step: its requests are in the engines, and have tokens."""
+"""Seconds after the beginning of a step. On a fast machine its batch may be complete by then."""
 CLAIM_S = 10.0
 BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
@@ -60,6 +60,7 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(
     assert max(report["known_and_replaced_s"]) < processes.REPLACED_S
     check_all_trained_once(job, NUM_STEPS)
     check_same_texts(tmp_path, calm)
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
 
 
 def test_an_agent_loop_worker_that_is_frozen_is_replaced(
@@ -81,6 +82,7 @@ def test_an_agent_loop_worker_that_is_frozen_is_replaced(
     assert struck.seconds_to_notice(0) < CLAIM_S + processes.REPLACED_S
     check_all_trained_once(job, NUM_STEPS)
     check_same_texts(tmp_path, calm)
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
 
 
 def test_an_engine_that_is_killed_or_frozen_is_started_again(
@@ -88,12 +90,13 @@ def test_an_engine_that_is_killed_or_frozen_is_started_again(
 ) -> None:
     """Killed while it generates and while the model trains, then frozen while it generates."""
     blows = [
-        Blow(ENGINE, 2, GENERATING, name=CORE, delay_s=AMIDST_S),
+        Blow(ENGINE, 2, GENERATING, name=CORE),
         Blow(ENGINE, 3, TRAINING, name=CORE),
         # Not in step 4: until its first tokens an engine may take ten times as long.
         Blow(ENGINE, 5, GENERATING, signal.SIGSTOP, name=CORE),
     ]
-    steps = [f"trainer.total_training_steps={NUM_STEPS}", "partial_rollout.prefetch_factor=2"]
+    # One batch in flight: it is never complete when an engine dies at its beginning.
+    steps = [f"trainer.total_training_steps={NUM_STEPS}", "partial_rollout.prefetch_factor=1"]
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows)
     job = struck.job
     report |= {"role": ENGINE, "code": job.code, "steps": len(job.steps), "actions": [f.action for f in struck.faults]}
@@ -154,6 +157,7 @@ def test_an_engine_server_that_is_killed_or_frozen_is_started_again(
     check_all_trained_once(job, NUM_STEPS)
     check_same_texts(tmp_path, calm)
     assert sum(step["partial_rollout/engine_relaunches"] for step in job.steps) == len(blows)
+    assert "failed (" not in job.output  # no attempt was charged to a prompt
 
 
 @pytest.mark.parametrize(
@@ -181,3 +185,4 @@ def test_what_ray_starts_again_goes_on_when_it_is_killed_or_frozen(
     assert re.search("no sign of life|not answered in time", struck.faults[-1].text)
     check_all_trained_once(job, MORE_STEPS)
     check_same_texts(tmp_path, calm)
+    assert "failed (" not in job.output  # no attempt was charged to a prompt

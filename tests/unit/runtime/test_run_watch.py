@@ -201,6 +201,19 @@ SERVER = processes.ENGINE_SERVER
 DEAD = Death(Process(SERVER.role, "replica-0"), "killed")
 
 
+class Later(threading.Condition):
+    """The death of a server is told while the trainer waits for it."""
+
+    def __init__(self, watch: RunWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._watch._num_dead[SERVER.role]:
+            self._watch._handle(DEAD)
+        return super().wait(timeout)
+
+
 @pytest.mark.parametrize("is_told", ["before the question", "after the question", "after it was killed", "not at all"])
 def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
     is_told: str, monkeypatch: pytest.MonkeyPatch
@@ -213,16 +226,9 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
     if is_told == "before the question":
         watch._handle(DEAD)
     elif is_told != "not at all":
-
-        class Later(threading.Condition):
-            def wait(self, timeout: float | None = None) -> bool:
-                if not watch._num_dead[SERVER.role]:
-                    watch._handle(DEAD)
-                return super().wait(timeout)
-
         if is_told == "after the question":
             monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
-        watch._replacing = Later()
+        watch._replacing = Later(watch)
     is_replaced = is_told != "not at all"
     assert watch.has_replaced(SERVER, LATE, before) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
@@ -258,13 +264,7 @@ def test_a_server_that_was_killed_and_is_not_replaced_in_time_is_named(monkeypat
     watch._start_s = LIMIT_S
     watch.react({SERVER.role: lambda death: "it was started again"})
 
-    class Later(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            if not watch._num_dead[SERVER.role]:
-                watch._handle(DEAD)
-            return super().wait(timeout)
-
-    watch._replacing = Later()
+    watch._replacing = Later(watch)
     with pytest.raises(ActorLost) as told:
         watch.has_replaced(SERVER, LATE, 0)
     assert str(told.value).splitlines() == [*silent, "The trainer trained step 3"]
