@@ -55,15 +55,15 @@ ROLLOUT_ONLY = ("trainer.critic_warmup=1000000", "algorithm.rollout_correction.b
 """Without an update of the actor, and with the engine's log-probs as old ones; weights are sent as ever."""
 FLAG = "+async_training.partial_rollout=True"
 ADAPTIVE = (
-    "partial_rollout.slots.adaptive=True",
-    "partial_rollout.slots.interval_s=1",
-    "partial_rollout.num_slots={slots}",
-    "actor_rollout_ref.rollout.max_num_seqs={twice_slots}",
-)
+    "partial_rollout.slots.adaptive=True", "partial_rollout.slots.interval_s=1",
+    "partial_rollout.num_slots={slots}", "actor_rollout_ref.rollout.max_num_seqs={twice_slots}",
+)  # fmt: skip
 """From the slots of the other modes up to all prompts in flight."""
 RELEASED = "actor_rollout_ref.rollout.free_cache_engine=True"
 """Engine memory is released between steps, verl's default; on a GPU only."""
 OFFLOADED = ("partial_rollout.tail.offload_gib=48", RELEASED)
+SPLIT = [f"{place}.n_gpus_per_node=1" for place in ("trainer", "actor_rollout_ref.rollout")]
+"""Overrides for two GPUs, of which one trains, and the other is an engine's."""
 RECIPES = {
     "qwen3-0.6b_gsm8k_grpo": "qwen3-0.6b",
     "qwen3-0.6b_gsm8k_tool": "qwen3-0.6b",
@@ -95,6 +95,8 @@ def _fast_poll(name: str) -> list[str]:
 
 
 COLOCATE = "trainer.v1.trainer_mode=colocate_async"
+SEPARATE_ASYNC = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1")
+DETACHED = ("hybrid_engine=False", "rollout.nnodes=1", "rollout.checkpoint_engine.backend=nccl")
 MODES: dict[str, list[str]] = {
     "sync": [],
     "sync_fast_poll": _fast_poll("FastPollReplayBuffer"),
@@ -103,24 +105,22 @@ MODES: dict[str, list[str]] = {
     "colocate_async_released": [COLOCATE, RELEASED],
     "flag": [FLAG],
     "flag_released": [FLAG, RELEASED],
+    "separate": [FLAG, "partial_rollout.placement=separate", *SPLIT],
+    "separate_async": [*SEPARATE_ASYNC, *(f"actor_rollout_ref.{key}" for key in DETACHED), *SPLIT],
     "wait": _ours("wait"),
     "partial_rollout": _ours("partial"),
-    "partial_rollout_prefetch_3": _ours("partial", "abort", "partial_rollout.prefetch_factor=3"),
-    "partial_keep_kv": _ours("partial", "keep_kv"),
     "partial_reuse_kv": _ours("partial", "reuse_kv"),
     "partial_reuse_kv_prefetch_3": _ours("partial", "reuse_kv", "partial_rollout.prefetch_factor=3"),
     "partial_offload_kv": _ours("partial", "offload_kv", *OFFLOADED),
     "partial_offload_kv_prefetch_3": _ours("partial", "offload_kv", *OFFLOADED, "partial_rollout.prefetch_factor=3"),
     "partial_adaptive": _ours("partial", "abort", *ADAPTIVE),
-    "partial_adaptive_keep_kv": _ours("partial", "keep_kv", *ADAPTIVE),
     "partial_adaptive_reuse_kv": _ours("partial", "reuse_kv", *ADAPTIVE, "partial_rollout.prefetch_factor=4"),
     "partial_adaptive_reuse_kv_prefetch_5": _ours(
         "partial", "reuse_kv", *ADAPTIVE, "partial_rollout.prefetch_factor=5"
     ),
     "reorder": _ours("reorder"),
-    "reorder_reuse_kv": _ours("reorder", "reuse_kv"),
 }
-CPU_MODES = [mode for mode in MODES if "offload" not in mode and "released" not in mode]
+CPU_MODES = [mode for mode in MODES if not any(word in mode for word in ("offload", "released", "separate"))]
 
 
 def mode_options(mode: str, slots: int) -> list[str]:
@@ -153,8 +153,8 @@ def without_flash_attention(shape: str) -> list[str]:
     return [attention, f"actor_rollout_ref.model.use_fused_kernels={SHAPES[shape].tied}"]
 
 
-def on_a_gpu(memory: float, shape: str) -> list[str]:
-    """Engine and trainer together in one GPU's memory; rows are packed."""
+def on_gpus(number: int, memory: float, shape: str) -> list[str]:
+    """Engine and trainer together in the memory of each GPU; rows are packed."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return [
         "actor_rollout_ref.model.use_remove_padding=True", *without_flash_attention(shape), f"{actor}.strategy=fsdp2",
@@ -162,7 +162,7 @@ def on_a_gpu(memory: float, shape: str) -> list[str]:
         f"{actor}.ppo_max_token_len_per_gpu={ROW_TOKENS}", f"{actor}.use_torch_compile=False",
         f"{rollout}.gpu_memory_utilization={memory}", f"{rollout}.free_cache_engine=False",
         f"{rollout}.agent.num_workers=1", "reward.num_workers=1", "ray_kwargs.ray_init.num_cpus=64",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1", "trainer.n_gpus_per_node=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1", f"trainer.n_gpus_per_node={number}",
         "trainer.logger=[console,file]", "trainer.total_epochs=1000", *TRAINING_ONLY,
     ]  # fmt: skip
 
@@ -170,7 +170,7 @@ def on_a_gpu(memory: float, shape: str) -> list[str]:
 def command(
     mode: str, folder: Path, load: Workload, shared: list[str], gpu: list[str] | None, *, python: str = sys.executable
 ) -> list[str]:
-    """The training job of one mode on a GPU, with settings `on_a_gpu`, or on a CPU without any."""
+    """The training job of one mode on GPUs, with settings `on_gpus`, or on a CPU without any."""
     own = [*shared, *mode_options(mode, load.batch * load.group)]
     if gpu is None:
         # verl's trainer cuts a batch into whole micro-batches only, and the quickstart's are larger than this batch.
@@ -201,7 +201,7 @@ class Jobs:
         """The command of each mode's job, with model and prompts in `folder`; each repeat has a folder of its own."""
         options, load = self._options, self._load
         shared = [*settings(folder, load, self._prompt_tokens), *(ROLLOUT_ONLY if options.rollout_only else ())]
-        gpu = None if options.shape in ON_A_CPU else on_a_gpu(options.memory, options.shape)
+        gpu = None if options.shape in ON_A_CPU else on_gpus(options.gpus_each, options.memory, options.shape)
         found = {}
         for mode in options.modes:
             place = options.out.resolve() / f"{mode}-{repeat}"
@@ -219,9 +219,10 @@ class Jobs:
             (mode, repeat): (commands[repeat][mode], options.out.resolve() / f"{mode}-{repeat}")
             for repeat in range(options.repeats) for mode in options.modes if (mode, repeat) not in there
         }  # fmt: skip
-        lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or make_lanes(options.at_once)
+        gpus, each = options.gpus, options.gpus_each
+        on_gpu = [Lane(gpus=tuple(gpus[first : first + each])) for first in range(0, len(gpus), each)]
         limits = {"budget_s": options.budget_s, "job_s": options.job_s, "end_after": options.end_after}
-        run_jobs(runs, self._keep, lanes, **limits)
+        run_jobs(runs, self._keep, on_gpu or make_lanes(options.at_once), **limits)
         if not any(job["steps"] for job in self._jobs):
             raise SystemExit(f"no job got to a measured step; logs in {options.out}")
 
@@ -234,12 +235,7 @@ class Jobs:
         self._jobs.append(job)
         whole = [each for each in self._jobs if len(each["steps"]) > 1]
         rates = generation(whole, self._load, self._prompt_tokens)
-        found = {
-            "summary": summarise(whole),
-            "generation": rates,
-            **apart(whole, self._load),
-            "jobs": self._jobs,
-        }
+        found = {"summary": summarise(whole), "generation": rates, **apart(whole, self._load), "jobs": self._jobs}
         store({**self._data, **found}, self._options.out / "jobs.json", raw=["jobs"])
         (self._options.out / "table.md").write_text(rates_table(rates, self._jobs) + "\n")
         shown = ("mode", "repeat", "gpus", "job_s", "first_step_s", "code", "slots_in_use")
@@ -348,6 +344,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     line.add_argument("--rollout-only", action="store_true", help="compute no log-probs and no update")
     line.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
+    line.add_argument("--gpus-each", type=int, default=1, help="of these, for one job (%(default)s)")
     line.add_argument("--at-once", type=int, default=1, help="without GPUs: jobs side by side, each on two cores")
     for name, what in (("batch", "prompts of a step"), ("group", "responses to each"), ("seed", "of the lengths")):
         line.add_argument(f"--{name}", type=int, help=what)
@@ -366,6 +363,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     if len(set(options.gpus)) < len(options.gpus):
         raise SystemExit(f"--gpus {options.gpus} is not allowed: name each GPU once")
+    if options.gpus_each < 1 or len(options.gpus) % options.gpus_each:
+        raise SystemExit(f"--gpus-each {options.gpus_each} is not allowed: must divide {len(options.gpus)} --gpus")
     if options.job_s is not None and options.job_s <= 0:
         raise SystemExit(f"--job-s {options.job_s} is not allowed: must be above 0")
     jobs = Recipes(options) if options.recipes else Jobs(options)

@@ -19,7 +19,7 @@ from benchmarks.jobs import (
     ROLLOUT_ONLY,
     Jobs,
     command,
-    on_a_gpu,
+    on_gpus,
     parse,
     settings,
     without_flash_attention,
@@ -66,7 +66,7 @@ def test_a_job_s_configuration_is_accepted(mode, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "prompts.parquet").touch()
     load = workload("qwen3-0.6b", "long_tail")
-    words = command(mode, tmp_path, load, settings(tmp_path, load, 256), on_a_gpu(0.5, "qwen3-0.6b"))
+    words = command(mode, tmp_path, load, settings(tmp_path, load, 256), on_gpus(2, 0.5, "qwen3-0.6b"))
     config = composed(words)
     assert (config.data.max_response_length, config.actor_rollout_ref.rollout.n) == (4096, 8)
     assert config.actor_rollout_ref.model.use_fused_kernels
@@ -86,7 +86,7 @@ def test_another_interpreter_is_also_that_of_rays_workers(tmp_path):
 def test_a_rollout_only_job_neither_updates_nor_computes_log_probs(tmp_path):
     """verl updates the actor from step `critic_warmup` on."""
     load = workload("8b", "long_tail", steps=40)
-    words = command("sync", tmp_path, load, [*settings(tmp_path, load, 256), *ROLLOUT_ONLY], on_a_gpu(0.7, "8b"))
+    words = command("sync", tmp_path, load, [*settings(tmp_path, load, 256), *ROLLOUT_ONLY], on_gpus(1, 0.7, "8b"))
     config = composed(words)
     assert config.trainer.critic_warmup > config.trainer.total_training_steps
     assert config.algorithm.rollout_correction.bypass_mode
@@ -123,6 +123,28 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
     ] * 4
     assert [set(job["first_steps"][0]) for job in stored["jobs"]] == [{"timing_s/gen", "timing_s/step", TOKENS}] * 2
     assert set(stored["summary"]) == set(found)
+
+
+def test_a_job_has_as_many_gpus_as_it_is_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", METRICS])
+    monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
+    words = ["--shape", "tiny", "--gpus", "3", "5", "--gpus-each", "2", "--modes", "sync", "--out", str(tmp_path)]
+    Jobs(parse(words)).run(tmp_path / "inputs")
+    assert [job["gpus"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == [[3, 5]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "training", "engines"), [("flag", 2, 2), ("separate", 1, 1), ("separate_async", 1, 1)]
+)
+def test_two_gpus_are_shared_or_one_is_that_of_an_engine(mode, training, engines, tmp_path):
+    load = workload("qwen3-0.6b", "long_tail")
+    config = composed(command(mode, tmp_path, load, settings(tmp_path, load, 256), on_gpus(2, 0.5, "qwen3-0.6b")))
+    assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.n_gpus_per_node) == (training, engines)
+
+
+def test_gpus_that_are_left_over_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--gpus-each 2 is not allowed: must divide 3 --gpus"):
+        jobs.main(["--gpus", "0", "1", "2", "--gpus-each", "2", "--out", str(tmp_path)])
 
 
 def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monkeypatch, tmp_path):
