@@ -68,6 +68,14 @@ class RunRecord:
     """What the engines generate: tokens, or the denoise steps of images."""
     tokens_kept: int = 0
     """Tokens that an interruption did not cost."""
+    engine_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that each engine generated, by the address of its server."""
+    num_resumed: int = 0
+    """Interrupted responses that went on, in any engine."""
+    num_back: int = 0
+    """Resumed responses whose engine was the one that was interrupted, which may still have their KV."""
+    _interrupted_in: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By trajectory: the engine that was interrupted last."""
     num_trajectories: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
     """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
@@ -100,8 +108,7 @@ class RunRecord:
             case CommandEnded():
                 self.ended = event
             case SegmentEnded():
-                self.unit = event.unit
-                self.tokens_kept += event.tokens if event.reason == INTERRUPTED else 0
+                self._add_segment(event)
             case TrajectoryEnded():
                 self._count(event)
             case _:
@@ -126,8 +133,20 @@ class RunRecord:
         elif not self.stages or event.number > self.stages[-1].number:
             self.stages.append(event)
 
+    def _add_segment(self, event: SegmentEnded) -> None:
+        self.unit = event.unit
+        self.engine_tokens[event.server] = self.engine_tokens.get(event.server, 0) + event.tokens
+        trajectory = (event.uid, event.session)
+        if (before := self._interrupted_in.pop(trajectory, None)) is not None:
+            self.num_resumed += 1
+            self.num_back += event.server == before
+        if event.reason == INTERRUPTED and event.tokens:
+            self.tokens_kept += event.tokens
+            self._interrupted_in[trajectory] = event.server
+
     def _count(self, event: TrajectoryEnded) -> None:
         self.num_trajectories += 1
+        self._interrupted_in.pop((event.uid, event.session), None)
         parts = {"engine": event.engine_seconds, "tool": event.tool_seconds, "reward": event.reward_seconds}
         for name, seconds in (parts | {"held": event.held_seconds}).items():
             self.waits_s[name] = self.waits_s.get(name, 0.0) + seconds

@@ -48,6 +48,7 @@ def summary_lines(record: RunRecord) -> list[str]:
         "slots": _slots(record),
         "staleness": _staleness(record),
         "interrupted": _interrupted(record),
+        "engines": _engines(record),
         "waits": _waits(record),
         "dropped": _dropped(record),
         "choices": _choices(record),
@@ -102,6 +103,17 @@ def _interrupted(record: RunRecord) -> str:
     again = record.sum(f"{PREFIX}/reprefilled_tokens")
     kept = f"; {record.tokens_kept:,} tokens were kept and not generated again" if record.tokens_kept else ""
     return f"{record.sum(f'{PREFIX}/interrupted'):,.0f} requests{kept}; {again:,.0f} tokens were computed again"
+
+
+def _engines(record: RunRecord) -> str:
+    """How even several engines are loaded, and whether interrupted responses went on where their KV may be."""
+    whole = sum(record.engine_tokens.values())
+    if len(record.engine_tokens) < 2 or not whole:
+        return ""
+    least, most = (pick(record.engine_tokens.values()) / whole for pick in (min, max))
+    again = f"; {record.num_back:,} of {record.num_resumed:,} interrupted responses went on in the same engine"
+    shares = f"{least:.0%} to {most:.0%} of the tokens each"
+    return f"{len(record.engine_tokens)}, {shares}{again if record.num_resumed else ''}"
 
 
 def _waits(record: RunRecord) -> str:

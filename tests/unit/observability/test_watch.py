@@ -207,6 +207,36 @@ def test_the_summary_has_what_the_run_showed_and_leaves_out_what_it_has_not() ->
     assert summary_lines(recorded()) == []
 
 
+def test_the_summary_tells_how_even_engines_are_and_where_interrupted_responses_went_on() -> None:
+    def segment(session: int, server: str, tokens: int, reason: str = "completed") -> SegmentEnded:
+        return SegmentEnded(
+            uid="a", session=session, server=server, version=1, seconds=1, prompt_tokens=1, tokens=tokens, reason=reason
+        )
+
+    events = [
+        *steps(1),
+        segment(0, "s", 10, "aborted"),
+        segment(1, "s", 10, "aborted"),
+        segment(2, "t", 10, "aborted"),
+        segment(3, "t", 0, "aborted"),
+        segment(0, "s", 10, "aborted"),
+        segment(1, "t", 30),
+        segment(3, "s", 5),
+        segment(0, "s", 25),
+    ]
+    lines = dict(line.split(maxsplit=1) for line in summary_lines(recorded(*events)))
+    assert (
+        lines["engines"] == "2, 40% to 60% of the tokens each; 2 of 3 interrupted responses went on in the same engine"
+    )
+    again = [
+        TrajectoryEnded(uid="a", session=2, seconds=4, engine_seconds=3, tokens=1, interruptions=1),
+        segment(2, "t", 0),
+    ]
+    assert "; 2 of 3 interrupted" in "".join(summary_lines(recorded(*events, *again))), "another attempt has begun anew"
+    alone = summary_lines(recorded(*steps(1), segment(0, "s", 10), segment(1, "t", 10)))
+    assert any(line.endswith("2, 50% to 50% of the tokens each") for line in alone)
+
+
 EMPTY = {"partial_rollout/dropped/prompt_too_long": 0, "partial_rollout/queue/pending": 0}
 """Slots are empty for want of prompts."""
 
