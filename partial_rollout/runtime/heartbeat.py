@@ -200,6 +200,16 @@ class Silence:
         silent_s = {name: now_s - heard_s for name, heard_s in self._heard_s.items()}
         return {name: seconds for name, seconds in silent_s.items() if seconds >= WARN_SHARE * self._claim_s}
 
+    async def decided(self, is_meant: Callable[[str], bool]) -> None:
+        """Return when each of these has given a further sign of life, or is silent for longer than a warning waits."""
+        began_s, warn_s = self._clock(), WARN_SHARE * self._claim_s
+        while any(
+            heard_s <= began_s and self._clock() - heard_s < warn_s
+            for name, heard_s in self._heard_s.items()
+            if is_meant(name)
+        ):
+            await asyncio.sleep(interval_s(self._claim_s))
+
     def stop(self) -> None:
         """The run ends: nobody's silence matters."""
         for worker_id in list(self._counts):

@@ -106,7 +106,8 @@ class ReplicaFleet:
         try:
             return self._ask_all(what, call, timeout_s)
         except WaitTimeout as error:
-            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before):
+            claim_s = self._timeouts.claim_s
+            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before, claim_s):
                 raise
             logger.warning("%s; it was replaced, and all are asked again", error)
             return self._ask_all(what, call, timeout_s)

@@ -84,6 +84,7 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
     assert [replica.is_relaunched for replica in replicas] == [False, False, True]
 
 
+CLAIM_S = 300.0
 NUM_MANY = 64
 
 
@@ -174,13 +175,14 @@ def test_all_are_asked_again_when_a_silent_server_was_replaced(is_replaced: bool
         def num_replaced(self, kind: Kind) -> int:
             return 7
 
-        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int) -> bool:
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
             asked.append((kind.role, before))
+            assert claim_s == CLAIM_S
             assert "no answer from replica 0" in str(error)
             return is_replaced
 
     replica = SilentReplica()
-    silent = ReplicaFleet(cast("Any", [replica]), TimeoutConfig(call_s=0.01), cast("Any", Watch()))
+    silent = ReplicaFleet(cast("Any", [replica]), TimeoutConfig(call_s=0.01, claim_s=CLAIM_S), cast("Any", Watch()))
     if is_replaced:
         assert silent.statistics() == ["counts"]
     else:
