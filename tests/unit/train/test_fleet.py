@@ -167,6 +167,32 @@ class SilentReplica(Replica):
         return ["counts"]
 
 
+class SleepyReplica(Replica):
+    """Is a `SilentReplica` to `sleep`, whose own limits are shorter than the fleet's."""
+
+    def __init__(self, rank: int, *, is_silent: bool) -> None:
+        super().__init__(0, rank)
+        self.num_asked, self.is_silent = 0, is_silent
+
+    async def sleep(self) -> None:
+        self.num_asked += 1
+        if self.num_asked == 1 and self.is_silent:
+            raise WaitTimeout(f"replica {self.replica_rank}: sleep was not answered")
+
+
+def test_an_engine_whose_silent_server_was_replaced_while_engines_release_their_memory_is_asked_again_alone():
+    class Watch:
+        def num_replaced(self, kind: Kind) -> int:
+            return 0
+
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
+            return "replica 1: sleep" in str(error)
+
+    replicas = [SleepyReplica(rank, is_silent=rank == 1) for rank in range(2)]
+    ReplicaFleet(cast("Any", replicas), TimeoutConfig(), cast("Any", Watch())).sleep()
+    assert [replica.num_asked for replica in replicas] == [1, 2]
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_all_are_asked_again_when_a_silent_server_was_replaced(is_replaced: bool):
     asked: list[tuple[str, int]] = []
