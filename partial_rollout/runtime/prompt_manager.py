@@ -562,6 +562,8 @@ def queue_event(status: ManagerStatus) -> QueueMoved:
         slots_in_use=status.slots_in_use,
         slots_total=status.slots_total,
         parked=status.parked_requests,
+        admitted=queue.admitted,
+        dropped=queue.num_dropped,
     )
 
 

@@ -304,7 +304,7 @@ def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
         start.log.after_save(step)
     start.die()
     assert {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()} == left
-    # With their folder the workers' places go, and the trainer's.
+    # Workers and trainer keep no place in a folder that has gone.
     has_gone = "after_step_4" not in left
     assert (start.replayed == {}, start.log._plan.places == {}, start.log._plan.names == {}) == (has_gone,) * 3
 
