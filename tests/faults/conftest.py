@@ -241,7 +241,9 @@ def check_same_texts(folder: Path, calm: Texts) -> None:
     texts = texts_of(folder)
     assert texts
     assert texts == {prompt: calm.get(prompt, set()) for prompt in texts}
-    assert charges(EventReader(folder / "events").read()) == []
+    events = EventReader(folder / "events").read()
+    assert charges(events) == []
+    assert not any(e.metrics["partial_rollout/queue/failed_attempts"] for e in events if isinstance(e, StepEnded))
 
 
 def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:

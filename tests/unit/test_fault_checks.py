@@ -16,6 +16,7 @@ from partial_rollout.observability.events import (
     GateMoved,
     PromptDropped,
     QueueMoved,
+    StepEnded,
     Warned,
 )
 from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts
@@ -58,12 +59,14 @@ def test_a_job_without_texts_does_not_pass(tmp_path: Path) -> None:
     [
         PromptDropped(uid="a", source_index="3", reason="max_attempts"),
         Warned(level="WARNING", text="attempt 1 of prompt a failed (agent_loop_failed)"),
+        StepEnded(step=1, total=4, metrics={"partial_rollout/queue/failed_attempts": 1}),
     ],
 )
 def test_a_job_that_charged_a_prompt_does_not_pass(tmp_path: Path, charge: AnyEvent) -> None:
     dump(tmp_path, ("1+1=", "2"))
     events = EventWriter(tmp_path / "events", "prompt_manager")
     events.write(Warned(level="WARNING", text="attempt 1 of prompt a is on its way"))
+    events.write(StepEnded(step=1, total=4, metrics={"partial_rollout/queue/failed_attempts": 0}))
     check_same_texts(tmp_path, CALM)
     events.write(charge)
     with pytest.raises(AssertionError):
