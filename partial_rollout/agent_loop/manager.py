@@ -66,7 +66,7 @@ class _Known(NamedTuple):
     places: tuple[ray.ObjectRef, ray.ObjectRef] | None = None
     """Where the log of rollouts has what is replayed, and what goes on."""
     tokens: ray.ObjectRef | None = None
-    """Tokens of a checkpoint; None: nobody has any left."""
+    """Tokens of a checkpoint; None: nobody needs any."""
     unclaimed: frozenset[str] = frozenset()
     """The trajectories whose tokens no worker had taken when the workers were asked last."""
 
@@ -93,7 +93,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._is_running = False
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
         self._restored: frozenset[str] = frozenset()
-        """Workers that got a checkpoint's tokens; empty: nobody has any left."""
+        """Workers that got a checkpoint's tokens, and may have some left."""
         self._known = _Known()
         self._num_restarts, self._longest_validation_s = 0, 0.0
         self.engines: EngineRecovery | None = None
@@ -158,6 +158,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         with self._swapped:
             # A new id: the prompt manager takes nothing more from the old one.
             self._num_restarts += 1
+            self._restored -= {dead}
             self.worker_ids[rank] = f"agent_loop_worker_{rank}_again_{self._num_restarts}"
             share = self._slot_shares[rank]
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
@@ -276,31 +277,35 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def tokens_in_flight(self) -> tuple[Saved, list[str]]:
         """Tokens of all trajectories in flight, and of restored ones that nobody has claimed yet, by `{uid}_{session}`.
 
-        One worker sends the restored trajectories that no worker has started; all workers forget the others. A
-        trajectory may start between the two calls: then the worker that runs it sends it too, and that answer counts.
+        All workers forget what one of them has started. A trajectory may start after its worker was asked: then that
+        worker sends it too, and that answer counts.
         A worker that is dead or silent costs its own tokens only: the second value says who, and why.
         """
         asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
         answers = self._ask_unclaimed(asked)
-        if all(map(is_missing, answers)):
-            return {}, [f"{name}: {answer}" for (name, _), answer in zip(asked, answers, strict=True)]
-        kept, first = self._kept(asked, answers)
-        self._keep(kept)
-        calls = [
-            worker.tokens_in_flight.remote(kept, with_unclaimed=i == first)
-            for i, ((_, worker), answer) in enumerate(zip(asked, answers, strict=True))
-            if not is_missing(answer)
-        ]
-        tokens = iter(self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S))
-        merged: Saved = {}
+        kept = self._keep(asked, answers)
+        living = [each for each, answer in zip(asked, answers, strict=True) if not is_missing(answer)]
+        calls = [worker.tokens_in_flight.remote(kept) for _, worker in living]
+        found = self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S)
+        self._note_told(living, found)
+        sent = dict(zip((name for name, _ in living), found, strict=True))
+        merged = self._unclaimed_tokens()
         missing: list[str] = []
         for (name, _), answer in zip(asked, answers, strict=True):
-            found = answer if is_missing(answer) else next(tokens)
-            if is_missing(found):
-                missing.append(f"{name}: {found}")
+            tokens = sent.get(name, answer)
+            if is_missing(tokens):
+                missing.append(f"{name}: {tokens}")
             else:
-                merged |= found
+                merged |= tokens
         return merged, missing
+
+    def _unclaimed_tokens(self) -> Saved:
+        """Restored tokens that no worker had taken. They are read here: a worker that sends them could die of it."""
+        known = self._known
+        if known.tokens is None:
+            return {}
+        saved: Saved = ray.get(known.tokens, timeout=TOKENS_TIMEOUT_S)
+        return {key: calls for key, calls in saved.items() if key in known.unclaimed}
 
     def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
@@ -323,29 +328,32 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         answers = self._ask_unclaimed(asked)
         if any(map(is_missing, answers)):
             return  # after the next step again
-        kept, _ = self._kept(asked, answers)
-        self._keep(kept)
-        self._settle([worker.keep_unclaimed.remote(kept) for _, worker in asked], "forget tokens", HOLD_TIMEOUT_S)
+        kept = self._keep(asked, answers)
+        calls = [worker.keep_unclaimed.remote(kept) for _, worker in asked]
+        self._note_told(asked, self._settle(calls, "forget tokens", HOLD_TIMEOUT_S))
 
-    def _keep(self, unclaimed: frozenset[str]) -> None:
-        """Note what workers keep of the restored tokens; nothing of them is held once nobody needs any."""
+    def _keep(self, asked: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> frozenset[str]:
+        """Note and return which restored trajectories no worker has started; their tokens go once there are none.
+
+        A worker that is not among `_restored` has never had any, and says nothing of the others.
+        """
+        named = zip(asked, answers, strict=True)
+        unstarted = [each for (name, _), each in named if name in self._restored and not is_missing(each)]
         with self._swapped:
-            self._known = self._known._replace(unclaimed=unclaimed)
-            if not unclaimed:
-                self._known, self._restored = self._known._replace(tokens=None), frozenset()
+            kept = self._known.unclaimed.intersection(*unstarted)
+            self._known = self._known._replace(unclaimed=kept, tokens=self._known.tokens if kept else None)
+        return kept
+
+    def _note_told(self, told: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> None:
+        """Ask those no more who have forgotten the last restored token; who was silent then may still have some."""
+        named = zip(told, answers, strict=True)
+        with self._swapped:
+            if not self._known.unclaimed:
+                self._restored -= {name for (name, _), answer in named if not is_missing(answer)}
 
     def _ask_unclaimed(self, asked: Sequence[tuple[str, ActorHandle]]) -> list[Any]:
         calls = [worker.unclaimed.remote() for _, worker in asked]
         return self._settle(calls, "name unstarted trajectories", TOKENS_TIMEOUT_S)
-
-    def _kept(self, asked: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> tuple[frozenset[str], int]:
-        """Restored trajectories that no worker has started, and the number of a worker that has them.
-
-        A worker that is not among `_restored` has never had any, and says nothing of the others.
-        """
-        answered = [i for i, answer in enumerate(answers) if not is_missing(answer)]
-        restored = [i for i in answered if asked[i][0] in self._restored]
-        return frozenset.intersection(*(answers[i] for i in restored or answered)), (restored or answered)[0]
 
     def begin_log(self, folder: LogFolder) -> None:
         """Let all workers write the log of rollouts into this folder from now on."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PARTITION = "train"
+NUM_READS = 32
+"""Prompts that a worker reads at once: behind hundreds of them a sound TransferQueue takes longer than it may."""
 
 
 class RowStore:
@@ -31,11 +33,13 @@ class RowStore:
         self._queue = queue
         self._worker_id = worker_id
         self._timeout_s = timeout_s
+        self._reads = asyncio.Semaphore(NUM_READS)
 
     async def read_prompt(self, uid: str) -> dict[str, Any]:
         """The row of one prompt as a plain dict, which agent loops take."""
-        call = self._queue.async_kv_batch_get(keys=[uid], partition_id=PARTITION)
-        return _only_row(await self._bounded(call, f"read prompt {uid!r}"))
+        async with self._reads:
+            call = self._queue.async_kv_batch_get(keys=[uid], partition_id=PARTITION)
+            return _only_row(await self._bounded(call, f"read prompt {uid!r}"))
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Forget rows; unknown keys are allowed."""

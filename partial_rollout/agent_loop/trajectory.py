@@ -231,10 +231,9 @@ class Trajectories:
         """Saved trajectories that have not started again here."""
         return frozenset(self._saved)
 
-    def keep_unclaimed(self, unclaimed: AbstractSet[str]) -> Saved:
-        """Forget the saved calls of all but `unclaimed`, which no worker has started; returns those left here.
+    def keep_unclaimed(self, unclaimed: AbstractSet[str]) -> None:
+        """Forget the saved calls of all but `unclaimed`, which no worker has started.
 
         What another worker has started is never gone on from here: a further claim begins afresh.
         """
         self._saved = {key: calls for key, calls in self._saved.items() if key in unclaimed}
-        return dict(self._saved)

@@ -202,13 +202,13 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Forget the restored tokens of trajectories that are not in `unclaimed`."""
         self._trajectories.keep_unclaimed(unclaimed)
 
-    async def tokens_in_flight(self, unclaimed: frozenset[str], *, with_unclaimed: bool) -> Saved:
-        """Tokens of all trajectories whose groups have not ended, and `with_unclaimed` of restored ones not started.
+    async def tokens_in_flight(self, unclaimed: frozenset[str]) -> Saved:
+        """Tokens of all trajectories whose groups have not ended.
 
         Restored tokens of trajectories that are not in `unclaimed` are forgotten.
         """
-        restored = self._trajectories.keep_unclaimed(unclaimed)
-        return self._trajectories.states() | (restored if with_unclaimed else {})
+        self._trajectories.keep_unclaimed(unclaimed)
+        return self._trajectories.states()
 
     async def restore_tokens(self, saved: Saved) -> None:
         """Let trajectories go on from the tokens of a checkpoint, which holds no routed experts to replay."""

@@ -122,6 +122,7 @@ class CheckpointSaved(Event, frozen=True, tag="saved"):
 class QueueMoved(Event, frozen=True, tag="queue"):
     """Prompts by state and slots at this moment, as `status` has them; at most one a second, and only where they moved.
 
+    Always: admitted == pending + ongoing + deferred + done + taken + dropped.
     The prompt manager writes it. The metrics `queue/...` of a step are those of the step's end.
     """
 
@@ -136,6 +137,8 @@ class QueueMoved(Event, frozen=True, tag="queue"):
     slots_total: int = 0
     parked: int = 0
     """Requests that wait at a closed gate."""
+    admitted: int = 0
+    dropped: int = 0
 
 
 class RequestSent(Event, frozen=True, tag="request"):

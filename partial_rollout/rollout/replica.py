@@ -156,7 +156,12 @@ class PartialRolloutReplica(vLLMReplica):
         self._engines = tuple(each for engines in found for each in engines)
 
     async def sleep(self) -> None:
-        """Release device memory on every server; only the first one of a replica over several nodes has requests."""
+        """Release device memory on every server; only the first one of a replica over several nodes has requests.
+
+        An engine with devices of its own keeps its memory.
+        """
+        if self.rollout_mode is RolloutMode.STANDALONE:
+            return
         await self._on_all(
             "wait_for_requests_to_drain", limit_s=self.settings.timeouts.drain_s, servers=self.servers[:1]
         )

@@ -13,6 +13,7 @@ thread that sends the signs is told so with the answer to one, since the actor i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import sys
@@ -179,6 +180,8 @@ class Silence:
         """When the last sign of life came."""
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
+        self._news = asyncio.Event()
+        """Somebody has given a sign of life, or has been forgotten."""
 
     def beat(self, worker_id: str, count: int) -> None:
         """A sign of life; one with the same count as before is none."""
@@ -186,6 +189,7 @@ class Silence:
             self._counts[worker_id] = count
             self._heard_s[worker_id] = self._clock()
             self._deadlines.begin(worker_id, SILENT, self._clock())
+            self._news.set()
             self._arm()
 
     def forget(self, worker_id: str) -> None:
@@ -193,12 +197,29 @@ class Silence:
         self._counts.pop(worker_id, None)
         self._heard_s.pop(worker_id, None)
         self._deadlines.end(worker_id)
+        self._news.set()
 
     def late(self) -> dict[str, float]:
         """Seconds of silence of each process that is silent for longer than a warning waits."""
         now_s = self._clock()
         silent_s = {name: now_s - heard_s for name, heard_s in self._heard_s.items()}
         return {name: seconds for name, seconds in silent_s.items() if seconds >= WARN_SHARE * self._claim_s}
+
+    async def decided(self, is_meant: Callable[[str], bool]) -> None:
+        """Return when each of these has given a further sign of life, or is silent for longer than a warning waits."""
+        began_s, late_s = self._clock(), WARN_SHARE * self._claim_s
+
+        def undecided() -> list[float]:
+            """Seconds until each that is not decided is late."""
+            silent = [
+                self._clock() - at_s for name, at_s in self._heard_s.items() if is_meant(name) and at_s <= began_s
+            ]
+            return [late_s - silent_s for silent_s in silent if silent_s < late_s]
+
+        while waits_s := undecided():
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), min(waits_s))
 
     def stop(self) -> None:
         """The run ends: nobody's silence matters."""

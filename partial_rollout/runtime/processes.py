@@ -11,7 +11,8 @@ from enum import Enum
 NOTICED_S = 10.0
 """The fault suite fails when a death is not known within this time; seen were up to 3 s beside other jobs."""
 ENGINE_WORKER_S = 20.0
-"""Bound for an engine worker: vLLM lets the other workers end before its core tells; seen were 9.5 s."""
+"""Bound for an engine worker that dies while it generates: vLLM lets the other workers end before its core tells; seen
+were 9.5 s. While the model trains, the next weight update finds it, after a twentieth of `timeouts.resume_s`."""
 REPLACED_S = 30.0
 """Bound for a death that is told only when the process is there again; seen were up to 6 s."""
 

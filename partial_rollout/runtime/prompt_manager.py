@@ -373,17 +373,20 @@ class RolloutPromptManager:
         self._silence.forget(name)
         self._do(Books.forget, name)
 
-    async def end_silent(self, why: str, role: str = "") -> list[str]:
+    async def end_silent(self, why: str, role: str = "", *, waits: bool = False) -> list[str]:
         """A wait has run out, `why` says which: kill the actors that are silent meanwhile.
 
         With `role` only those of this role are killed. Their deaths are told as any others. Returns in words all of
-        this role that were killed and whose death is not noticed yet, also those that were killed before.
+        this role that were killed and whose death is not noticed yet, also those that were killed before. `waits`: a
+        wait that was shorter than a tenth of `claim_s` does not tell who is silent, so wait until somebody can.
         """
 
         def is_meant(name: str) -> bool:
             process = self._deaths.process(name)
             return not role or (process is not None and process.role == role)
 
+        if waits:
+            await self._silence.decided(is_meant)
         for name, silent_s in self._silence.late().items():
             if is_meant(name):
                 self._silence.forget(name)
@@ -559,6 +562,8 @@ def queue_event(status: ManagerStatus) -> QueueMoved:
         slots_in_use=status.slots_in_use,
         slots_total=status.slots_total,
         parked=status.parked_requests,
+        admitted=queue.admitted,
+        dropped=queue.num_dropped,
     )
 
 

@@ -270,11 +270,11 @@ class RunWatch:
         """Whether the run ends because a process of one of these kinds has died."""
         return self._lost in {kind.role for kind in kinds}
 
-    def has_replaced(self, kind: Kind, error: PartialRolloutError, before: int) -> bool:
+    def has_replaced(self, kind: Kind, error: PartialRolloutError, before: int, claim_s: float) -> bool:
         """Whether a call that has run out may be made again, because the processes that it waited for were replaced.
 
-        Silent processes of this kind are killed first. `error` ended the call; `before` is what `num_replaced` was when
-        the call began.
+        Silent processes of this kind are killed first: those that give no sign of life for a tenth of `claim_s`, for
+        which this waits. `error` ended the call; `before` is what `num_replaced` was when the call began.
 
         Raises:
             ActorLost: a process was killed, and nobody has replaced it in time; names the process.
@@ -282,8 +282,10 @@ class RunWatch:
         role, num_dead = kind.role, self._num_dead[kind.role]
         if self._stopped.is_set():
             return False  # the run ends, and nobody is replaced
+        # Where one has died since then, nobody else needs to be silent.
+        question = self._manager.end_silent.remote(str(error), role, waits=num_dead <= before)
         try:
-            killed = ray.get(self._manager.end_silent.remote(str(error), role), timeout=ASK_S)
+            killed = ray.get(question, timeout=ASK_S + WARN_SHARE * claim_s)
         except (RayActorError, GetTimeoutError):
             return False  # the manager's own watch tells of it
 

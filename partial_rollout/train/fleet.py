@@ -50,6 +50,19 @@ class ReplicaFleet:
         results = self._all("drain", lambda r: r.abort_all_requests(), self._timeouts.drain_s + margin_s)
         return sum(result["aborted_count"] for result in results)
 
+    def sleep(self) -> None:
+        """Let every engine release its memory, for training on the same devices."""
+        asleep: set[int] = set()
+
+        async def sleep(replica: PartialRolloutReplica) -> None:
+            # Once: an engine may not release twice what it has released. One that was replaced has nothing yet.
+            if replica.replica_rank not in asleep:
+                await replica.sleep()
+                asleep.add(replica.replica_rank)
+
+        limit_s = self._timeouts.drain_s + self._timeouts.resume_s + self._timeouts.call_s
+        self._all("release their memory", sleep, limit_s)
+
     def resume(self) -> None:
         """Open every gate."""
         self._all("resume", lambda r: r.resume_generation(), self._timeouts.resume_s)
@@ -106,7 +119,8 @@ class ReplicaFleet:
         try:
             return self._ask_all(what, call, timeout_s)
         except WaitTimeout as error:
-            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before):
+            claim_s = self._timeouts.claim_s
+            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before, claim_s):
                 raise
             logger.warning("%s; it was replaced, and all are asked again", error)
             return self._ask_all(what, call, timeout_s)

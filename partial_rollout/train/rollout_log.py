@@ -130,6 +130,7 @@ class RunLog:
         """Whether the last batch was one of the log."""
         self._replayed_folder = ""
         """Which workers read until the next checkpoint but one."""
+        self._has_saved = False
 
     def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> None:
         """Training goes on after the checkpoint of `base_step`, which has this queue; None: there is no checkpoint.
@@ -229,14 +230,23 @@ class RunLog:
     def after_save(self, step: int) -> None:
         """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
         # Workers may still have places in the folder that they replay from; it goes with the next checkpoint.
-        kept, self._replayed_folder = {f"after_step_{step}", self._replayed_folder}, ""
-        self._writer.remove(self._root, but=kept)
+        if self._has_saved and self._replayed_folder and not self.is_replaying:
+            self._forget_replayed()
+        self._has_saved = True
+        self._writer.remove(self._root, but={f"after_step_{step}", self._replayed_folder})
 
     def end(self, *, is_complete: bool, timeout_s: float) -> None:
         """The run ends; after its last step there is nothing to go on from, and the log goes."""
         if is_complete:
             self._writer.remove(self._root)
         self._writer.close(timeout_s)
+
+    def _forget_replayed(self) -> None:
+        """What nobody has claimed until now is generated; without this all would keep the places until the run ends."""
+        self._replayed_folder = ""
+        coming = {number: names for number, names in self._plan.names.items() if number >= self._num_admitted}
+        self._use(Plan(names=coming, through=self._plan.through))
+        self._replay({}, {})
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan

@@ -306,7 +306,7 @@ class PartialRolloutTrainer(PPOTrainer):
         # Before the drain: afterwards engines hold nothing that tells how full they were.
         self._tune()
         self._interrupt()
-        self.checkpoint_manager.sleep_replicas()
+        self.fleet.sleep()
         if self.curr_step_profile:
             self._stop_rollout_profiling()
 
@@ -463,7 +463,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
         def drain() -> None:
             self.fleet.drain()
-            self.checkpoint_manager.sleep_replicas()
+            self.fleet.sleep()
 
         last = self._last_checkpoint
         self._phase.begin("saved its last checkpoint")
@@ -572,7 +572,7 @@ class PartialRolloutTrainer(PPOTrainer):
         interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=time.monotonic() - started_s, interrupted=interrupted)
         self.fleet.relaunch(ranks)
-        self.checkpoint_manager.sleep_replicas()
+        self.fleet.sleep()
         self._send_weights(version, num_relaunched=len(ranks))
         self._resume()
         self._events.write(GateMoved(step=version, version=version, is_open=True))
@@ -617,7 +617,7 @@ class PartialRolloutTrainer(PPOTrainer):
             relaunches=self.settings.block.weights.relaunches,
             timeout_s=timeout_s,
             sound_s=sound_s,
-            before_resend=self.checkpoint_manager.sleep_replicas,
+            before_resend=self.fleet.sleep,
         )
 
     def _start_update(self, version: int) -> Sequence[ray.ObjectRef[Any]]:

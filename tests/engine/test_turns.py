@@ -194,7 +194,7 @@ async def test_a_conversation_with_a_tool_is_the_same_over_interruptions_a_check
             agent.tool_may_end.set()
             await until_parked(engine)
             if await resume_and_interrupt(engine, agent):
-                saved = stored(await worker.tokens_in_flight(frozenset(), with_unclaimed=False), tmp_path)
+                saved = stored(await worker.tokens_in_flight(frozenset()), tmp_path)
         # The run ends in the middle of a turn.
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

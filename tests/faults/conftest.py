@@ -25,6 +25,7 @@ from partial_rollout.observability.events import (
     Fault,
     GateMoved,
     ProcessFound,
+    QueueMoved,
     StageBegan,
     StepEnded,
 )
@@ -43,7 +44,7 @@ from tests.e2e.conftest import (
     task,
     traced,
 )
-from tests.faults.measured import NEVER_S, charges, cost_of
+from tests.faults.measured import NEVER_S, charges, cost_of, unconserved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -207,6 +208,7 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
     text = log.read_text()
     assert not due, text[-4000:]
     assert not late, f"these came after their phase: {late}"
+    assert unconserved(EventReader(folder / "events").read()) == []
     struck = Struck(_ended(job, text, folder, mark), tuple(blows), tuple(at_s), ended_s, folder)
     STRUCK.append(struck)
     return struck
@@ -217,6 +219,7 @@ def check_all_trained_once(job: Job, num_steps: int) -> None:
     assert [step["training/global_step"] for step in job.steps] == list(range(1, num_steps + 1))
     assert all(is_conserved(step) for step in job.steps)
     assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 0
+    assert any(isinstance(event, QueueMoved) and event.admitted for event in job.stream)  # moments that `strike` checks
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []
@@ -238,7 +241,9 @@ def check_same_texts(folder: Path, calm: Texts) -> None:
     texts = texts_of(folder)
     assert texts
     assert texts == {prompt: calm.get(prompt, set()) for prompt in texts}
-    assert charges(EventReader(folder / "events").read()) == []
+    events = EventReader(folder / "events").read()
+    assert charges(events) == []
+    assert not any(e.metrics["partial_rollout/queue/failed_attempts"] for e in events if isinstance(e, StepEnded))
 
 
 def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:

@@ -216,7 +216,9 @@ def main(words: Sequence[str] | None = None) -> None:
         for fault in options.faults:
             for mode in options.modes:
                 folder = Path(temporary) / f"{fault}-{mode}"
-                rows[f"{fault}.{mode}"] = run_row(fault, mode, task, folder, options.bound_s)
+                row = run_row(fault, mode, task, folder, options.bound_s)
+                # In the row: another run may have stored the others, with another bound.
+                rows[f"{fault}.{mode}"] = row | {"bound_s": options.bound_s}
                 store({**about, "rows": rows}, options.json)
                 print(table([rows[f"{fault}.{mode}"]]), flush=True)
 

@@ -13,6 +13,7 @@ from partial_rollout.observability.events import (
     Fault,
     GateMoved,
     PromptDropped,
+    QueueMoved,
     RequestSent,
     SegmentEnded,
     StageBegan,
@@ -47,6 +48,12 @@ class Cost:
 def charges(events: Iterable[AnyEvent]) -> list[AnyEvent]:
     """Attempts that were counted against their prompts, and prompts that were dropped."""
     return [e for e in events if isinstance(e, PromptDropped) or (isinstance(e, Warned) and CHARGED.search(e.text))]
+
+
+def unconserved(events: Iterable[AnyEvent]) -> list[QueueMoved]:
+    """Moments at which the prompt queue had lost a prompt, or had one twice."""
+    moments = [event for event in events if isinstance(event, QueueMoved)]
+    return [e for e in moments if e.admitted != e.pending + e.ongoing + e.deferred + e.done + e.taken + e.dropped]
 
 
 def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S) -> Cost:

@@ -6,9 +6,21 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
-from partial_rollout.observability.events import AnyEvent, BatchTaken, CheckpointSaved, GateMoved
+from partial_rollout.observability.events import (
+    AnyEvent,
+    BatchTaken,
+    CheckpointSaved,
+    EventWriter,
+    GateMoved,
+    PromptDropped,
+    QueueMoved,
+    StepEnded,
+    Warned,
+)
 from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts
+from tests.faults.measured import unconserved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +52,31 @@ def test_a_job_without_texts_does_not_pass(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     with pytest.raises(AssertionError):
         check_same_texts(tmp_path, CALM)
+
+
+@pytest.mark.parametrize(
+    "charge",
+    [
+        PromptDropped(uid="a", source_index="3", reason="max_attempts"),
+        Warned(level="WARNING", text="attempt 1 of prompt a failed (agent_loop_failed)"),
+        StepEnded(step=1, total=4, metrics={"partial_rollout/queue/failed_attempts": 1}),
+    ],
+)
+def test_a_job_that_charged_a_prompt_does_not_pass(tmp_path: Path, charge: AnyEvent) -> None:
+    dump(tmp_path, ("1+1=", "2"))
+    events = EventWriter(tmp_path / "events", "prompt_manager")
+    events.write(Warned(level="WARNING", text="attempt 1 of prompt a is on its way"))
+    events.write(StepEnded(step=1, total=4, metrics={"partial_rollout/queue/failed_attempts": 0}))
+    check_same_texts(tmp_path, CALM)
+    events.write(charge)
+    with pytest.raises(AssertionError):
+        check_same_texts(tmp_path, CALM)
+
+
+def test_moments_at_which_prompts_do_not_add_up_are_found() -> None:
+    sound = QueueMoved(step=1, pending=1, ongoing=2, deferred=3, done=4, taken=5, admitted=21, dropped=6)
+    lost, twice = (replace(sound, pending=pending) for pending in (0, 2))
+    assert unconserved([sound, lost, twice]) == [lost, twice]
 
 
 def test_a_blow_while_a_checkpoint_is_saved_is_due_with_its_first_file_and_late_when_it_is_whole(

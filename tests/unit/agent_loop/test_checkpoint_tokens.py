@@ -87,9 +87,14 @@ class World:
                 self.answers.append(error)
         return self.answers[first:]
 
+    _manager: PartialRolloutAgentLoopManager | None = None
+
     @property
     def manager(self) -> PartialRolloutAgentLoopManager:
-        return make_workers([worker.handle for worker in self.workers], num_workers=len(self.workers))
+        """The run's only one; its workers answer as they do now."""
+        self._manager = self._manager or make_workers(num_workers=len(self.workers))
+        self._manager.agent_loop_workers = [worker.handle for worker in self.workers]
+        return self._manager
 
     def checkpoint(self) -> Saved:
         self.answers.clear()
@@ -104,7 +109,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World([Worker() for _ in range(NUM_WORKERS)])
     monkeypatch.setattr(agent_loop_manager, "wait_for_all", world.wait_for_all)
     monkeypatch.setattr(agent_loop_manager, "settle_all", world.wait_for_all)
-    monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(put=lambda saved: saved))
+    monkeypatch.setattr(agent_loop_manager, "ray", SimpleNamespace(put=dict, get=lambda saved, timeout: saved))
     world.manager.restore_tokens(SAVED)
     return world
 
@@ -160,10 +165,10 @@ def test_a_trajectory_that_was_given_back_begins_afresh_and_is_forgotten_as_any_
     assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS
 
 
-def test_one_worker_sends_what_nobody_has_started_and_the_others_their_own(world: World) -> None:
+def test_workers_send_their_own_tokens_only(world: World) -> None:
     running = world.workers[1].start("a")
-    world.checkpoint()
-    assert world.answers[NUM_WORKERS:] == [{"b_0": [CALL], "c_0": [CALL]}, {"a_0": [running.state()]}, {}]
+    assert world.checkpoint() == {"a_0": [running.state()], "b_0": [CALL], "c_0": [CALL]}
+    assert world.answers[NUM_WORKERS:] == [{}, {"a_0": [running.state()]}, {}]
 
 
 def test_workers_that_replay_routing_take_over_no_tokens(world: World) -> None:
@@ -192,11 +197,42 @@ def test_a_dead_worker_costs_a_checkpoint_its_own_tokens_only(world: World, dead
     assert world.missing == [f"agent_loop_worker_{dead}: killed"]
 
 
-def test_without_any_worker_the_checkpoint_has_no_tokens_and_says_so(world: World) -> None:
+@pytest.mark.parametrize("dead", [{0}, {1}, {0, 1, 2}])
+@pytest.mark.parametrize("call", ["unclaimed", "tokens_in_flight"])
+def test_what_nobody_has_started_is_in_the_checkpoint_whoever_dies_in_it(
+    world: World, dead: set[int], call: str
+) -> None:
+    for rank in dead:
+        world.workers[rank].dies_in = call
+    assert world.checkpoint() == SAVED
+    assert world.missing == [f"agent_loop_worker_{rank}: killed" for rank in sorted(dead)]
+
+
+def test_without_any_worker_the_checkpoint_has_nothing_that_was_started_and_says_so(world: World) -> None:
+    world.workers[0].start("a")
+    world.checkpoint()
     for worker in world.workers:
         worker.dies_in = "unclaimed"
-    assert world.checkpoint() == {}
+    assert world.checkpoint() == {"b_0": [CALL], "c_0": [CALL]}
     assert len(world.missing) == NUM_WORKERS
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "forget_claimed"])
+def test_a_worker_that_was_silent_when_the_last_token_was_claimed_is_asked_until_it_has_forgotten_its_own(
+    world: World, by: str
+) -> None:
+    for uid in "abc":
+        world.workers[0].start(uid)
+    # In a checkpoint the worker is silent from the first question on; between two steps from the second.
+    world.workers[1].dies_in = "unclaimed" if by == "checkpoint" else "keep_unclaimed"
+    world.checkpoint() if by == "checkpoint" else world.manager.forget_claimed()
+    assert [len(worker.unstarted) for worker in world.workers] == [0, 3, 0]
+    world.workers[1].dies_in = ""
+    world.manager.forget_claimed()
+    assert [len(worker.unstarted) for worker in world.workers] == [0, 0, 0]
+    world.waits.clear()
+    world.manager.forget_claimed()
+    assert world.waits == []
 
 
 def test_without_any_checkpoint_what_one_worker_has_started_is_forgotten_by_the_others_after_the_step(

@@ -32,6 +32,31 @@ class LostQueue:
     async_kv_clear = async_kv_batch_get
 
 
+class SlowQueue(Queue):
+    """Answers one question a second, however many are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = asyncio.Lock()
+
+    async def async_kv_batch_get(self, keys, partition_id):
+        async with self.turn:
+            await asyncio.sleep(1)
+            return await super().async_kv_batch_get(keys, partition_id)
+
+
+def test_a_queue_that_answers_slower_than_prompts_are_asked_for_is_not_taken_for_a_dead_one():
+    """A worker whose slots are all free claims hundreds of prompts at the same moment."""
+
+    async def main():
+        store = RowStore(SlowQueue(), "w3", 60)
+        rows = await asyncio.gather(*(store.read_prompt(f"p{number}") for number in range(512)))
+        assert len(rows) == 512
+        assert asyncio.get_running_loop().time() == 512
+
+    run_virtual(main())
+
+
 async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
     queue = Queue()
     store = RowStore(queue, "w3", 60)

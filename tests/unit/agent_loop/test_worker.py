@@ -383,7 +383,7 @@ async def test_outside_of_a_trajectory_nothing_is_held_back_recorded_or_too_stal
     await worker.hold([], 9)
     client.on_generation(ResumableGeneration([1], 8))
     await client.before_segment()
-    assert await worker.tokens_in_flight(frozenset(), with_unclaimed=True) == {}
+    assert await worker.tokens_in_flight(frozenset()) == {}
 
 
 async def test_trajectories_that_run_side_by_side_record_their_own_calls(connected):
@@ -396,5 +396,5 @@ async def test_trajectories_that_run_side_by_side_record_their_own_calls(connect
 
     claim = make_claim("a")
     await asyncio.gather(trajectory(0), trajectory(1))
-    saved = await worker.tokens_in_flight(frozenset(), with_unclaimed=False)
+    saved = await worker.tokens_in_flight(frozenset())
     assert {key: [call.prompt_ids for call in calls] for key, calls in saved.items()} == {"a_0": [[0]], "a_1": [[1]]}

@@ -63,7 +63,9 @@ ONE_OF_EACH: list[AnyEvent] = [
     DeadlinePassed(
         t=13.0, uid="a", session=1, phase="tool", response=2, row="17", attempt=2, seconds=60.5, limit_s=60.0
     ),
-    QueueMoved(t=14.0, step=1, pending=3, ongoing=2, deferred=0, done=1, taken=8, slots_in_use=8, slots_total=16),
+    QueueMoved(
+        t=14.0, step=1, pending=3, ongoing=2, deferred=0, done=1, taken=8, slots_in_use=8, slots_total=16, admitted=14
+    ),
     RequestSent(t=15.0, uid="a", session=1, server="s"),
 ]
 

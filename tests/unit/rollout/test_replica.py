@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry, get_rollout_replica_class
 
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.rollout import replica as module
@@ -41,7 +41,7 @@ class Server:
 def replica(*servers: Server, **timeouts: float) -> PartialRolloutReplica:
     made = object.__new__(PartialRolloutReplica)  # its constructor reads a whole verl configuration
     made.settings = PartialRolloutConfig(timeouts=TimeoutConfig(**timeouts))
-    made.servers, made.replica_rank = list(servers), 3
+    made.servers, made.replica_rank, made.rollout_mode = list(servers), 3, RolloutMode.HYBRID
     return made
 
 
@@ -50,6 +50,14 @@ async def test_a_further_node_is_not_asked_for_requests_it_cannot_have():
     await replica(first, second).sleep()
     assert first.calls == ["wait_for_requests_to_drain", "sleep"]
     assert second.calls == ["sleep"]
+
+
+async def test_an_engine_with_devices_of_its_own_keeps_its_memory():
+    server = Server()
+    made = replica(server)
+    made.rollout_mode = RolloutMode.STANDALONE
+    await made.sleep()
+    assert server.calls == []
 
 
 async def test_a_server_that_does_not_answer_is_named_with_its_replica():

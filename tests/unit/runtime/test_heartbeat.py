@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ray.exceptions import RayActorError
-from virtual_time import run_virtual
+from virtual_time import run_virtual, settle
 
+from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import StaleClaim
-from partial_rollout.runtime.heartbeat import Pulse, Silence, stack_of, stack_of_call
+from partial_rollout.runtime.heartbeat import BEATS, Pulse, Silence, interval_s, stack_of, stack_of_call
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import Process, PromptMeta, TrajectorySummary
 
@@ -155,6 +156,39 @@ def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told(rol
 
     run_virtual(main())
     assert killed == ["lb"]
+
+
+def test_a_call_that_runs_out_before_anybody_counts_as_silent_waits_until_it_is_known_who_is() -> None:
+    killed: list[str] = []
+
+    async def main() -> None:
+        manager, clock = _killing(killed), asyncio.get_running_loop().time
+        role, alive, frozen, other = "engine server", asyncio.Event(), asyncio.Event(), asyncio.Event()
+        actors = [(role, "alive", alive), (role, "frozen", frozen), ("load balancer", "lb", other)]
+        await manager.watch(actors)  # pyright: ignore[reportArgumentType]
+        for name in ("alive", "frozen", "lb"):
+            await manager.beat(name, 1)
+        await asyncio.sleep(0.01 * CLAIM_S)
+        assert await manager.end_silent("a call", role) == []  # nobody counts as silent yet
+        waiting = asyncio.create_task(manager.end_silent("a call", role, waits=True))
+        await settle()
+        assert not waiting.done()
+        for count in range(2, 2 + int(WARN_SHARE * BEATS)):
+            await manager.beat("alive", count)
+            await asyncio.sleep(interval_s(CLAIM_S))
+        (told,) = await waiting
+        assert told.startswith(f"{role} frozen")
+        assert WARN_SHARE * CLAIM_S <= clock() < 2 * WARN_SHARE * CLAIM_S
+        assert killed == ["frozen"]
+        # Where all go on nobody is waited for any longer.
+        now_s, waiting = clock(), asyncio.create_task(manager.end_silent("a call", role, waits=True))
+        await asyncio.sleep(interval_s(CLAIM_S) / 2)
+        await manager.beat("alive", 1)
+        await waiting
+        assert clock() - now_s == interval_s(CLAIM_S) / 2
+        assert killed == ["frozen"]
+
+    run_virtual(main())
 
 
 def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> None:

@@ -488,6 +488,7 @@ def test_the_queue_is_an_event_at_most_once_a_second_where_it_moved_and_says_wha
         assert told == msgspec.structs.replace(queue_event(status), t=told.t)
         assert (told.pending, told.ongoing, told.done, told.taken) == (1, 1, 0, 0)
         assert (told.slots_in_use, told.slots_total, told.parked) == (2, 8, status.parked_requests)
+        assert (told.admitted, told.dropped) == (2, 0)
         for _ in range(100):
             await manager.give_back(claim)
             (claim,) = await manager.claim("w0", GROUP, 0)

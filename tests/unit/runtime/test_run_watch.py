@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.errors import ActorLost, AgentLoopBroken, DataError, DrainTimeout, RunStopped, WaitTimeout
 from partial_rollout.runtime import processes, run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
@@ -146,10 +147,16 @@ def test_the_main_thread_is_told_of_a_death_whatever_becomes_of_those_that_wait_
 
 
 class Answer:
-    """A call of the manager that stands in: its `remote` returns what `get` is to give or raise."""
+    """A call of the manager that stands in: `get` gives or raises what it is made with."""
 
     def __init__(self, given: object) -> None:
-        self.remote = lambda *_arguments: given
+        self.asked: list[dict[str, Any]] = []
+        self.waits_s: list[float] = []
+        self.given = given
+
+    def remote(self, *_arguments: Any, **options: Any) -> Answer:
+        self.asked.append(options)
+        return self
 
 
 class Manager:
@@ -160,10 +167,11 @@ class Manager:
 
 
 def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
-    def get(given: object, timeout: float) -> object:
-        if isinstance(given, Exception):
-            raise given
-        return given
+    def get(answer: Answer, timeout: float) -> object:
+        answer.waits_s.append(timeout)
+        if isinstance(answer.given, Exception):
+            raise answer.given
+        return answer.given
 
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     monkeypatch.setattr(run_watch, "POLL_S", 0.0)
@@ -198,6 +206,7 @@ def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(monkeypatch
 
 
 SERVER = processes.ENGINE_SERVER
+CLAIM_S = 300.0
 DEAD = Death(Process(SERVER.role, "replica-0"), "killed")
 
 
@@ -229,12 +238,15 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
         if is_told == "after the question":
             monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
         watch._replacing = Later(watch)
+    question: Any = watch._manager.end_silent
     is_replaced = is_told != "not at all"
-    assert watch.has_replaced(SERVER, LATE, before) == is_replaced
+    assert watch.has_replaced(SERVER, LATE, before, CLAIM_S) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
+    assert question.asked == [{"waits": is_told != "before the question"}]
+    assert question.waits_s[0] > WARN_SHARE * CLAIM_S  # the manager may take so long to know who is silent
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     watch._manager.end_silent = Answer([])  # pyright: ignore[reportAttributeAccessIssue]
-    assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER))  # nobody has died since
+    assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER), CLAIM_S)  # nobody has died since
 
 
 def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +258,14 @@ def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: 
 
     watch.react({SERVER.role: fails})
     watch._handle(DEAD)
-    assert not watch.has_replaced(SERVER, LATE, 0)
+    assert not watch.has_replaced(SERVER, LATE, 0, CLAIM_S)
     silent = _watch(Manager(GetTimeoutError()), monkeypatch)
-    assert not silent.has_replaced(SERVER, LATE, 0)  # the manager does not answer
+    assert not silent.has_replaced(SERVER, LATE, 0, CLAIM_S)  # the manager does not answer
     ending = _watch(Manager(ValueError("nobody is to be asked")), monkeypatch)
     ending.react({SERVER.role: lambda death: "it was started again"})
     ending._handle(DEAD)
     ending.stop()
-    assert not ending.has_replaced(SERVER, LATE, 0)
+    assert not ending.has_replaced(SERVER, LATE, 0, CLAIM_S)
 
 
 def test_a_server_that_was_killed_and_is_not_replaced_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,5 +278,5 @@ def test_a_server_that_was_killed_and_is_not_replaced_in_time_is_named(monkeypat
 
     watch._replacing = Later(watch)
     with pytest.raises(ActorLost) as told:
-        watch.has_replaced(SERVER, LATE, 0)
+        watch.has_replaced(SERVER, LATE, 0, CLAIM_S)
     assert str(told.value).splitlines() == [*silent, "The trainer trained step 3"]

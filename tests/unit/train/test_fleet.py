@@ -84,6 +84,7 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
     assert [replica.is_relaunched for replica in replicas] == [False, False, True]
 
 
+CLAIM_S = 300.0
 NUM_MANY = 64
 
 
@@ -166,6 +167,32 @@ class SilentReplica(Replica):
         return ["counts"]
 
 
+class SleepyReplica(Replica):
+    """Is a `SilentReplica` to `sleep`, whose own limits are shorter than the fleet's."""
+
+    def __init__(self, rank: int, *, is_silent: bool) -> None:
+        super().__init__(0, rank)
+        self.num_asked, self.is_silent = 0, is_silent
+
+    async def sleep(self) -> None:
+        self.num_asked += 1
+        if self.num_asked == 1 and self.is_silent:
+            raise WaitTimeout(f"replica {self.replica_rank}: sleep was not answered")
+
+
+def test_an_engine_whose_silent_server_was_replaced_while_engines_release_their_memory_is_asked_again_alone():
+    class Watch:
+        def num_replaced(self, kind: Kind) -> int:
+            return 0
+
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
+            return "replica 1: sleep" in str(error)
+
+    replicas = [SleepyReplica(rank, is_silent=rank == 1) for rank in range(2)]
+    ReplicaFleet(cast("Any", replicas), TimeoutConfig(), cast("Any", Watch())).sleep()
+    assert [replica.num_asked for replica in replicas] == [1, 2]
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_all_are_asked_again_when_a_silent_server_was_replaced(is_replaced: bool):
     asked: list[tuple[str, int]] = []
@@ -174,13 +201,14 @@ def test_all_are_asked_again_when_a_silent_server_was_replaced(is_replaced: bool
         def num_replaced(self, kind: Kind) -> int:
             return 7
 
-        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int) -> bool:
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
             asked.append((kind.role, before))
+            assert claim_s == CLAIM_S
             assert "no answer from replica 0" in str(error)
             return is_replaced
 
     replica = SilentReplica()
-    silent = ReplicaFleet(cast("Any", [replica]), TimeoutConfig(call_s=0.01), cast("Any", Watch()))
+    silent = ReplicaFleet(cast("Any", [replica]), TimeoutConfig(call_s=0.01, claim_s=CLAIM_S), cast("Any", Watch()))
     if is_replaced:
         assert silent.statistics() == ["counts"]
     else:

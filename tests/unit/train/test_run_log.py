@@ -295,6 +295,7 @@ def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
     first_start(tmp_path)
     start = Start(config(tmp_path), snapshot=snapshot("kept"))
     assert start.log.is_replaying
+    admit(start, "p", "q", "r")
     start.train(5, "old_q", "old_p")
     start.train(6, "old_r", "kept")
     assert not start.log.is_replaying
@@ -303,6 +304,22 @@ def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
         start.log.after_save(step)
     start.die()
     assert {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()} == left
+    # Workers and trainer keep no place in a folder that has gone.
+    has_gone = "after_step_4" not in left
+    assert (start.replayed == {}, start.log._plan.places == {}, start.log._plan.names == {}) == (has_gone,) * 3
+
+
+def test_a_folder_stays_while_batches_of_it_are_still_to_be_replayed(tmp_path: Path) -> None:
+    first_start(tmp_path)
+    start = Start(config(tmp_path), snapshot=snapshot("kept"))
+    for step in (8, 12):
+        start.log.before_save(step)
+        start.log.after_save(step)
+    assert start.replayed
+    assert admit(start, "p", "q", "r") == ["old_p", "old_q", "old_r"]
+    start.die()
+    folders = {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()}
+    assert folders == {"after_step_4", "after_step_12"}
 
 
 @pytest.mark.parametrize("is_replaying", [True, False])

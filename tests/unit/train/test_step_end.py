@@ -34,6 +34,18 @@ def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+def test_a_silent_server_is_replaced_also_where_engines_release_their_memory(
+    trainer: Any, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet's calls are made again when it was; those of verl's checkpoint manager are not."""
+    trainer.fleet = SimpleNamespace(drain=lambda: log.append("drain") or 0, sleep=noted(log, "sleep"))
+    trainer.curr_step_profile, trainer._pending_sync_metrics = False, {}
+    trainer.replay_buffer = SimpleNamespace(num_deferred=0)
+    monkeypatch.setattr(PartialRolloutTrainer, "_tune", noted(log, "tune"))
+    trainer.on_sample_end()
+    assert log == ["tune", "drain", "note_gate", "report_step", "sleep"]
+
+
 def test_restored_tokens_are_forgotten_after_each_step_when_the_engines_generate_again(
     trainer: Any, log: list[str]
 ) -> None:
