@@ -34,6 +34,7 @@ class Watched(Rollout):
     waited_s: list[float] = field(default_factory=lambda: [math.inf])
     """Of each step, the time with open gates."""
     next_look_s: float = math.inf
+    looks_in_middle: bool = True
 
     def step(self) -> dict[str, float]:
         step = super().step()
@@ -43,7 +44,8 @@ class Watched(Rollout):
 
     def _interrupt(self) -> tuple[int, int]:
         found = super()._interrupt()
-        self.next_look_s = self.now_s + first_look_s(INTERVAL_S, self.waited_s[-1])
+        first_s = first_look_s(INTERVAL_S, self.waited_s[-1]) if self.looks_in_middle else INTERVAL_S
+        self.next_look_s = self.now_s + first_s
         self.waited_s.append(self.now_s)
         return found
 
@@ -69,6 +71,7 @@ class Run:
     retains_kv: bool = True
     moves_slots: bool = False
     moves_depth: bool = False
+    looks_in_middle: bool = True
     seed: int = 0
 
     def steps(self) -> list[dict[str, float]]:
@@ -77,14 +80,15 @@ class Run:
         prompts = (Group([int(each) for each in row]) for row in lengths(load, load.batch * (STEPS + 4)))
         mode = Mode(self.trace, slots, self.prefetch, retains_kv=self.retains_kv)
         number = SlotController(slots, SlotBounds(slots, int(MOST) * slots, load.group))
-        rollout = Watched(mode, CPU, load, PROMPT, prompts, slots=number if self.moves_slots else None)
+        moved = number if self.moves_slots else None
+        rollout = Watched(mode, CPU, load, PROMPT, prompts, slots=moved, looks_in_middle=self.looks_in_middle)
         depth = DepthController(LEAST, MOST)
         found = []
         for _ in range(STEPS):
             before = rollout.mode
             step = rollout.step()
-            moved = {"depth": before.prefetch, "slots": before.slots}
-            found.append(step | moved | {"in_use": step["slot_s"] / step["seconds"] / slots})
+            had = {"depth": before.prefetch, "slots": before.slots}
+            found.append(step | had | {"in_use": step["slot_s"] / step["seconds"] / slots})
             if self.moves_depth:
                 running = step["slot_s"] / rollout.waited_s[-1] / slots
                 seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=False)
@@ -116,6 +120,14 @@ def test_slots_are_in_use_where_two_batches_leave_them_idle(trace: str, seed: in
     assert steps[-1]["depth"] == MOST
     assert rate(steps) > 1.2 * rate(base)
     assert rate(steps) > 1.5 * rate(Run(trace, retains_kv=False, seed=seed).steps())
+
+
+def test_looks_at_the_end_of_short_waits_alone_find_slots_free_that_were_short_before():
+    """At the end no prompt is pending, so slots come free and the number stays where it is."""
+    steps = Run("heavy_tail", moves_slots=True, moves_depth=True, looks_in_middle=False, seed=2).steps()
+    assert steps[-1]["depth"] == MOST
+    assert steps[-1]["slots"] == steps[0]["slots"] == 32
+    assert in_use(steps) < 0.8
 
 
 def test_equal_lengths_stay_at_two_batches_and_are_not_slower():
