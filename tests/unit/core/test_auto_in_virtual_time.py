@@ -32,7 +32,7 @@ class Watched(Rollout):
 
     slots: SlotController | None = None
     waited_s: list[float] = field(default_factory=lambda: [math.inf])
-    """Of each step, the time with open gates."""
+    """Time of each step with open gates."""
     next_look_s: float = math.inf
     looks_in_middle: bool = True
 

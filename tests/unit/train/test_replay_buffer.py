@@ -402,7 +402,7 @@ def test_a_wait_as_long_as_those_before_is_no_warning(
 
 
 def test_a_wait_that_is_shorter_than_the_interval_is_looked_at_in_its_middle(world: World) -> None:
-    """At its end slots that were all in use before may be free: a run of short steps would never get more."""
+    """Slots that were all in use may be free at the end of the wait, and a run of short steps would never get more."""
     taken, seconds = TakeResult(groups=(group("a", 1),)), (2.0, 2.0, 10.0, 10.0)
     buffer = world.buffer(*(cast("Any", LateRef(taken, world.ray, after_s)) for after_s in seconds))
     looks: list[list[float]] = []
