@@ -36,6 +36,18 @@ def share_slots(num_slots: int, *, num_workers: int, group: int) -> list[int]:
     return [(each + (rank < num_larger)) * group for rank in range(num_workers)]
 
 
+def first_look_s(interval_s: float, last_wait_s: float) -> float:
+    """Seconds into the wait for a batch after which to look at the engines first; further looks come at intervals.
+
+    A wait that is shorter than the interval is looked at in its middle, if it takes as long as the last one. At its
+    end prompts may have run out, and slots that limited the engines before are free.
+
+    >>> first_look_s(5.0, last_wait_s=1.6), first_look_s(5.0, last_wait_s=40.0)
+    (0.8, 5.0)
+    """
+    return min(interval_s, last_wait_s / 2)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The load of all engines at one moment: sums, and of the KV cache the usage in the fullest engine."""

@@ -375,7 +375,8 @@ class SlotsConfig(_Block):
     )
     interval_s: float = _key(
         5.0,
-        "Seconds between two looks at the engines while a batch is waited for; there is one at its end in any case.",
+        "Seconds between two looks at the engines while a batch is waited for; there is one at its end in any case, "
+        "and one in the middle of a wait that is shorter.",
         who="steps shorter than some tens of seconds",
         evidence="the measured runs and tests with short steps set it",
         gt=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBufferAsync
 
 from partial_rollout.core.queue.staleness import StalenessBound
+from partial_rollout.core.slots import first_look_s
 from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
@@ -62,6 +64,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     """Prompts that `take_batch` put off to a later round when it returned the last batch."""
     _longest_wait_s: float = 0.0
     """Longest of the waits that have ended."""
+    _last_wait_s: float = math.inf
     version_spans: dict[str, list[list[int]]]
     """By key of the last batch, in their order: pairs of a weight version and the number of tokens that it sampled."""
     refill_fn: Callable[[int], Any]
@@ -84,8 +87,9 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """Hand over the prompt manager, the workers, the run's event stream and its log of rollouts.
 
         `on_taken` is told of each batch as soon as it has left the queue; `mini_batch` is the number
-        of trajectories in a mini-batch; `look` is called at intervals during waits; `engines` brings engines back that
-        die meanwhile; `elsewhere` surrounds the wait for validation, which has a limit of its own.
+        of trajectories in a mini-batch; `look` is called at intervals during waits, and in the middle of short ones;
+        `engines` brings engines back that die meanwhile; `elsewhere` surrounds the wait for validation, which has a
+        limit of its own.
         """
         self._elsewhere = elsewhere
         self._engines, self._log = engines, log
@@ -238,12 +242,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     def _wait(self, ref: ray.ObjectRef) -> TakeResult:
         started = reported = time.monotonic()
         interval_s = self._settings.slots.interval_s if self._look else REPORT_INTERVAL_S
+        next_s = first_look_s(interval_s, self._last_wait_s) if self._look else interval_s
         while True:
             # The workers' loops too: when one has ended, the batch may never be full.
             deaths = self._engines.deaths if self._engines else []
-            ready, _ = ray.wait([ref, *self._agent_loops.loops, *deaths], num_returns=1, timeout=interval_s)
+            ready, _ = ray.wait([ref, *self._agent_loops.loops, *deaths], num_returns=1, timeout=next_s)
+            next_s = interval_s
             if ref in ready:
-                self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - started)
+                self._last_wait_s = time.monotonic() - started
+                self._longest_wait_s = max(self._longest_wait_s, self._last_wait_s)
                 return ray.get(ref)
             self._agent_loops.raise_if_ended(ready)
             if self._engines:

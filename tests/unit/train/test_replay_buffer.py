@@ -399,3 +399,16 @@ def test_a_wait_as_long_as_those_before_is_no_warning(
     assert told[1] == [("INFO", 10), ("INFO", 20), ("INFO", 30)]
     usual = [("INFO", seconds) for seconds in range(10, 70, 10)]
     assert told[2] == [*usual, ("WARNING", 70), ("WARNING", 80)]
+
+
+def test_a_wait_that_is_shorter_than_the_interval_is_looked_at_in_its_middle(world: World) -> None:
+    """Slots that were all in use may be free at the end of the wait, and a run of short steps would never get more."""
+    taken, seconds = TakeResult(groups=(group("a", 1),)), (2.0, 2.0, 10.0, 10.0)
+    buffer = world.buffer(*(cast("Any", LateRef(taken, world.ray, after_s)) for after_s in seconds))
+    looks: list[list[float]] = []
+    for step in range(len(seconds)):
+        began_s, found = world.ray.now_s, list[float]()
+        buffer._look = lambda began_s=began_s, found=found: found.append(world.ray.now_s - began_s)
+        buffer.sample(STEP + step, "train", 1)
+        looks.append(found)
+    assert looks == [[5.0], [2.5], [1.25, 6.25, 11.25], [5.0, 10.0]]
