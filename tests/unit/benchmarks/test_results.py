@@ -27,7 +27,8 @@ def test_a_result_says_on_what_it_was_measured(name):
     if name in BEFORE_VERSIONS:
         assert "H200" in result.get("gpu", result.get("device", ""))
     else:
-        assert all("H200" in device for device in result["devices"])
+        card = name.removesuffix(".json").rpartition("_")[2].upper()
+        assert all(card in device for device in result["devices"])
         assert {"python", "torch", "vllm", "verl", "ray", "transformers"} <= set(result["versions"])
 
 
