@@ -109,6 +109,7 @@ MODES: dict[str, list[str]] = {
     "separate_async": [*SEPARATE_ASYNC, *(f"actor_rollout_ref.{key}" for key in DETACHED), *SPLIT],
     "wait": _ours("wait"),
     "partial_rollout": _ours("partial"),
+    "partial_rollout_prefetch_3": _ours("partial", "abort", "partial_rollout.prefetch_factor=3"),
     "partial_reuse_kv": _ours("partial", "reuse_kv"),
     "partial_reuse_kv_prefetch_3": _ours("partial", "reuse_kv", "partial_rollout.prefetch_factor=3"),
     "partial_offload_kv": _ours("partial", "offload_kv", *OFFLOADED),
