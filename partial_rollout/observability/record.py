@@ -47,6 +47,34 @@ INTERRUPTED = "aborted"
 
 
 @dataclass
+class EngineUse:
+    """How much each engine generated, and in which one interrupted responses went on."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By the address of the engine's server."""
+    num_resumed: int = 0
+    """Interrupted responses that went on, in any engine."""
+    num_back: int = 0
+    """Resumed responses whose engine was the one that was interrupted, which may still have their KV."""
+    _interrupted_in: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By trajectory: the engine that was interrupted last."""
+
+    def add(self, event: SegmentEnded) -> None:
+        """Count what an engine generated."""
+        self.tokens[event.server] = self.tokens.get(event.server, 0) + event.tokens
+        trajectory = (event.uid, event.session)
+        if (before := self._interrupted_in.pop(trajectory, None)) is not None:
+            self.num_resumed += 1
+            self.num_back += event.server == before
+        if event.reason == INTERRUPTED and event.tokens:
+            self._interrupted_in[trajectory] = event.server
+
+    def end(self, event: TrajectoryEnded) -> None:
+        """Forget a trajectory: another attempt begins anew."""
+        self._interrupted_in.pop((event.uid, event.session), None)
+
+
+@dataclass
 class RunRecord:
     """Everything that a run has told so far; `add` takes in further events in the order of their times."""
 
@@ -68,14 +96,8 @@ class RunRecord:
     """What the engines generate: tokens, or the denoise steps of images."""
     tokens_kept: int = 0
     """Tokens that an interruption did not cost."""
-    engine_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that each engine generated, by the address of its server."""
-    num_resumed: int = 0
-    """Interrupted responses that went on, in any engine."""
-    num_back: int = 0
-    """Resumed responses whose engine was the one that was interrupted, which may still have their KV."""
-    _interrupted_in: dict[tuple[str, int], str] = field(default_factory=dict)
-    """By trajectory: the engine that was interrupted last."""
+    engines: EngineUse = field(default_factory=EngineUse)
+    """Use of the engines since the last start, which gives them other addresses."""
     num_trajectories: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
     """Seconds of all trajectories together by what they waited for: `engine`, `tool`, `reward`, `held`."""
@@ -108,7 +130,9 @@ class RunRecord:
             case CommandEnded():
                 self.ended = event
             case SegmentEnded():
-                self._add_segment(event)
+                self.unit = event.unit
+                self.tokens_kept += event.tokens if event.reason == INTERRUPTED else 0
+                self.engines.add(event)
             case TrajectoryEnded():
                 self._count(event)
             case _:
@@ -130,23 +154,13 @@ class RunRecord:
     def _begin(self, event: StageBegan) -> None:
         if event.number == 1:
             self.stages, self.ended, self.queue, self._last_end_s = [event], None, None, None
+            self.engines = EngineUse()
         elif not self.stages or event.number > self.stages[-1].number:
             self.stages.append(event)
 
-    def _add_segment(self, event: SegmentEnded) -> None:
-        self.unit = event.unit
-        self.engine_tokens[event.server] = self.engine_tokens.get(event.server, 0) + event.tokens
-        trajectory = (event.uid, event.session)
-        if (before := self._interrupted_in.pop(trajectory, None)) is not None:
-            self.num_resumed += 1
-            self.num_back += event.server == before
-        if event.reason == INTERRUPTED and event.tokens:
-            self.tokens_kept += event.tokens
-            self._interrupted_in[trajectory] = event.server
-
     def _count(self, event: TrajectoryEnded) -> None:
         self.num_trajectories += 1
-        self._interrupted_in.pop((event.uid, event.session), None)
+        self.engines.end(event)
         parts = {"engine": event.engine_seconds, "tool": event.tool_seconds, "reward": event.reward_seconds}
         for name, seconds in (parts | {"held": event.held_seconds}).items():
             self.waits_s[name] = self.waits_s.get(name, 0.0) + seconds

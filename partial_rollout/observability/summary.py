@@ -107,13 +107,14 @@ def _interrupted(record: RunRecord) -> str:
 
 def _engines(record: RunRecord) -> str:
     """How even several engines are loaded, and whether interrupted responses went on where their KV may be."""
-    whole = sum(record.engine_tokens.values())
-    if len(record.engine_tokens) < 2 or not whole:
+    use = record.engines
+    whole = sum(use.tokens.values())
+    if len(use.tokens) < 2 or not whole:
         return ""
-    least, most = (pick(record.engine_tokens.values()) / whole for pick in (min, max))
-    again = f"; {record.num_back:,} of {record.num_resumed:,} interrupted responses went on in the same engine"
+    least, most = (pick(use.tokens.values()) / whole for pick in (min, max))
+    again = f"; {use.num_back:,} of {use.num_resumed:,} interrupted responses went on in the same engine"
     shares = f"{least:.0%} to {most:.0%} of the tokens each"
-    return f"{len(record.engine_tokens)}, {shares}{again if record.num_resumed else ''}"
+    return f"{len(use.tokens)}, {shares}{again if use.num_resumed else ''}"
 
 
 def _waits(record: RunRecord) -> str:

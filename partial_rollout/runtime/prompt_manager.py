@@ -12,7 +12,8 @@
 |         | drop, give_back               |                                   |                                        |
 | actor   | beat, tell_stack              | nothing                           |                                        |
 | trainer | next_death (long poll)        | the death of a watched actor      | Ray, beats that do not come, close     |
-| trainer | end_silent                    | nothing                           |                                        |
+| trainer | end_silent                    | nothing, or until all are known   | beats, or a tenth of claim_s without   |
+|         |                               | to live or to be silent           |                                        |
 | trainer | stacks                        | actors to tell where they stand   | tell_stack; at most seconds            |
 | anybody | status, statistics            | nothing                           |                                        |
 

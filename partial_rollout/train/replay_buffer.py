@@ -65,6 +65,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
     _longest_wait_s: float = 0.0
     """Longest of the waits that have ended."""
     _last_wait_s: float = math.inf
+    """Length of the last wait; before the first one none counts as short."""
     version_spans: dict[str, list[list[int]]]
     """By key of the last batch, in their order: pairs of a weight version and the number of tokens that it sampled."""
     refill_fn: Callable[[int], Any]

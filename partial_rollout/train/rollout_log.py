@@ -129,7 +129,7 @@ class RunLog:
         self.has_replayed = False
         """Whether the last batch was one of the log."""
         self._replayed_folder = ""
-        """Which workers read until the next checkpoint but one."""
+        """Folder from which workers replay: until the second checkpoint, and until its last batch is trained."""
         self._has_saved = False
 
     def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> None:
@@ -229,7 +229,7 @@ class RunLog:
 
     def after_save(self, step: int) -> None:
         """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
-        # Workers may still have places in the folder that they replay from; it goes with the next checkpoint.
+        # The first checkpoint leaves the folder from which workers replay: they may have claimed more of it.
         if self._has_saved and self._replayed_folder and not self.is_replaying:
             self._forget_replayed()
         self._has_saved = True

@@ -208,8 +208,9 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
     text = log.read_text()
     assert not due, text[-4000:]
     assert not late, f"these came after their phase: {late}"
-    assert unconserved(EventReader(folder / "events").read()) == []
-    struck = Struck(_ended(job, text, folder, mark), tuple(blows), tuple(at_s), ended_s, folder)
+    ended = _ended(job, text, folder, mark)
+    assert unconserved(ended.stream) == []
+    struck = Struck(ended, tuple(blows), tuple(at_s), ended_s, folder)
     STRUCK.append(struck)
     return struck
 

@@ -128,9 +128,10 @@ def test_jobs_side_by_side_are_stored_each_with_its_gpu(monkeypatch, tmp_path):
 def test_a_job_has_as_many_gpus_as_it_is_given(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "command", lambda *_, **__: [sys.executable, "-c", METRICS])
     monkeypatch.setattr(shapes, "write_weights", lambda *_: None)
-    words = ["--shape", "tiny", "--gpus", "3", "5", "--gpus-each", "2", "--modes", "sync", "--out", str(tmp_path)]
+    gpus = ["--gpus", "3", "5", "7", "8", "--gpus-each", "2"]
+    words = ["--shape", "tiny", *gpus, "--modes", "sync", "colocate_async", "--out", str(tmp_path)]
     Jobs(parse(words)).run(tmp_path / "inputs")
-    assert [job["gpus"] for job in read_result(tmp_path / "jobs.json")["jobs"]] == [[3, 5]]
+    assert sorted(job["gpus"] for job in read_result(tmp_path / "jobs.json")["jobs"]) == [[3, 5], [7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_two_gpus_are_shared_or_one_is_that_of_an_engine(mode, training, engines
 
 def test_gpus_that_are_left_over_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="--gpus-each 2 is not allowed: must divide 3 --gpus"):
-        jobs.main(["--gpus", "0", "1", "2", "--gpus-each", "2", "--out", str(tmp_path)])
+        jobs.main(["--gpus", "0", "1", "2", "--gpus-each", "2", "--dry-run", "--out", str(tmp_path)])
 
 
 def test_jobs_that_were_stored_are_not_run_again_and_not_mixed_with_others(monkeypatch, tmp_path):

@@ -233,6 +233,10 @@ def test_the_summary_tells_how_even_engines_are_and_where_interrupted_responses_
         segment(2, "t", 0),
     ]
     assert "; 2 of 3 interrupted" in "".join(summary_lines(recorded(*events, *again))), "another attempt has begun anew"
+    start = StageBegan(number=1, total=5, name="configuration")
+    later = [segment(0, "u", 3, "aborted"), segment(0, "v", 1)]
+    (told,) = (line for line in summary_lines(recorded(*events, start, *later)) if line.startswith("engines"))
+    assert told.endswith(" 2, 25% to 75% of the tokens each; 0 of 1 interrupted responses went on in the same engine")
     alone = summary_lines(recorded(*steps(1), segment(0, "s", 10), segment(1, "t", 10)))
     assert any(line.endswith("2, 50% to 50% of the tokens each") for line in alone)
 

@@ -34,10 +34,10 @@ def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_a_silent_server_is_replaced_also_where_engines_release_their_memory(
+def test_engines_release_their_memory_by_a_call_of_the_fleet(
     trainer: Any, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fleet's calls are made again when it was; those of verl's checkpoint manager are not."""
+    """The fleet makes a call again when a silent server was replaced; verl's checkpoint manager does not."""
     trainer.fleet = SimpleNamespace(drain=lambda: log.append("drain") or 0, sleep=noted(log, "sleep"))
     trainer.curr_step_profile, trainer._pending_sync_metrics = False, {}
     trainer.replay_buffer = SimpleNamespace(num_deferred=0)
