@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -363,11 +364,13 @@ def _by_server(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
 
 def packed(bars: Iterable[Bar]) -> dict[Bar, int]:
     """A slot for each bar such that no two of a slot overlap: the first one that is free when the bar begins."""
-    free_s: list[float] = []
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
     slots: dict[Bar, int] = {}
     for bar in sorted(bars, key=lambda bar: bar.start_s):
-        slot = next((index for index, end_s in enumerate(free_s) if end_s <= bar.start_s), len(free_s))
-        if slot == len(free_s):
-            free_s.append(0.0)
-        free_s[slot], slots[bar] = bar.end_s, slot
+        while busy and busy[0][0] <= bar.start_s:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        # All slots so far are busy if none is free.
+        slots[bar] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (bar.end_s, slots[bar]))
     return slots

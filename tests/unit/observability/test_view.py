@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-import time
+import sys
 import tracemalloc
 from typing import TYPE_CHECKING, cast
 
@@ -672,7 +672,7 @@ def test_a_page_that_is_open_for_days_keeps_the_numbers_of_each_step_and_nothing
     assert (sizes[2] - sizes[1]) / 25 < 9_000
 
 
-async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Path) -> None:
+async def test_a_run_of_ten_thousand_steps_answers_with_bounded_work(tmp_path: Path) -> None:
     def events() -> Iterable[AnyEvent]:
         for number in range(1, 10_001):
             yield step(number, 10_000)
@@ -684,9 +684,20 @@ async def test_a_run_of_ten_thousand_steps_answers_within_a_second(tmp_path: Pat
     state = RunState(write(tmp_path, *events()), clock=lambda: next(now))  # every request looks again
     state.look()
     write(tmp_path, step(10_001, 10_001), role="later")
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
     async with TestClient(TestServer(make_app(state, TOKEN))) as client:
-        began_s = time.process_time()
-        answer = await client.get(f"/state?token={TOKEN}")
+        sys.setprofile(count)  # counted, since seconds are those of the machine
+        try:
+            answer = await client.get(f"/state?token={TOKEN}")
+            prompt = await client.get(f"/prompt?token={TOKEN}&uid=p77")
+        finally:
+            sys.setprofile(None)
         assert (await answer.json())["step"] == 10_001
-        assert (await client.get(f"/prompt?token={TOKEN}&uid=p77")).status == 200
-        assert time.process_time() - began_s < 1.0
+        assert prompt.status == 200
+    # Entries and returns of functions: 205 for each step and 410 for each response that has not ended.
+    assert calls < 6_000_000
