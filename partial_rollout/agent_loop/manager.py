@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import ray
 import transfer_queue as tq
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
@@ -26,7 +26,7 @@ from partial_rollout.settings.derived import read_settings
 from partial_rollout.types import PromptMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ray.actor import ActorHandle
     from tensordict import TensorDict
@@ -63,10 +63,10 @@ class _Validation(NamedTuple):
 class _Known(NamedTuple):
     """What workers are told before they claim: a worker that is started again is told too."""
 
-    places: tuple[ray.ObjectRef, ray.ObjectRef] | None = None
-    """Where the log of rollouts has what is replayed, and what goes on."""
+    places: ray.ObjectRef | None = None
+    """Where the log of rollouts has what is replayed."""
     tokens: ray.ObjectRef | None = None
-    """Tokens of a checkpoint; None: nobody needs any."""
+    """Tokens of a checkpoint and of the log; None: nobody needs any."""
     unclaimed: frozenset[str] = frozenset()
     """The trajectories whose tokens no worker had taken when the workers were asked last."""
 
@@ -190,7 +190,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def _tell(self, worker: ActorHandle, known: _Known) -> None:
         """Wait until the worker knows it: Ray may run a call whose large arguments are there before an earlier one."""
-        calls = [] if known.places is None else [worker.replay.remote(*known.places)]
+        calls = [] if known.places is None else [worker.replay.remote(known.places)]
         if known.tokens is not None:
             calls.append(worker.restore_tokens.remote(known.tokens))
         self._wait_all(calls, "take over what is replayed", TOKENS_TIMEOUT_S)
@@ -289,8 +289,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         found = self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S)
         self._note_told(living, found)
         sent = dict(zip((name for name, _ in living), found, strict=True))
-        merged = self._unclaimed_tokens()
-        missing: list[str] = []
+        merged, missing = self._unclaimed_tokens()
         for (name, _), answer in zip(asked, answers, strict=True):
             tokens = sent.get(name, answer)
             if is_missing(tokens):
@@ -299,13 +298,19 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
                 merged |= tokens
         return merged, missing
 
-    def _unclaimed_tokens(self) -> Saved:
-        """Restored tokens that no worker had taken. They are read here: a worker that sends them could die of it."""
+    def _unclaimed_tokens(self) -> tuple[Saved, list[str]]:
+        """Restored tokens that no worker had taken, and why they are missing.
+
+        They are read here: a worker that sends them could die of it.
+        """
         known = self._known
         if known.tokens is None:
-            return {}
-        saved: Saved = ray.get(known.tokens, timeout=TOKENS_TIMEOUT_S)
-        return {key: calls for key, calls in saved.items() if key in known.unclaimed}
+            return {}, []
+        try:
+            saved: Saved = ray.get(known.tokens, timeout=TOKENS_TIMEOUT_S)
+        except GetTimeoutError as error:
+            return {}, [f"{len(known.unclaimed)} restored responses that nobody has claimed: {error}"]
+        return {key: calls for key, calls in saved.items() if key in known.unclaimed}, []
 
     def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
@@ -316,6 +321,15 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             self._restored = frozenset(self.worker_ids) if saved else frozenset()
             calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
+
+    def forget_tokens(self, keys: Collection[str]) -> None:
+        """Let no trajectory go on from restored tokens of `keys`, `{uid}_{session}` each."""
+        # In one piece, as in `resize`.
+        with self._swapped:
+            kept = self._known.unclaimed.difference(keys)
+            self._known = self._known._replace(unclaimed=kept, tokens=self._known.tokens if kept else None)
+            calls = [each.keep_unclaimed.remote(kept) for each in self.agent_loop_workers]
+        self._ask_living(calls, "forget tokens", HOLD_TIMEOUT_S)
 
     def forget_claimed(self) -> None:
         """Let all workers forget the restored tokens of trajectories that one of them has started, until none is left.
@@ -364,13 +378,13 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             if is_missing(answer):
                 logger.warning("the log of rollouts has nothing of an agent-loop worker: %s", answer)
 
-    def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
-        """Tell all workers which trajectories are replayed, and which go on: any of them may claim the prompt."""
-        refs = ray.put(places), ray.put(unfinished)
+    def replay(self, places: Mapping[str, Place]) -> None:
+        """Tell all workers which trajectories are replayed: any of them may claim the prompt."""
+        ref = ray.put(places)
         # In one piece, as in `resize`.
         with self._swapped:
-            self._known = self._known._replace(places=refs)
-            calls = [each.replay.remote(*refs) for each in self.agent_loop_workers]
+            self._known = self._known._replace(places=ref)
+            calls = [each.replay.remote(ref) for each in self.agent_loop_workers]
         self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:

@@ -28,13 +28,12 @@ from partial_rollout.core.rollout_log import (
     pack_log_probs,
     pack_mask,
     read_finished,
-    read_interrupted,
     stamped,
     unpack_ids,
     unpack_log_probs,
     unpack_mask,
 )
-from partial_rollout.core.unfinished import Written, join
+from partial_rollout.core.unfinished import Written
 from partial_rollout.errors import DataError
 from partial_rollout.runtime.log_writer import LogWriter
 
@@ -97,7 +96,6 @@ class WorkerLog:
         self._worker_id, self._read_s = worker_id, read_s
         self._writer = LogWriter(worker_id)
         self._places: dict[str, Place] = {}
-        self._unfinished: dict[str, tuple[Place, ...]] = {}
         self._written: WeakKeyDictionary[Trajectory, Written] = WeakKeyDictionary()
         """What the file has of trajectories that have not ended."""
         self._warned = False
@@ -117,9 +115,9 @@ class WorkerLog:
         """Put all on the disk."""
         self._writer.close(timeout_s)
 
-    def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
-        """Replay these trajectories when they are claimed, let the `unfinished` ones go on, and no others."""
-        self._places, self._unfinished = dict(places), dict(unfinished)
+    def replay(self, places: Mapping[str, Place]) -> None:
+        """Replay these trajectories when they are claimed, and no others."""
+        self._places = dict(places)
 
     def write(
         self, trajectory: Trajectory, outputs: Sequence[Any], found: Sequence[TrajectorySummary]
@@ -163,34 +161,18 @@ class WorkerLog:
         if place is None or not trajectory.may_go_on:
             return None
         try:
-            (framed,) = await self._read([place])
+            (framed,) = await asyncio.wait_for(asyncio.to_thread(read_frames, [place]), self._read_s)
             record = read_finished(framed, trajectory.key, place.checksum)
             return Replayed([decode_output(each) for each in record.outputs], record.summaries, framed[8:])
         except UNREADABLE as error:
             self._warn_of_unread(trajectory, place, error)
             return None
 
-    async def go_on(self, trajectory: Trajectory) -> None:
-        """Let a trajectory that an earlier start has not ended go on from the tokens that it has logged, if any."""
-        places = self._unfinished.pop(trajectory.key, ())
-        if not places or not trajectory.may_go_on:
-            return
-        try:
-            framed = await self._read(places)
-            records = read_interrupted(framed, trajectory.key, [place.checksum for place in places])
-            trajectory.go_on_from(join(records))
-        except UNREADABLE as error:
-            self._warn_of_unread(trajectory, places[0], error)
-
-    async def _read(self, places: Sequence[Place]) -> list[bytes]:
-        return await asyncio.wait_for(asyncio.to_thread(_read, places), self._read_s)
-
     def _warn_of_unread(self, trajectory: Trajectory, place: Place, error: Exception) -> None:
         why = str(error)
         if isinstance(error, asyncio.TimeoutError):
             why = f"the disk has not answered for {self._read_s:g} s; nor are the others read"
             self._places.clear()
-            self._unfinished.clear()
         name = trajectory.claim.prompt_name
         self._warn(f"{name} is generated again, its record in {place.path} cannot be read: {why}")
 
@@ -250,8 +232,8 @@ def _encode_output(output: Any) -> Output:
     )
 
 
-def _read(places: Sequence[Place]) -> list[bytes]:
-    """The frames at places of one file."""
+def read_frames(places: Sequence[Place]) -> list[bytes]:
+    """The frames at places of one file. Raises OSError."""
     with Path(places[0].path).open("rb") as file:
         return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 

@@ -53,7 +53,11 @@ class Trajectory:
     """
 
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
-        """`session` numbers the trajectories of a prompt; `saved` are the folded generate calls of a checkpoint."""
+        """`session` numbers the trajectories of a prompt; `saved` are folded generate calls of an earlier start.
+
+        Raises:
+            DataError: they do not follow each other.
+        """
         self.claim = claim
         self.session = session
         self.key = f"{claim.uid}_{session}"
@@ -70,7 +74,7 @@ class Trajectory:
         self.record_bytes = b""
         """The trajectory's record in the log of rollouts, once the trajectory has ended."""
         self._phase, self._since_s = "", 0.0
-        self._saved = deque(unfold(saved))
+        self._saved = deque(unfold(saved) if self.may_go_on else ())
 
     def enter(self, phase: str, now_s: float) -> bool:
         """From now on the trajectory waits for something else; returns whether it is something else.
@@ -97,14 +101,6 @@ class Trajectory:
     def num_ahead(self) -> int:
         """Saved generate calls that the agent loop has not made again yet."""
         return len(self._saved)
-
-    def go_on_from(self, saved: Sequence[GenerationState]) -> None:
-        """Before the first generate call: take these folded calls instead of a checkpoint's, which are older.
-
-        Raises:
-            DataError: they do not follow each other; the checkpoint's stay.
-        """
-        self._saved = deque(unfold(saved))
 
     @property
     def num_responses(self) -> int:
@@ -188,7 +184,7 @@ class Trajectories:
         """A trajectory begins; one of a further attempt begins afresh."""
         # Popped even where it is not used: what has started somewhere never goes on from saved tokens again.
         saved = self._saved.pop(f"{claim.uid}_{session}", ())
-        trajectory = Trajectory(claim, session, saved if claim.goes_on else ())
+        trajectory = Trajectory(claim, session, saved)
         self._running.setdefault(claim.claim_id, {})[trajectory.key] = trajectory
         return trajectory
 

@@ -211,7 +211,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         return self._trajectories.states()
 
     async def restore_tokens(self, saved: Saved) -> None:
-        """Let trajectories go on from the tokens of a checkpoint, which holds no routed experts to replay."""
+        """Let trajectories go on from the tokens of a checkpoint or log, which hold no routed experts to replay."""
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)
 
@@ -219,9 +219,9 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Write the log of rollouts into this folder from now on."""
         self._log.begin(folder, self._trajectories.records())
 
-    async def replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
-        """Let these trajectories, and no others, be what the log of an earlier start says; `unfinished` ones go on."""
-        self._log.replay(places, unfinished)
+    async def replay(self, places: Mapping[str, Place]) -> None:
+        """Let these trajectories, and no others, be what the log of an earlier start says."""
+        self._log.replay(places)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.
@@ -294,7 +294,6 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         started_s = time.monotonic()
         replayed = await self._log.read(trajectory)
         if replayed is None:
-            await self._log.go_on(trajectory)
             found = await self._run_anew(trajectory, row)
         else:
             found = await self._store_again(trajectory, row, replayed)

@@ -7,8 +7,9 @@
 A folder has what came after the checkpoint of step K; 0 stands for the beginning of the run. A checkpoint begins a
 folder, and when it is whole the folders before go: it has all that they have.
 
-A start: read the folder -> plan -> open a file of its own -> admit under the old names -> take the old batches, while
-workers replay what they claim -> after the last old batch everything is as usual. docs/design/0014 says why.
+A start: read the folder -> plan -> open a file of its own -> unfinished responses join the checkpoint's tokens -> admit
+under the old names -> take the old batches, while workers replay what they claim -> after the last old batch everything
+is as usual. A checkpoint copies into its folder what nobody has claimed by then. docs/design/0014 says why.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from omegaconf import OmegaConf
 
-from partial_rollout.agent_loop.rollout_log import LogFolder
+from partial_rollout.agent_loop.rollout_log import LogFolder, read_frames
 from partial_rollout.core.replay import History, Place, Plan
 from partial_rollout.core.rollout_log import (
     HEADER,
@@ -38,17 +40,22 @@ from partial_rollout.core.rollout_log import (
     checksum,
     decode,
     encode,
+    read_interrupted,
 )
+from partial_rollout.core.saved_calls import unfold
+from partial_rollout.core.unfinished import join
 from partial_rollout.errors import DataError, WaitTimeout
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.memory import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from omegaconf import DictConfig
 
+    from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.core.rollout_log import AnyRecord
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import FinishedGroup, QueueSnapshot
@@ -85,6 +92,10 @@ READ_TIMEOUT_S = 600.0
 """Gigabytes take seconds; this bounds a disk that stands still."""
 BYTES_A_TOKEN = 17
 """Token, log-prob and mask; and once more token and log-prob, of a response that was interrupted."""
+CARRIED = "carried"
+"""Role in the name of the file with what a checkpoint has copied from the folder before."""
+COPY_TIMEOUT_S = 60.0
+"""Few responses are left by the first checkpoint; this bounds a disk that stands still."""
 NUM_STEPS_OF_ROOM = 20
 """Steps that should find room on the disk: with the default of 20 minutes between checkpoints, steps of a minute."""
 
@@ -104,19 +115,14 @@ def logs_rollouts(config: DictConfig, block: PartialRolloutConfig) -> bool:
 class RunLog:
     """Writes the trainer's file of the log, tells workers where theirs are, and says what a step is to replay.
 
-    begin -> name_prompts, wanted, taken ... -> before_save -> after_save -> ... -> end
+    begin -> name_prompts, wanted, taken ... -> before_save -> carry -> after_save -> forget_claimed ... -> end
     """
 
-    def __init__(
-        self,
-        config: DictConfig,
-        begin_workers: Callable[[LogFolder], None],
-        replay: Callable[[Mapping[str, Place], Mapping[str, tuple[Place, ...]]], None],
-    ) -> None:
-        """`begin_workers` lets all workers write below a folder, `replay` gives them what ended, and what goes on."""
+    def __init__(self, config: DictConfig, workers: PartialRolloutAgentLoopManager) -> None:
+        """`workers` write below a folder, replay what has ended, and forget what they were to go on from."""
         self._config = config
         self._root = Path(config.trainer.default_local_dir).absolute() / FOLDER
-        self._begin_workers, self._replay = begin_workers, replay
+        self._workers = workers
         self._writer = LogWriter(TRAINER)
         self._world = world(config)
         self._number = 1
@@ -129,15 +135,22 @@ class RunLog:
         self.has_replayed = False
         """Whether the last batch was one of the log."""
         self._replayed_folder = ""
-        """Folder from which workers replay: until the second checkpoint, and until its last batch is trained."""
-        self._has_saved = False
+        """Folder from which workers replay, until a checkpoint finds all of it claimed."""
+        self._num_left: int | None = None
+        """Trajectories of this folder that nobody had claimed at the last checkpoint; None: there was none."""
+        self._goes_on: frozenset[str] = frozenset()
+        """Trajectories that go on from tokens of the log, while it is replayed."""
+        self._last_step = 0
+        """The step whose batch was taken last, or that of the checkpoint."""
 
-    def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> None:
+    def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> Saved:
         """Training goes on after the checkpoint of `base_step`, which has this queue; None: there is no checkpoint.
 
-        Call it when workers run, and before they claim.
+        Call it when workers run, and before they claim. Returns the tokens of responses that had not ended, which are
+        newer than those of the checkpoint.
         """
         folder = self._root / f"after_step_{base_step}"
+        self._last_step = base_step
         self._num_admitted = 0 if snapshot is None else snapshot.admitted
         try:
             free, history, self._number, why_not = call_bounded(
@@ -148,7 +161,7 @@ class RunLog:
         # Without its log a new start generates again; a run that ended for its log would cost more.
         except (OSError, WaitTimeout) as error:
             logger.warning("there is no log of rollouts, the run goes on without it: %s", error)
-            return
+            return {}
         unfinished = [] if snapshot is None else [prompt.uid for prompt in snapshot.unfinished]
         done = [] if snapshot is None else [group.uid for group in snapshot.done]
         plan = history.plan(base_step, first=self._num_admitted, unfinished=unfinished, done=done)
@@ -157,11 +170,26 @@ class RunLog:
         self._use(plan)
         # Before the replay: its trajectories are written again, into this start's own files.
         self._open(LogFolder(str(folder), self._number, base_step), plan.through)
-        if plan.places or plan.unfinished:
-            self._replayed_folder = folder.name
-            self._replay(plan.places, plan.unfinished)
-            logger.warning("%s", describe(plan, base_step))
         self._warn_of_room(free)
+        if not plan.places and not plan.unfinished:
+            return {}
+        self._replayed_folder = folder.name
+        self._workers.replay(plan.places)
+        logger.warning("%s", describe(plan, base_step))
+        tokens = self._tokens(plan)
+        self._goes_on = frozenset(tokens)
+        return tokens
+
+    def _tokens(self, plan: Plan) -> Saved:
+        try:
+            return call_bounded(
+                lambda: read_tokens(plan.unfinished),
+                timeout_s=READ_TIMEOUT_S,
+                who_waits=f"trainer waits for tokens of unfinished responses in {self._root}",
+            )
+        except WaitTimeout as error:
+            logger.warning("unfinished responses go on from the checkpoint's tokens only: %s", error)
+            return {}
 
     def _read(self, folder: Path, base_step: int) -> tuple[int, History, int, str]:
         """Free bytes on the disk, then as `read_history`."""
@@ -203,6 +231,7 @@ class RunLog:
         """A batch was taken; returns how many of its trajectories were not generated for it in this start."""
         members = [Group(each.uid, [(t.key, t.log_checksum) for t in each.trajectories]) for each in groups]
         self._writer.append(encode(Taken(step=step, groups=members)))
+        self._last_step = step
         # Read before the batch leaves `_waiting`.
         self.has_replayed = bool(self.wanted(step))
         if not self.has_replayed:
@@ -227,26 +256,69 @@ class RunLog:
         self._number = 1
         self._open(LogFolder(str(folder), 1, step), step)
 
+    def carry(self, step: int, snapshot: QueueSnapshot) -> None:
+        """Copy what nobody has claimed yet into the folder of the checkpoint of `step`, whose queue this is.
+
+        A start from that checkpoint replays it too. What was unfinished and is admitted is in the checkpoint's tokens.
+        """
+        if not self._replayed_folder:
+            return
+        coming = {uid for uid, number in self._coming.items() if number >= self._num_admitted}
+        waiting = coming | {prompt.uid for prompt in snapshot.unfinished}
+        left = {key: (place,) for key, place in self._plan.places.items() if _uid(key) in waiting}
+        left |= {key: places for key, places in self._plan.unfinished.items() if _uid(key) in coming}
+        self._num_left = len(left)
+        if not left or not self._writer.is_on:
+            return
+        names = [self._plan.names[number] for number in sorted(self._plan.names) if number >= self._num_admitted]
+        uids, prompts = [uid for uid, _ in names], [asked for _, asked in names]
+        self._writer.append(encode(Admitted(first=self._num_admitted, uids=uids, prompts=prompts)))
+        # Number 0: whatever this start writes of the same trajectories comes later.
+        folder = LogFolder(str(self._root / f"after_step_{step}"), 0, step)
+        try:
+            call_bounded(
+                lambda: self._copy(left, folder),
+                timeout_s=COPY_TIMEOUT_S,
+                who_waits=f"trainer waits for a copy of {len(left)} logged responses in {folder.path}",
+            )
+        # They are generated again if the run dies before they are claimed.
+        except (OSError, WaitTimeout) as error:
+            logger.warning("%d logged responses that nobody has claimed are in no checkpoint: %s", len(left), error)
+
+    def _copy(self, left: Mapping[str, Sequence[Place]], folder: LogFolder) -> None:
+        trainers, of_workers = LogWriter(TRAINER), LogWriter(CARRIED)
+        trainers.open(folder.file(TRAINER))
+        trainers.append(folder.opened(TRAINER, world=self._world, holds_through=folder.base_step))
+        of_workers.open(folder.file(CARRIED))
+        of_workers.append(folder.opened(CARRIED))
+        for places in left.values():
+            for content in read_frames(places):
+                of_workers.append(content[HEADER.size :])
+        trainers.close(COPY_TIMEOUT_S)
+        of_workers.close(COPY_TIMEOUT_S)
+
     def after_save(self, step: int) -> None:
         """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
-        # The first checkpoint leaves the folder from which workers replay: they may have claimed more of it.
-        if self._has_saved and self._replayed_folder and not self.is_replaying:
-            self._forget_replayed()
-        self._has_saved = True
         self._writer.remove(self._root, but={f"after_step_{step}", self._replayed_folder})
+
+    def forget_claimed(self) -> None:
+        """Let workers forget what they have replayed, once a checkpoint has found all of it claimed.
+
+        Without it all of them would keep its places until the run ends.
+        """
+        if self._num_left != 0 or not self._replayed_folder or self.is_replaying:
+            return
+        # The next checkpoint removes it: a worker may read its last record now.
+        self._replayed_folder, self._goes_on = "", frozenset()
+        coming = {number: names for number, names in self._plan.names.items() if number >= self._num_admitted}
+        self._use(Plan(names=coming, through=self._plan.through))
+        self._workers.replay({})
 
     def end(self, *, is_complete: bool, timeout_s: float) -> None:
         """The run ends; after its last step there is nothing to go on from, and the log goes."""
         if is_complete:
             self._writer.remove(self._root)
         self._writer.close(timeout_s)
-
-    def _forget_replayed(self) -> None:
-        """What nobody has claimed until now is generated; without this all would keep the places until the run ends."""
-        self._replayed_folder = ""
-        coming = {number: names for number, names in self._plan.names.items() if number >= self._num_admitted}
-        self._use(Plan(names=coming, through=self._plan.through))
-        self._replay({}, {})
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan
@@ -256,17 +328,20 @@ class RunLog:
     def _break_off(self, why: str, *, through: int | None = None) -> None:
         """Go on without the log: what it says of later steps holds no more."""
         if through is None:
-            through = self._waiting[0][0] - 1 if self._waiting else self._plan.through
+            through = self._waiting[0][0] - 1 if self._waiting else self._last_step
         logger.warning("the replay of logged responses ends before step %d: %s", through + 1, why)
         self._use(Plan(through=through))
         self._writer.append(encode(Abandoned(holds_through=through)))
-        # Workers forget their places too, or they would answer for prompts of another history.
-        self._replay({}, {})
+        # Workers forget it too, or they would answer for prompts of another history.
+        self._workers.replay({})
+        if self._goes_on:
+            self._workers.forget_tokens(self._goes_on)
+        self._goes_on = frozenset()
 
     def _open(self, folder: LogFolder, holds_through: int) -> None:
         self._writer.open(folder.file(TRAINER))
         self._writer.append(folder.opened(TRAINER, world=self._world, holds_through=holds_through))
-        self._begin_workers(folder)
+        self._workers.begin_log(folder)
 
     def _warn_of_room(self, free: int) -> None:
         needed = NUM_STEPS_OF_ROOM * step_bytes(self._config)
@@ -308,6 +383,32 @@ def step_bytes(config: DictConfig) -> int:
     """Bytes of the records of a step whose responses are all as long as they may be."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
     return data.train_batch_size * n * (data.max_prompt_length + data.max_response_length) * BYTES_A_TOKEN
+
+
+def _uid(key: str) -> str:
+    return key.rpartition("_")[0]
+
+
+def read_tokens(unfinished: Mapping[str, Sequence[Place]]) -> Saved:
+    """The generate calls of unfinished trajectories from their records, folded as a checkpoint has them.
+
+    One that cannot be read is left out, and the first of these is warned of.
+    """
+    found: Saved = {}
+    unread: list[str] = []
+    for key, places in unfinished.items():
+        try:
+            calls = join(read_interrupted(read_frames(places), key, [place.checksum for place in places]))
+            unfold(calls)  # raises if they do not follow each other
+            found[key] = calls
+        except (OSError, DataError, msgspec.DecodeError) as error:
+            unread.append(f"trajectory {key} in {places[0].path}: {error}")
+    if unread:
+        said = (
+            "the tokens that the log has of %d unfinished responses cannot be read, and are generated again; first: %s"
+        )
+        logger.warning(said, len(unread), unread[0])
+    return found
 
 
 def describe(plan: Plan, base_step: int) -> str:

@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
+    from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.core.depth import DepthDecision
     from partial_rollout.core.queue.tail import RoundPlan
     from partial_rollout.core.slots import SlotDecision
@@ -219,7 +220,7 @@ class PartialRolloutTrainer(PPOTrainer):
         engines = EngineRecovery(self.fleet, self._bring_back, step=lambda: self.global_steps)
         agent_loop_manager.engines = engines
         if logs_rollouts(self.config, self.settings.block):
-            self._log = RunLog(self.config, agent_loop_manager.begin_log, agent_loop_manager.replay)
+            self._log = RunLog(self.config, agent_loop_manager)
         models = self.config.actor_rollout_ref
         mini_batch = models.actor.ppo_mini_batch_size * models.rollout.n
         self.replay_buffer.bind(
@@ -334,6 +335,8 @@ class PartialRolloutTrainer(PPOTrainer):
         self._note_gate(is_open=True, seconds=self.timing_raw["resume"])
         self._report_step("open")
         self.agent_loop_manager.forget_claimed()
+        if self._log is not None:
+            self._log.forget_claimed()
         self._last_checkpoint.step_ended(self.global_steps)
         self._phase.begin(f"reported step {self.global_steps}", REPORT)
 
@@ -386,13 +389,15 @@ class PartialRolloutTrainer(PPOTrainer):
         """Missing hook: restored prompts. verl pushes them to workers again; here they go back to the prompt queue."""
         step, num_prompts = self.global_steps - 1, 0
         snapshot = load_queue(self.config, step)
+        tokens: Saved = {}
         if snapshot is not None:
             tokens = load_tokens(snapshot, self.config, step)
-            self.agent_loop_manager.restore_tokens(tokens)
             logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
             num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
         if self._log is not None:
-            self._log.begin(step, snapshot)
+            tokens |= self._log.begin(step, snapshot)
+        if tokens:
+            self.agent_loop_manager.restore_tokens(tokens)
         return num_prompts
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
@@ -413,6 +418,11 @@ class PartialRolloutTrainer(PPOTrainer):
 
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
+        is_last = self.global_steps >= self.total_training_steps
+        # It would separate the batches that are still to be replayed from the others; the checkpoint before has them.
+        if self._log is not None and self._log.is_replaying and not is_last:
+            logger.info("step %d is not saved: its batch is replayed, the last checkpoint stays", self.global_steps)
+            return
         self._phase.begin(f"saved the checkpoint of step {self.global_steps}", SAVE)
         started_s = time.monotonic()
         self._checkpoints.before_save(self.global_steps)
@@ -429,7 +439,10 @@ class PartialRolloutTrainer(PPOTrainer):
                 "; ".join(missing),
             )
         save_tokens(tokens, self.config, self.global_steps)
-        save_queue(self._ask(self.manager.snapshot.remote()), self.config, self.global_steps)
+        snapshot = self._ask(self.manager.snapshot.remote())
+        save_queue(snapshot, self.config, self.global_steps)
+        if self._log is not None:
+            self._log.carry(self.global_steps, snapshot)
         super()._save_checkpoint()
         num_bytes = self._checkpoints.after_save(self.global_steps)
         if self._log is not None:
@@ -442,9 +455,6 @@ class PartialRolloutTrainer(PPOTrainer):
     def _save_by_time(self) -> None:
         """Save where `save_minutes` says so, at the place in a step at which verl saves by steps."""
         if not self._cadence.is_due(self.global_steps, is_last=self.global_steps >= self.total_training_steps):
-            return
-        # A checkpoint now would separate the batches that are still to be replayed from the others.
-        if self._log is not None and self._log.is_replaying:
             return
         if lack := self._checkpoints.lack_of_room():
             logger.warning(
@@ -468,6 +478,9 @@ class PartialRolloutTrainer(PPOTrainer):
         last = self._last_checkpoint
         self._phase.begin("saved its last checkpoint")
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
+            return
+        if self._log is not None and self._log.is_replaying:
+            logger.info("the run ends in a replay: the same command goes on from the last checkpoint and the log")
             return
         # verl's saving takes folder and contents by `global_steps`: here the last step that is whole.
         self.global_steps, step = last.step or 0, self.global_steps

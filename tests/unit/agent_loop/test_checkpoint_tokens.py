@@ -45,10 +45,10 @@ class Worker(PartialRolloutAgentLoopWorker):
     def unstarted(self) -> frozenset[str]:
         return self._trajectories.unclaimed()
 
-    def start(self, uid: str, *, claim_id: int = 1, goes_on: bool = True) -> ResumableGeneration:
+    def start(self, uid: str, *, claim_id: int = 1, goes_on: bool = True, attempt: int = 1) -> ResumableGeneration:
         """One more token for the trajectory."""
         generation = ResumableGeneration([1, 2], 8)
-        trajectory = self._trajectories.start(Claim(uid, claim_id, "w", 1, 1, 1, goes_on), 0)
+        trajectory = self._trajectories.start(Claim(uid, claim_id, "w", 1, 1, attempt, goes_on), 0)
         self._trajectories.record(trajectory, generation)
         generation.add(Segment([6], [-0.5], "aborted", version=4, openings=0, context=Context(4, FRESH)))
         return generation
@@ -156,10 +156,10 @@ def test_a_trajectory_that_starts_during_a_checkpoint_is_in_it_once(world: World
 
 
 @pytest.mark.parametrize("other", [0, 1])
-def test_a_trajectory_that_was_given_back_begins_afresh_and_is_forgotten_as_any_other(world: World, other: int) -> None:
+def test_a_further_attempt_begins_afresh_and_is_forgotten_as_any_other(world: World, other: int) -> None:
     world.workers[0].start("a")
     world.workers[0].end()
-    afresh = world.workers[other].start("a", claim_id=2, goes_on=False)
+    afresh = world.workers[other].start("a", claim_id=2, goes_on=False, attempt=2)
     assert afresh.token_ids == [6]
     assert world.checkpoint() == SAVED | {"a_0": [afresh.state()]}
     assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * NUM_WORKERS

@@ -136,7 +136,7 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
 ) -> None:
     manager.agent_loop_workers[1] = cast("Any", Worker("w1", calls))
     places: Any = {"a_0": "place"}
-    manager.replay(places, {})
+    manager.replay(places)
     saved: Any = {"b_0": [], "c_0": []}
     manager.restore_tokens(saved)
     keep(manager, "b_0")
@@ -144,36 +144,36 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     calls.clear()
     manager.restart(1)
     assert told_before_run(calls) == [
-        f"replay({places}, {{}})",
+        f"replay({places},)",
         f"restore_tokens({saved},)",
         "keep_unclaimed(frozenset({'b_0'}),)",
     ]
     assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
-    manager.replay({}, {})  # the replay breaks off
+    manager.replay({})  # the replay breaks off
     keep(manager)
     calls.clear()
     manager.restart(1)
-    assert told_before_run(calls) == ["replay({}, {})", "keep_unclaimed(frozenset(),)"]
+    assert told_before_run(calls) == ["replay({},)", "keep_unclaimed(frozenset(),)"]
 
 
 def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(
     manager: PartialRolloutAgentLoopManager, calls: list[str]
 ) -> None:
     places: Any = {"a_0": "place"}
-    manager.replay(places, {})
+    manager.replay(places)
     manager.start()
     calls.clear()
     tell = manager._tell
 
     def tell_and_break_off(worker: Any, known: Any) -> None:
         tell(worker, known)
-        if known.places[0]:
-            manager.replay({}, {})
+        if known.places:
+            manager.replay({})
 
     manager._tell = tell_and_break_off  # type: ignore[method-assign]
     manager.restart(1)
     told = [call for call in told_before_run(calls) if call.startswith("replay")]
-    assert told == [f"replay({places}, {{}})", "replay({}, {})"]
+    assert told == [f"replay({places},)", "replay({},)"]
 
 
 def test_a_worker_that_died_before_training_began_claims_nothing_until_it_does(

@@ -15,8 +15,8 @@ def generation(*prompt_ids: int, budget: int = 8) -> ResumableGeneration:
     return ResumableGeneration(list(prompt_ids), budget)
 
 
-def claim(uid: str, claim_id: int = 1, *, goes_on: bool = False) -> Claim:
-    return Claim(uid, claim_id, "w", num_trajectories=2, global_step=1, attempt=1, goes_on=goes_on)
+def claim(uid: str, claim_id: int = 1, *, attempt: int = 1) -> Claim:
+    return Claim(uid, claim_id, "w", num_trajectories=2, global_step=1, attempt=attempt)
 
 
 def segment(*token_ids: int, end: str = "completed") -> Segment:
@@ -24,10 +24,10 @@ def segment(*token_ids: int, end: str = "completed") -> Segment:
 
 
 def in_trajectory(
-    trajectories: Trajectories, *generations: ResumableGeneration, session: int = 0, goes_on: bool = True
+    trajectories: Trajectories, *generations: ResumableGeneration, session: int = 0, attempt: int = 1
 ) -> Trajectory:
     """A trajectory that makes these generate calls."""
-    trajectory = trajectories.start(claim("a", goes_on=goes_on), session)
+    trajectory = trajectories.start(claim("a", attempt=attempt), session)
     for each in generations:
         trajectories.record(trajectory, each)
     return trajectory
@@ -138,12 +138,12 @@ def test_a_further_attempt_begins_afresh() -> None:
     assert again.token_ids == []
 
 
-def test_another_worker_does_not_use_saved_calls_a_second_time() -> None:
-    """The other worker has a copy of the calls; and past a staleness bound they would be too old again."""
+def test_a_further_attempt_does_not_use_saved_calls_of_which_its_worker_has_a_copy() -> None:
+    """Past a staleness bound they would be too old again."""
     trajectories, again = Trajectories(), generation(1, 2)
     trajectories.restore(two_turns().states())
     trajectories.oldest_version = 4
-    in_trajectory(trajectories, again, goes_on=False)
+    in_trajectory(trajectories, again, attempt=2)
     assert again.token_ids == []
     assert trajectories.unclaimed() == frozenset()
 

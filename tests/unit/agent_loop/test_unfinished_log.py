@@ -20,7 +20,7 @@ from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ABORTED, STOPPED, ResumableGeneration, Segment
 from partial_rollout.core.rollout_log import Finished, FrameReader, GivenUp, Taken, decode, encode
 from partial_rollout.runtime.log_writer import LogWriter
-from partial_rollout.train.rollout_log import read_history
+from partial_rollout.train.rollout_log import read_history, read_tokens
 from partial_rollout.types import Claim
 from tests.fake_worker import make_claim
 from tests.unit.agent_loop.test_worker_log import LONG_S, folder, output, worker
@@ -90,15 +90,13 @@ class World:
     file: Path = Path()
     """The worker's."""
 
-    async def live(self, life: Life) -> list[int] | None:
+    def live(self, life: Life) -> list[int] | None:
         """The trajectory's text, or None if the run dies before its end."""
         trajectories, log = Trajectories(), WorkerLog("worker_0", LONG_S)
-        trajectories.restore(self.saved)
         history = self._begin_folder(log, trajectories)
         plan = history.plan(self.base, first=0, unfinished=["a"], done=[])
-        log.replay(plan.places, plan.unfinished)
+        trajectories.restore(self.saved | read_tokens(plan.unfinished))
         trajectory = trajectories.start(Claim("a", 1, "worker_0", 1, 1, 1, goes_on=bool(self.saved)), 0)
-        await log.go_on(trajectory)
         try:
             return self._agent_loop(life, trajectories, trajectory, log)
         except Died:
@@ -157,26 +155,26 @@ LIVES = st.builds(
 )
 
 
-async def lived(*lives: Life) -> tuple[list[int], int]:
+def lived(*lives: Life) -> tuple[list[int], int]:
     """The text after all lives, and how many tokens were generated for it."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         for life in lives:
-            if (text := await world.live(life)) is not None:
+            if (text := world.live(life)) is not None:
                 break
         else:
-            text = await world.live(UNDISTURBED)
+            text = world.live(UNDISTURBED)
         assert text is not None
         return text, world.num_generated
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(LIVES, max_size=4))
-async def test_whatever_is_left_of_the_log_with_the_checkpoint_leads_to_the_text_of_an_undisturbed_run(
+def test_whatever_is_left_of_the_log_with_the_checkpoint_leads_to_the_text_of_an_undisturbed_run(
     lives: list[Life],
 ) -> None:
-    text, num_tokens = await lived(UNDISTURBED)
-    found, num_generated = await lived(*lives)
+    text, num_tokens = lived(UNDISTURBED)
+    found, num_generated = lived(*lives)
     assert found == text
     if all(life.lost == 0 and life.wrong is None for life in lives):
         # Each death is at an interruption, so nothing is generated twice.
@@ -246,7 +244,7 @@ async def test_a_worker_logs_each_interruption_and_goes_on_from_what_an_earlier_
 ) -> None:
     places = earlier_start(tmp_path, make_claim("a"))
     await worker.begin_log(folder(tmp_path, number=2))
-    await worker.replay({}, places)
+    await worker.restore_tokens(read_tokens(places))
     assert await generate(worker, make_claim("a"), [1, 2], [3]) == [8, 9, 1, 2, 3]
     assert await generate(worker, make_claim("a")) == []  # once
     worker._log.close(LONG_S)
@@ -260,7 +258,7 @@ async def test_a_further_attempt_begins_afresh_and_says_that_earlier_ones_are_vo
     claim = make_claim("a")
     places = earlier_start(tmp_path, claim)
     await worker.begin_log(folder(tmp_path, number=2))
-    await worker.replay({}, places)
+    await worker.restore_tokens(read_tokens(places))
     assert await generate(worker, replace(claim, attempt=2)) == []
     worker._log.close(LONG_S)
     void, _ = records(folder(tmp_path, number=2).file("worker-0"))
@@ -289,9 +287,9 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     path.write_bytes(content[: place.offset + place.num_bytes - (damage == "cut")])
     if damage == "gone":
         path.unlink()
-    await worker.replay({}, places)
+    await worker.restore_tokens(read_tokens(places))
     assert await generate(worker, make_claim("a"), [1]) == [1]
-    assert "is generated again" in caplog.text
+    assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
 
 
 async def test_the_tokens_of_the_log_are_newer_than_those_of_the_checkpoint(worker: Any, tmp_path: Path) -> None:
@@ -300,8 +298,7 @@ async def test_the_tokens_of_the_log_are_newer_than_those_of_the_checkpoint(work
     claim = replace(make_claim("a", attempt=2), goes_on=True)  # it had failed once before the checkpoint
     places = earlier_start(tmp_path, claim)
     for told, expected in ((places, [8, 9]), ({}, [8])):
-        worker._trajectories.restore({"a_0": [older]})
-        await worker.replay({}, told)
+        await worker.restore_tokens({"a_0": [older]} | read_tokens(told))
         assert await generate(worker, claim) == expected
 
 

@@ -28,7 +28,9 @@ from partial_rollout.types import VersionSpan
 from tests.fake_worker import make_claim
 from tests.unit.runtime.virtual_time import settle
 
-SAMPLING = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True)
+SAMPLING = SimpleNamespace(
+    temperature=1.0, top_p=1.0, top_k=-1, calculate_log_probs=True, enable_rollout_routing_replay=False
+)
 
 
 class WordTokenizer:

@@ -106,7 +106,7 @@ async def test_a_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
     trajectory, outputs = ended()
     found = summaries(trajectory, outputs)
     log = WorkerLog("worker-0", LONG_S)
-    log.replay(written(tmp_path, (trajectory, outputs)), {})
+    log.replay(written(tmp_path, (trajectory, outputs)))
     replayed = await log.read(Trajectory(make_claim("a"), 0))
     assert replayed is not None
     (again,) = replayed.outputs
@@ -122,7 +122,7 @@ async def test_only_the_first_attempt_is_replayed_or_one_that_goes_on_from_a_che
         (replace(make_claim("a", attempt=2), goes_on=True), True),
         (make_claim("a"), True),
     ]:
-        log.replay(found, {})
+        log.replay(found)
         assert (await log.read(Trajectory(claim, 0)) is not None) == is_read
 
 
@@ -144,7 +144,7 @@ async def test_a_record_that_is_not_what_was_written_is_generated_again(
     else:
         found["a_0"] = found["b_0"]
     log = WorkerLog("worker-1", LONG_S)
-    log.replay(found, {})
+    log.replay(found)
     assert await log.read(Trajectory(make_claim("a"), 0)) is None
     assert "is generated again" in caplog.text
 
@@ -159,9 +159,9 @@ async def test_a_disk_that_stands_still_is_waited_for_once(
         goes_on.wait(LONG_S)
         return []
 
-    monkeypatch.setattr(worker_log, "_read", stands_still)
+    monkeypatch.setattr(worker_log, "read_frames", stands_still)
     log = WorkerLog("worker-0", read_s=0.01)
-    log.replay(written(tmp_path, ended("a"), ended("b")), {})
+    log.replay(written(tmp_path, ended("a"), ended("b")))
     assert await log.read(Trajectory(make_claim("a"), 0)) is None
     assert await log.read(Trajectory(make_claim("b"), 0)) is None
     goes_on.set()
@@ -240,7 +240,7 @@ async def test_a_replayed_trajectory_is_stored_as_it_was_and_logged_again_and_no
     found = written(tmp_path, (trajectory, outputs))
     expected = encode_finished(trajectory, outputs, summaries(trajectory, outputs))
     await worker.begin_log(folder(tmp_path, number=2))
-    await worker.replay(found, {})
+    await worker.replay(found)
     row = {"index": 3, "agent_name": "x", "raw_prompt": "p", "uid": "a", "global_steps": 5}
     (replayed,) = await worker.generate(make_claim("a"), dict(row), 0)
     (generated,) = await worker.generate(make_claim("a"), dict(row), 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -23,7 +25,7 @@ from tests.unit.core.test_rollout_log import finished, interrupted
 from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -59,19 +61,28 @@ class Start:
     step: int = STEP
     snapshot: QueueSnapshot | None = field(default_factory=lambda: QueueSnapshot(admitted=10, taken=10))
     replayed: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
-    goes_on: Mapping[str, tuple[Place, ...]] = field(default_factory=dict[str, "tuple[Place, ...]"])
 
     def __post_init__(self) -> None:
         self.worker = LogWriter("agent_loop_worker_0")
-        self.log = RunLog(self.config, self._begin, self._replay)
-        self.log.begin(self.step, self.snapshot)
+        self.log = RunLog(self.config, cast("Any", self))
+        self.goes_on = dict(self.log.begin(self.step, self.snapshot))
 
-    def _begin(self, folder: LogFolder) -> None:
+    def begin_log(self, folder: LogFolder) -> None:
         self.worker.open(folder.file("agent_loop_worker_0"))
         self.worker.append(folder.opened("agent_loop_worker_0"))
 
-    def _replay(self, places: Mapping[str, Place], unfinished: Mapping[str, tuple[Place, ...]]) -> None:
-        self.replayed, self.goes_on = places, unfinished
+    def replay(self, places: Mapping[str, Place]) -> None:
+        self.replayed = places
+
+    def forget_tokens(self, keys: Collection[str]) -> None:
+        self.goes_on = {key: calls for key, calls in self.goes_on.items() if key not in keys}
+
+    def save(self, step: int, queue: QueueSnapshot) -> None:
+        """A checkpoint, and the end of its step."""
+        self.log.before_save(step)
+        self.log.carry(step, queue)
+        self.log.after_save(step)
+        self.log.forget_claimed()
 
     def train(self, step: int, *uids: str, log: bool = True) -> int:
         groups = [FinishedGroup(uid, 1, "", tuple(self._end(uid, log=log))) for uid in uids]
@@ -172,11 +183,10 @@ def test_a_run_that_has_died_before_its_first_batch_goes_on_from_the_tokens_too(
     again = Start(config(tmp_path), snapshot=snapshot(pending=(PromptMeta("x", 2, 1),)))
     assert (again.replayed, sorted(again.goes_on)) == ({}, ["x_0"])
     assert "used for step 5 on (0 responses, 0 tokens not generated again; 1 unfinished" in caplog.text
-    again.log.before_save(8)
-    again.log.after_save(8)
+    again.save(8, snapshot(pending=(PromptMeta("x", 2, 1),)))  # the checkpoint has its tokens
+    again.save(12, snapshot())
     again.die()
-    folders = {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()}
-    assert folders == {"after_step_4", "after_step_8"}  # a worker may still read it
+    assert folders(tmp_path) == {"after_step_12"}
 
 
 def test_a_third_start_has_the_steps_of_both(tmp_path: Path) -> None:
@@ -282,55 +292,125 @@ def test_a_checkpoint_begins_a_folder_and_takes_the_place_of_those_before_when_i
     assert (root / "after_step_4").is_dir()
     start.log.after_save(8)
     start.die()
-    assert [path.name for path in root.iterdir()] == ["after_step_8"]
+    assert folders(tmp_path) == {"after_step_8"}
     again = Start(config(tmp_path), step=8, snapshot=snapshot(pending=(PromptMeta("b", 2, 1),)))
     assert again.log.wanted(9) == ("b",)
     again.die()
 
 
-@pytest.mark.parametrize(("saved", "left"), [((8,), {"after_step_4", "after_step_8"}), ((8, 12), {"after_step_12"})])
-def test_a_folder_that_is_replayed_goes_with_the_second_checkpoint(
-    tmp_path: Path, saved: tuple[int, ...], left: set[str]
-) -> None:
-    first_start(tmp_path)
-    start = Start(config(tmp_path), snapshot=snapshot("kept"))
-    assert start.log.is_replaying
-    admit(start, "p", "q", "r")
+def replayed_start(path: Path) -> Start:
+    """A second start that has trained both logged batches, while nobody has claimed the last response of `old_x`."""
+    first = Start(config(path))
+    admit(first, "p", "q", "r", "x", "y", fresh="old")
+    first.train(5, "old_q", "old_p")
+    first.train(6, "old_r", "kept")
+    for uid in ("old_x", "old_y"):
+        first._end(uid, log=True)
+    first.worker.append(encode(interrupted("old_z")))
+    first.log.name_prompts(["old_z"], ["z"])
+    first.die()
+    start = Start(config(path), snapshot=snapshot("kept"))
+    admit(start, "p", "q", "r", "x")
     start.train(5, "old_q", "old_p")
     start.train(6, "old_r", "kept")
-    assert not start.log.is_replaying
-    for step in saved:
-        start.log.before_save(step)
-        start.log.after_save(step)
+    return start
+
+
+def folders(path: Path) -> set[str]:
+    return {each.name for each in (path / "checkpoints" / rollout_log.FOLDER).iterdir()}
+
+
+def test_a_checkpoint_has_the_logged_responses_that_nobody_has_claimed(tmp_path: Path) -> None:
+    start = replayed_start(tmp_path)
+    assert sorted(start.goes_on) == ["old_z_0"]
+    start.save(8, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13))
+    assert folders(tmp_path) >= {"after_step_4", "after_step_8"}  # workers read it when they claim
     start.die()
-    assert {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()} == left
-    # Workers and trainer keep no place in a folder that has gone.
-    has_gone = "after_step_4" not in left
-    assert (start.replayed == {}, start.log._plan.places == {}, start.log._plan.names == {}) == (has_gone,) * 3
+    third = Start(
+        config(tmp_path), step=8, snapshot=QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13)
+    )
+    assert sorted(third.replayed) == ["old_x_0", "old_x_1", "old_y_0", "old_y_1"]
+    assert {place.path for place in third.replayed.values()} == {
+        str(tmp_path / "checkpoints" / rollout_log.FOLDER / "after_step_8" / "0000-carried.log")
+    }
+    assert admit(third, "y", "z", fresh="newer") == ["old_y", "old_z"]
+    assert sorted(third.goes_on) == ["old_z_0"]
+    assert third.goes_on["old_z_0"] == start.goes_on["old_z_0"]
+    third.die()
 
 
-def test_a_folder_stays_while_batches_of_it_are_still_to_be_replayed(tmp_path: Path) -> None:
-    first_start(tmp_path)
-    start = Start(config(tmp_path), snapshot=snapshot("kept"))
-    for step in (8, 12):
-        start.log.before_save(step)
-        start.log.after_save(step)
+def test_a_folder_that_is_replayed_goes_when_a_checkpoint_has_found_all_of_it_claimed(tmp_path: Path) -> None:
+    start = replayed_start(tmp_path)
+    start.save(8, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13))
     assert start.replayed
-    assert admit(start, "p", "q", "r") == ["old_p", "old_q", "old_r"]
+    admit(start, "y", "z")
+    start.save(12, QueueSnapshot(admitted=16, taken=16))
+    # Workers and trainer keep no place in a folder that is to go.
+    assert (start.replayed, start.log._plan.places, start.log._plan.names) == ({}, {}, {})
+    start.save(16, QueueSnapshot(admitted=16, taken=16))
     start.die()
-    folders = {path.name for path in (tmp_path / "checkpoints" / rollout_log.FOLDER).iterdir()}
-    assert folders == {"after_step_4", "after_step_12"}
+    assert folders(tmp_path) == {"after_step_16"}
 
 
-@pytest.mark.parametrize("is_replaying", [True, False])
-def test_no_checkpoint_is_saved_by_time_within_a_replay(is_replaying: bool) -> None:
-    trainer = bare_trainer(global_steps=5, total_training_steps=9)
-    looked: list[str] = []
-    trainer._cadence = SimpleNamespace(is_due=lambda step, is_last: True, put_off=lambda: looked.append("put off"))
-    trainer._checkpoints = SimpleNamespace(lack_of_room=lambda: "no room")
+def test_the_last_checkpoint_of_a_run_asks_no_worker(tmp_path: Path) -> None:
+    start = replayed_start(tmp_path)
+    start.log.before_save(8)
+    start.log.carry(8, QueueSnapshot(admitted=14, taken=14))
+    start.log.after_save(8)
+    assert start.replayed
+    start.die()
+
+
+def test_another_prompt_after_a_checkpoint_leaves_what_that_checkpoint_has(tmp_path: Path) -> None:
+    start = replayed_start(tmp_path)
+    queue = QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13)
+    start.save(8, queue)
+    start.train(9, "b")
+    assert admit(start, "another") == ["new_another"]
+    assert (start.replayed, start.goes_on) == ({}, {})
+    start.train(10, "c")
+    start.die()
+    third = Start(config(tmp_path), step=8, snapshot=replace(queue, pending=(*queue.pending, PromptMeta("b", 2, 1))))
+    assert third.log.wanted(9) == ("b",)
+    third.die()
+
+
+def test_logged_responses_that_cannot_be_copied_cost_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = replayed_start(tmp_path)
+    for path in (tmp_path / "checkpoints" / rollout_log.FOLDER / "after_step_4").iterdir():
+        path.unlink()
+    start.save(8, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13))
+    assert "5 logged responses that nobody has claimed are in no checkpoint" in caplog.text
+    start.die()
+
+
+@pytest.mark.parametrize(("step", "is_replaying", "saves"), [(5, True, False), (5, False, True), (9, True, True)])
+def test_nothing_is_saved_within_a_replay_before_the_last_step(step: int, is_replaying: bool, saves: bool) -> None:
+    class Saves(Exception):
+        """The checkpoint begins."""
+
+    def save(_: int) -> None:
+        raise Saves
+
+    trainer = bare_trainer(global_steps=step, total_training_steps=9)
+    trainer._phase = SimpleNamespace(begin=lambda *_: None)
+    trainer._checkpoints = SimpleNamespace(before_save=save)
     trainer._log = SimpleNamespace(is_replaying=is_replaying)
-    trainer._save_by_time()
-    assert looked == ([] if is_replaying else ["put off"])
+    with pytest.raises(Saves) if saves else nullcontext():
+        trainer._save_checkpoint()
+
+
+def test_a_run_that_ends_within_a_replay_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = bare_trainer(global_steps=6, total_training_steps=9)
+    trainer._phase = SimpleNamespace(begin=lambda *_: None)
+    trainer.watch = SimpleNamespace(has_lost=lambda *_: False)
+    trainer._last_checkpoint = SimpleNamespace(is_due=True)  # `save` would be missed
+    trainer._log = SimpleNamespace(is_replaying=True)
+    with caplog.at_level(logging.INFO):
+        trainer._save_last_checkpoint()
+    assert "the run ends in a replay" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_whole_leaves_the_log_of_the_one_before(tmp_path: Path) -> None:
