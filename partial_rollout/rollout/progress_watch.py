@@ -1,6 +1,7 @@
 """Ends an engine that stands still, so that whoever waits for its tokens hears of it as of a dead engine's end.
 
-A frozen engine sends no event, and its process is alive: its server looks at its token count from time to time.
+A frozen engine sends no event, and its process is alive: its server looks at its token count from time to time, and
+bounds what it asks of an engine behind a closed gate, which has no tokens to give.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.core.progress import Progress
 from partial_rollout.observability.events import EventWriter, Fault, Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,14 @@ class ProgressWatch:
         self._name, self._events, self._progress = name, events, Progress(stall_s)
         self._task: asyncio.Task[None] | None = None
         self._warn_s = self._progress.warn_s
+        self._processes: Collection[psutil.Process] = ()
         self.verdict = ""
         """Why the engine was ended; empty while it was not."""
 
     def start(self, look: Callable[[], tuple[int, int]], processes: Collection[psutil.Process]) -> None:
         """Watch; `look` says how many requests keep the engine busy and how many tokens it has generated."""
-        self._task = asyncio.create_task(self._run(look, processes), name=f"progress of {self._name}")
+        self._processes = processes
+        self._task = asyncio.create_task(self._run(look), name=f"progress of {self._name}")
         self._task.add_done_callback(self._on_end)
 
     def stop(self) -> None:
@@ -49,13 +53,28 @@ class ProgressWatch:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, look: Callable[[], tuple[int, int]], processes: Collection[psutil.Process]) -> None:
+    @contextlib.contextmanager
+    def answers_within(self, limit_s: float, what: str, key: str) -> Iterator[None]:
+        """End the engine if what is inside takes longer, which waits for it to do `what`; `key` sets the limit."""
+        loop = asyncio.get_running_loop()
+        late = f"{self._name} was asked to {what}, and has not answered for"
+        timers = [
+            loop.call_later(WARN_SHARE * limit_s, self._say, f"{late} {WARN_SHARE * limit_s:.0f} s of {limit_s:.0f} s"),
+            loop.call_later(limit_s, self._end, f"was asked to {what} and did not answer", limit_s, key),
+        ]
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    async def _run(self, look: Callable[[], tuple[int, int]]) -> None:
         while not self.verdict:
             await asyncio.sleep(LOOK_S)
             requests, tokens = look()
             stood_still_s = self._progress.look(requests=requests, tokens=tokens, now_s=time.monotonic())
             if self._progress.is_stuck:
-                self._end(requests, stood_still_s, processes)
+                self._end(f"held {requests} requests and generated nothing", stood_still_s, "stall_s")
             else:
                 self._warn(requests, stood_still_s)
 
@@ -69,27 +88,28 @@ class ProgressWatch:
             f"{self._name} holds {requests} requests and has generated nothing for {stood_still_s:.0f} s; after "
             f"{self._progress.limit_s:.0f} s it is ended (partial_rollout.timeouts.stall_s)"
         )
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         logger.warning("%s", text)
         self._events.write(Warned(text=text, source=__name__))
 
-    def _end(self, requests: int, stood_still_s: float, processes: Collection[psutil.Process]) -> None:
-        states = ", ".join(f"pid {process.pid} {_state(process)}" for process in processes)
-        self.verdict = (
-            f"the engine ({states}) held {requests} requests and generated nothing for {stood_still_s:.0f} s, more "
-            "than partial_rollout.timeouts.stall_s beyond its longest pause before: it was ended"
-        )
+    def _end(self, did: str, silent_s: float, key: str) -> None:
+        states = ", ".join(f"pid {process.pid} {_state(process)}" for process in self._processes)
+        limit = f"partial_rollout.timeouts.{key}"
+        self.verdict = f"the engine ({states}) {did} for {silent_s:.0f} s, longer than {limit} allows: it was ended"
         logger.error("%s: %s", self._name, self.verdict)
-        first: Any = next(iter(processes), None)
+        first: Any = next(iter(self._processes), None)
         fault = Fault(
             role=ROLE,
             name=self._name,
             pid=first.pid if first is not None else 0,
             text=f"{self._name}: {self.verdict}",
             action="its processes were killed",
-            noticed_after_s=stood_still_s,
+            noticed_after_s=silent_s,
         )
         self._events.write(fault)
-        for process in processes:
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 

@@ -17,6 +17,7 @@ gate shuts. `engine_death` tells the trainer, which relaunches the engine, sends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -182,13 +183,18 @@ class PartialRolloutServer(ChannelServer):
             name, node = f"replica {self.replica_rank}", self._server_address
             self._events.write(Fault(role=ENGINE, name=name, node=node, pid=pid, text=f"{name}: {why}", action=action))
 
-    async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Wait for `call`; an engine that has died and will be relaunched need not answer, others raise EngineDead."""
+    async def _unless_dead(self, call: Coroutine[Any, Any, Any], limit_s: float, what: str, key: str) -> None:
+        """Wait for `call`; an engine that has died and will be relaunched need not answer, others raise EngineDead.
+
+        One that has not done `what` after `limit_s`, which `key` sets, stands still and is ended.
+        """
         if self._death.is_set():
             call.close()
             return
+        bounds = self._watch.answers_within(limit_s, what, key) if self._watch else contextlib.nullcontext()
         try:
-            await self._while_alive(call)
+            with bounds:
+                await self._while_alive(call)
         except EngineDead:
             if not self._note_death():
                 raise
@@ -327,7 +333,9 @@ class PartialRolloutServer(ChannelServer):
             return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
-            await self._unless_dead(self.engine.interrupt(clear_cache=reset_prefix_cache))
+            call = self.engine.interrupt(clear_cache=reset_prefix_cache)
+            # Half: the requests of an engine that is ended hand over what they have within the other half.
+            await self._unless_dead(call, self.settings.timeouts.drain_s / 2, "pause", "drain_s")
 
         async with self._control_lock:
             request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
@@ -493,7 +501,8 @@ class PartialRolloutServer(ChannelServer):
     @control
     async def wait_for_requests_to_drain(self) -> None:
         """Wait until no data-parallel engine has requests; a dead one that will be relaunched has none."""
-        await self._unless_dead(vLLMHttpServer.wait_for_requests_to_drain(self))
+        call = vLLMHttpServer.wait_for_requests_to_drain(self)
+        await self._unless_dead(call, self.settings.timeouts.drain_s / 2, "tell whether it has requests", "drain_s")
 
     @control
     async def sleep(self) -> None:
@@ -502,7 +511,8 @@ class PartialRolloutServer(ChannelServer):
         Raises EngineDead if it dies before it has, and cannot be relaunched.
         """
         if self.node_rank == 0:
-            await self._unless_dead(vLLMHttpServer.sleep(self))
+            call = vLLMHttpServer.sleep(self)
+            await self._unless_dead(call, self.settings.timeouts.weights_s, "release its memory", "resume_s")
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------------
 

@@ -281,7 +281,7 @@ class RunLog:
                 timeout_s=COPY_TIMEOUT_S,
                 who_waits=f"trainer waits for a copy of {len(left)} logged responses in {folder.path}",
             )
-        # They are generated again if the run dies before they are claimed.
+        # If the run dies before they are claimed, these responses are generated again.
         except (OSError, WaitTimeout) as error:
             logger.warning("%d logged responses that nobody has claimed are in no checkpoint: %s", len(left), error)
 

@@ -419,7 +419,7 @@ class PartialRolloutTrainer(PPOTrainer):
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
         is_last = self.global_steps >= self.total_training_steps
-        # It would separate the batches that are still to be replayed from the others; the checkpoint before has them.
+        # A checkpoint now would separate the batches that are still to be replayed from the others.
         if self._log is not None and self._log.is_replaying and not is_last:
             logger.info("step %d is not saved: its batch is replayed, the last checkpoint stays", self.global_steps)
             return

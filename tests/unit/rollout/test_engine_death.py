@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from partial_rollout.core.gate import GateState
@@ -18,7 +19,7 @@ from partial_rollout.errors import ActorLost, EngineDead, WeightUpdateError
 from partial_rollout.observability.events import EventReader, Fault
 from partial_rollout.rollout import control
 from partial_rollout.rollout.server import PartialRolloutServer
-from partial_rollout.settings.block import PartialRolloutConfig, WeightsConfig
+from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched, let_run, start, with_mode
 
@@ -81,6 +82,61 @@ async def test_requests_wait_for_the_relaunched_engine_and_go_on_in_it(mode: str
     assert segment.extra_fields["gate_openings"] == 1
     assert (await fresh).token_ids == [9]
     assert not asyncio.create_task(server.engine_death()).done()
+
+
+async def stands_still(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    """A server whose engine's process is stopped: killed, it is gone."""
+    monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
+    timeouts = TimeoutConfig(drain_s=4.0, resume_s=2.0)
+    server = await launched(PartialRolloutConfig(timeouts=timeouts))
+
+    class Process:
+        pid = 7
+
+        def status(self) -> str:
+            return "stopped"
+
+        def kill(self) -> None:
+            server.fake.die()
+            server.fake.is_dead = True
+
+    assert server._watch is not None
+    server._watch._processes = cast("Any", [Process()])
+    return server
+
+
+async def test_an_engine_that_does_not_pause_is_ended_and_its_requests_keep_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    server = await stands_still(monkeypatch)
+    server.fake.answers_pause = False
+    request = start(server, "a")
+    await let_run()
+    server.fake.stream("a", [5, 6])
+    await let_run()
+    drained = await asyncio.wait_for(server.abort_all_requests(), LONG_S)
+    assert drained == {"aborted_count": 1, "request_ids": ["a"]}
+    assert ((await request).token_ids, (await request).stop_reason) == ([5, 6], "aborted")
+    assert "(pid 7 stopped) was asked to pause and did not answer" in (await server.weights_failure() or "")
+    assert (await server.rollout_statistics()).gate.state is GateState.CLOSED
+    await server.relaunch()
+    await server.receive_weights(update_number=1, version=3)
+    await server.resume_generation()
+
+
+async def test_an_engine_that_does_not_release_its_memory_is_ended_and_relaunched(monkeypatch: pytest.MonkeyPatch):
+    server = await stands_still(monkeypatch)
+
+    async def sleep(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(vLLMHttpServer, "sleep", sleep)
+    await server.abort_all_requests()
+    await asyncio.wait_for(server.sleep(), LONG_S)
+    assert "was asked to release its memory and did not answer" in (await server.weights_failure() or "")
+    await server.relaunch()
+    await server.receive_weights(update_number=1, version=3)
+    await server.resume_generation()
 
 
 async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in_its_new_engine():

@@ -67,6 +67,32 @@ def test_a_frozen_engine_is_named_and_ended(
     assert (fault.noticed_after_s or 0) >= STALL_S
 
 
+def test_an_engine_that_does_not_do_what_it_is_asked_to_is_named_and_ended(
+    engine: psutil.Process, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.suspend()
+    os.waitpid(engine.pid, os.WUNTRACED)
+
+    async def main() -> str:
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(lambda: (0, 0), [engine])
+        with watch.answers_within(20.0, "pause", "drain_s"):
+            await asyncio.sleep(19.0)
+        assert watch.verdict == ""  # it was late, and has answered
+        with watch.answers_within(20.0, "pause", "drain_s"):
+            await asyncio.sleep(21.0)
+        return watch.verdict
+
+    with caplog.at_level(logging.WARNING):
+        verdict = run_virtual(main())
+    did = f"the engine (pid {engine.pid} stopped) was asked to pause and did not answer for 20 s"
+    assert verdict == f"{did}, longer than partial_rollout.timeouts.drain_s allows: it was ended"
+    assert caplog.records[0].message == "replica 0 was asked to pause, and has not answered for 2 s of 20 s"
+    engine.wait(60)
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (fault.role, fault.pid, fault.noticed_after_s) == ("engine", engine.pid, 20.0)
+
+
 def test_an_engine_that_is_ended_on_purpose_is_left_alone(engine: psutil.Process, tmp_path: Path) -> None:
     async def main() -> str:
         watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
