@@ -174,11 +174,18 @@ def run_job_and_signal(
 def _start(
     task: Path, folder: Path, overrides: tuple[str, ...], mark: str, output: int | TextIO = subprocess.PIPE
 ) -> subprocess.Popen[str]:
+    return start_command(_command(task, folder, overrides), folder, mark, output)
+
+
+def start_command(
+    command: Sequence[str], folder: Path, mark: str, output: int | TextIO = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
+    """Start a command whose processes are found by `mark`; its folder is `folder`."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": paths}
+    environment |= {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": paths}
     environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
-        _command(task, folder, overrides),
+        command,
         env=os.environ | environment,
         cwd=folder,
         stdout=output,

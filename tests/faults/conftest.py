@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -24,24 +25,30 @@ from partial_rollout.observability.events import (
     EventReader,
     Fault,
     GateMoved,
+    PhaseBegan,
     ProcessFound,
+    PromptDropped,
     QueueMoved,
     StageBegan,
     StepEnded,
 )
 from partial_rollout.runtime import processes, ray_watch
+from partial_rollout.types import QueueSnapshot
 from tests.e2e.conftest import (
     FLAG,
     JOB_TIMEOUT_S,
     ROOT,
     SHORT,
     Job,
+    _command,
     _ended,
     _has_mark,
-    _start,
     is_conserved,
     run_job,
+    saved_step,
+    start_command,
     task,
+    times_trained,
     traced,
 )
 from tests.faults.measured import NEVER_S, charges, cost_of, unconserved
@@ -139,6 +146,8 @@ class Struck:
     job: Job
     blows: tuple[Blow, ...]
     at_s: tuple[float, ...]
+    pids: tuple[int, ...]
+    """Pids of the processes that were struck; the driver's, where these were all."""
     ended_s: float
     folder: Path
 
@@ -182,12 +191,19 @@ STRUCK: list[Struck] = []
 
 def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], limit_s: float = JOB_TIMEOUT_S) -> Struck:
     """Run a job to its end and strike its processes, one after the other, when it has come so far."""
-    mark, at_s, due, reader = uuid.uuid4().hex, [], list(blows), EventReader(folder / "events")
+    return strike_command(_command(task, folder, overrides), folder, blows=blows, limit_s=limit_s)
+
+
+def strike_command(
+    command: Sequence[str], folder: Path, *, blows: Sequence[Blow], limit_s: float = JOB_TIMEOUT_S, **environment: str
+) -> Struck:
+    """`strike` for any command that writes its events to `folder`/events and its checkpoints beside them."""
+    mark, at_s, pids, due, reader = uuid.uuid4().hex, [], [], list(blows), EventReader(folder / "events")
     late: list[Blow] = []
     reader.read()  # of earlier jobs
     events: list[AnyEvent] = []
     log = folder / f"output-{mark}.txt"
-    with log.open("w") as output, _start(task, folder, overrides, mark, output=output) as job:
+    with log.open("w") as output, start_command(command, folder, mark, output, **environment) as job:
         deadline_s = time.monotonic() + limit_s
         try:
             while not _has_ended(job, BRIEF_LOOK_S if due and due[0].phase in BRIEF else LOOK_S):
@@ -197,20 +213,22 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         job.wait(blow.delay_s)
                     at_s.append(time.time())
-                    _strike(blow, job, mark, events)
+                    pids.append(_strike(blow, job, mark, events))
                     events += reader.read()
                     late += [blow] if blow.is_late(events, at_s[-1]) else []
                 if time.monotonic() > deadline_s:
-                    job.kill()
+                    _kill_all(job, mark)
         finally:
-            job.kill()  # else an error of this test would wait for the job's end
+            if job.poll() is None:  # else an error of this test would wait for the job's end
+                _kill_all(job, mark)
         ended_s = time.time()
     text = log.read_text()
     assert not due, text[-4000:]
     assert not late, f"these came after their phase: {late}"
     ended = _ended(job, text, folder, mark)
     assert unconserved(ended.stream) == []
-    struck = Struck(ended, tuple(blows), tuple(at_s), ended_s, folder)
+    assert ended.code or misplaced(ended.stream, saved_queue(folder)) == {}
+    struck = Struck(ended, tuple(blows), tuple(at_s), tuple(pids), ended_s, folder)
     STRUCK.append(struck)
     return struck
 
@@ -224,6 +242,27 @@ def check_all_trained_once(job: Job, num_steps: int) -> None:
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []
+
+
+def misplaced(events: Sequence[AnyEvent], queue: QueueSnapshot) -> dict[str, int]:
+    """Prompts that a run had in not exactly one place when it saved its last checkpoint, with their number of places.
+
+    Places: the batches, what was dropped, and the states of the checkpoint's queue. What a new start of training trains
+    or drops again counts once.
+    """
+    saved_s = max(event.t for event in events if isinstance(event, CheckpointSaved))
+    before = [event for event in events if event.t <= saved_s]
+    places = times_trained(before)
+    places.update({event.uid for event in before if isinstance(event, PromptDropped)})
+    places.update(each.uid for each in (*queue.unfinished, *queue.done))
+    begun = {event.uid for event in before if isinstance(event, PhaseBegan)}
+    return {uid: places[uid] for uid in begun | places.keys() if places[uid] != 1}
+
+
+def saved_queue(folder: Path) -> QueueSnapshot:
+    """The prompt queue of the last checkpoint."""
+    path = folder / f"checkpoints/global_step_{saved_step(folder)}/partial_rollout/queue.json"
+    return msgspec.json.decode(path.read_bytes(), type=QueueSnapshot)
 
 
 def texts_of(folder: Path) -> Texts:
@@ -247,19 +286,28 @@ def check_same_texts(folder: Path, calm: Texts) -> None:
     assert not any(e.metrics["partial_rollout/queue/failed_attempts"] for e in events if isinstance(e, StepEnded))
 
 
-def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> None:
+def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> int:
+    """Returns the pid of the process."""
     if blow.role == EVERYTHING:
-        job.kill()
-        for process in psutil.process_iter():
-            if _has_mark(process, mark):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-    elif blow.role in (kind.role for kind in ray_watch.TITLES.values()):
+        _kill_all(job, mark)
+        return job.pid
+    if blow.role in (kind.role for kind in ray_watch.TITLES.values()):
         (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
         (own,) = (each for each in psutil.process_iter(["name"]) if each.name() == title and _has_mark(each, mark))
-        own.send_signal(blow.number)
+        pid = own.pid
     else:
-        os.kill(job.pid if blow.role == DRIVER else _pid(blow, events), blow.number)
+        pid = job.pid if blow.role == DRIVER else _pid(blow, events)
+    os.kill(pid, blow.number)
+    return pid
+
+
+def _kill_all(job: subprocess.Popen[str], mark: str) -> None:
+    """Kill the command and what it has started."""
+    job.kill()
+    for process in psutil.process_iter():
+        if _has_mark(process, mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _has_ended(job: subprocess.Popen[str], look_s: float) -> bool:

@@ -43,6 +43,8 @@ class Cost:
     """Response tokens that were there at the blow, and that the run generated again or threw away."""
     charged: int
     """Attempts that were counted against their prompts, and prompts that were dropped."""
+    starts: int
+    """How often training was started again before the next blow."""
 
 
 def charges(events: Iterable[AnyEvent]) -> list[AnyEvent]:
@@ -66,6 +68,7 @@ def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S) -
         step_done_s=round(min(ended) - at_s, 1) if ended else None,
         tokens_lost=tokens_lost(events, at_s),
         charged=len(charges(later)),
+        starts=sum(isinstance(event, StageBegan) and event.name == RAY for event in later),
     )
 
 

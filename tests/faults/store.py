@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 ANY = "any"
 """Stands for all phases."""
-NUMBERS = ("noticed_s", "step_done_s", "tokens_lost", "charged")
+NUMBERS = ("noticed_s", "step_done_s", "tokens_lost", "charged", "starts")
 
 
 def by_blow(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Numbers by process, phase and signal.
 
     >>> blow = {"role": "engine", "name": "EngineCore", "while": "generating", "signal": "SIGKILL", "noticed_s": None}
-    >>> rows = by_blow([{"blows": [blow | {"step_done_s": 3.5, "tokens_lost": 7, "charged": 0}]}])
+    >>> rows = by_blow([{"blows": [blow | {"step_done_s": 3.5, "tokens_lost": 7, "charged": 0, "starts": 0}]}])
     >>> rows["engine"]["generating"]["SIGKILL"]
-    {'blows': 1, 'noticed_s': [], 'step_done_s': [3.5], 'tokens_lost': [7], 'charged': [0]}
+    {'blows': 1, 'noticed_s': [], 'step_done_s': [3.5], 'tokens_lost': [7], 'charged': [0], 'starts': [0]}
     """
     rows: dict[str, Any] = {}
     for blow in (blow for line in lines for blow in line["blows"]):
@@ -49,9 +49,10 @@ def main(words: Sequence[str] | None = None) -> None:
     line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     line.add_argument("measured", type=Path)
     line.add_argument("--json", type=Path, required=True)
+    line.add_argument("--command", default="make faults", help="what has measured")
     options = line.parse_args(words)
     last = {each["test"]: each for each in map(json.loads, options.measured.read_text().splitlines())}
-    about = {**circumstances(options), "command": "make faults", "versions": versions()}
+    about = {**circumstances(options), "versions": versions()}
     failed = sorted(name for name, each in last.items() if not each["passed"])
     store({**about, "tests": len(last), "failed": failed, "rows": by_blow(last.values())}, options.json)
 

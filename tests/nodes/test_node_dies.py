@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from partial_rollout.observability.events import AnyEvent, EventReader, Fault, ProcessFound, SegmentEnded, StepEnded
 from partial_rollout.observability.step_line import REPLAYED
-from partial_rollout.runtime.processes import ENGINE
+from partial_rollout.runtime.processes import ENGINE, NODE
 from scripts.two_nodes import Node, join_cluster, ray_cluster, second_node, two_nodes
 from tests.e2e.conftest import FLAG, is_conserved, times_trained, traced
 from tests.e2e.greedy import SAME_WEIGHTS, check_responses
+from tests.faults.conftest import GENERATING, report
+from tests.faults.measured import cost_of
 from tests.nodes.conftest import BATCH, JOB_LIMIT_S, job_command, read_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+__all__ = ["report"]
 NUM_STEPS = 5
 DIES_IN = 4
 """The step in which the node dies: one after a step that no checkpoint has."""
@@ -31,17 +34,17 @@ KNOWN_S = 120.0
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
 def test_a_job_goes_on_from_its_checkpoint_when_a_node_has_died_and_another_one_has_joined(
-    shared: Path, task: Path
+    shared: Path, task: Path, report: dict[str, Any]
 ) -> None:
-    check_goes_on(shared / "dies", task, Node.kill)
+    report |= {"blows": [check_goes_on(shared / "dies", task, Node.kill) | {"signal": "SIGKILL"}]}
 
 
 def check_goes_on(
     folder: Path, task: Path, lose: Callable[[Node], None], then: Callable[[Node], None] = lambda _: None
-) -> None:
+) -> dict[str, Any]:
     """A job of two nodes ends with all its steps and the right responses, though it loses the second one by `lose`.
 
-    A third one joins. After the job's end `then` looks at the lost one.
+    A third one joins. After the job's end `then` looks at the lost one. Returns what the loss cost.
     """
     folder.mkdir()
     log, dumps = folder / "log", folder / "dumps"
@@ -62,12 +65,6 @@ def check_goes_on(
     events = before + reader.read()
     faults = [event for event in events if isinstance(event, Fault)]
     ended = [event for event in events if isinstance(event, StepEnded)]
-    measured = {
-        "known_s": round(faults[0].t - lost_s, 1),
-        "step_done_s": round(next(event.t for event in ended if event.t > lost_s) - lost_s, 1),
-        "faults": [fault.text for fault in faults],
-    }
-    print(json.dumps(measured))
     assert [event.step for event in ended if event.t < lost_s] == list(range(1, DIES_IN))
     again = [event for event in ended if event.t > lost_s]
     assert [event.step for event in again] == list(range(SAVE_FREQ + 1, NUM_STEPS + 1))
@@ -82,6 +79,7 @@ def check_goes_on(
     assert any(other.address in fault.text for fault in faults)
     check_responses(task / "model", dumps)
     assert _num_moved(events, other.address, lost_s) > 0
+    return {"role": NODE.role, "while": GENERATING, "step": DIES_IN, **asdict(cost_of(events, lost_s))}
 
 
 def _num_moved(events: list[AnyEvent], lost: str, lost_s: float) -> int:

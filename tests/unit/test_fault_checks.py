@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from partial_rollout.observability.events import (
     AnyEvent,
@@ -14,12 +15,14 @@ from partial_rollout.observability.events import (
     CheckpointSaved,
     EventWriter,
     GateMoved,
+    PhaseBegan,
     PromptDropped,
     QueueMoved,
     StepEnded,
     Warned,
 )
-from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts
+from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
+from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts, misplaced
 from tests.faults.measured import unconserved
 
 if TYPE_CHECKING:
@@ -75,8 +78,55 @@ def test_a_job_that_charged_a_prompt_does_not_pass(tmp_path: Path, charge: AnyEv
 
 def test_moments_at_which_prompts_do_not_add_up_are_found() -> None:
     sound = QueueMoved(step=1, pending=1, ongoing=2, deferred=3, done=4, taken=5, admitted=21, dropped=6)
-    lost, twice = (replace(sound, pending=pending) for pending in (0, 2))
+    lost, twice = (structs.replace(sound, pending=pending) for pending in (0, 2))
     assert unconserved([sound, lost, twice]) == [lost, twice]
+
+
+def batch(t: float, step: int, *uids: str) -> BatchTaken:
+    return BatchTaken(t=t, step=step, uids=list(uids), source_index=[], deferrals=[], interruptions=[])
+
+
+def prompts(*uids: str) -> tuple[PromptMeta, ...]:
+    return tuple(PromptMeta(uid=uid, source_index="", num_trajectories=1, global_step=1) for uid in uids)
+
+
+QUEUE = QueueSnapshot(
+    pending=prompts("pending"),
+    ongoing=prompts("ongoing"),
+    deferred=prompts("deferred"),
+    done=(FinishedGroup(uid="done", global_step=1, source_index="", trajectories=()),),
+)
+HISTORY: list[AnyEvent] = [
+    *(PhaseBegan(t=1, uid=uid, session=0, phase="agent") for uid in ("first", "second", "dropped", "ongoing", "done")),
+    *(batch(2, 1, "first"), batch(3, 2, "second")),
+    *(PromptDropped(t=t, uid="dropped", source_index="", reason="agent_loop_failed") for t in (3, 4)),
+    *(batch(4, 1, "first"), batch(5, 2, "second")),  # trained again by a new start, and dropped again
+    CheckpointSaved(t=6, step=2, seconds=0.1),
+    *(PhaseBegan(t=7, uid="later", session=0, phase="agent"), batch(8, 3, "done")),
+]
+
+
+def test_a_run_that_has_each_prompt_in_one_place_passes() -> None:
+    assert misplaced(HISTORY, QUEUE) == {}
+
+
+@pytest.mark.parametrize(
+    ("events", "queue", "wrong"),
+    [
+        ([PhaseBegan(t=1, uid="lost", session=0, phase="agent")], QUEUE, {"lost": 0}),
+        ([batch(5.5, 2, "first", "second")], QUEUE, {"first": 2}),
+        ([batch(5.5, 2, "second", "pending")], QUEUE, {"pending": 2}),
+        ([PromptDropped(t=5, uid="ongoing", source_index="", reason="")], QUEUE, {"ongoing": 2}),
+        ([], replace(QUEUE, pending=prompts("pending", "second")), {"second": 2}),
+        ([], replace(QUEUE, pending=prompts("pending", "done")), {"done": 2}),
+        ([], replace(QUEUE, ongoing=()), {"ongoing": 0}),
+    ],
+    ids=["lost", "trained twice", "trained, pending", "dropped, ongoing", "trained, queued", "done, pending", "gone"],
+)
+def test_a_prompt_in_two_places_or_in_none_is_found(
+    events: list[AnyEvent], queue: QueueSnapshot, wrong: dict[str, int]
+) -> None:
+    assert misplaced([*HISTORY, *events], queue) == wrong
 
 
 def test_a_blow_while_a_checkpoint_is_saved_is_due_with_its_first_file_and_late_when_it_is_whole(

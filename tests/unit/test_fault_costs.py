@@ -16,7 +16,7 @@ from partial_rollout.observability.events import (
     StepEnded,
     Warned,
 )
-from partial_rollout.observability.stages import RAY
+from partial_rollout.observability.stages import RAY, TRAINING
 from tests.faults.measured import Cost, cost_of, tokens_lost
 
 BLOW_S = 20.0
@@ -102,6 +102,13 @@ def test_the_cost_of_a_blow_ends_with_the_next_one(until_s: float, charged: int)
     ]
     step_done_s = 6.0 if until_s > step.t else None
     assert cost_of(events, BLOW_S, until_s) == Cost(
-        noticed_s=0.5, step_done_s=step_done_s, tokens_lost=0, charged=charged
+        noticed_s=0.5, step_done_s=step_done_s, tokens_lost=0, charged=charged, starts=0
     )
-    assert cost_of([], BLOW_S) == Cost(noticed_s=None, step_done_s=None, tokens_lost=0, charged=0)
+    assert cost_of([], BLOW_S) == Cost(noticed_s=None, step_done_s=None, tokens_lost=0, charged=0, starts=0)
+
+
+def test_new_starts_of_training_after_a_blow_are_counted() -> None:
+    starts: list[AnyEvent] = [StageBegan(t=t, number=2, total=5, name=RAY) for t in (1, 22, 28)]
+    others = [StageBegan(t=23, number=3, total=5, name=TRAINING)]
+    assert cost_of([*starts, *others], BLOW_S).starts == 2
+    assert cost_of([*starts, *others], BLOW_S, 24).starts == 1
