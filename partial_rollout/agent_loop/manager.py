@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import ray
 import transfer_queue as tq
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
@@ -308,19 +308,19 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             return {}, []
         try:
             saved: Saved = ray.get(known.tokens, timeout=TOKENS_TIMEOUT_S)
-        except GetTimeoutError as error:
+        except (GetTimeoutError, ObjectLostError) as error:
             return {}, [f"{len(known.unclaimed)} restored responses that nobody has claimed: {error}"]
         return {key: calls for key, calls in saved.items() if key in known.unclaimed}, []
 
     def restore_tokens(self, saved: Saved) -> None:
-        """Give every worker the tokens of a checkpoint: any of them may claim the prompt."""
+        """Give every worker the tokens of an earlier start: any of them may claim the prompt."""
         # Put once: as an argument, the tokens of the whole checkpoint would be copied for each worker.
         ref = ray.put(saved)
         with self._swapped:
             self._known = self._known._replace(tokens=ref if saved else None, unclaimed=frozenset(saved))
             self._restored = frozenset(self.worker_ids) if saved else frozenset()
             calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
-        self._wait_all(calls, "take over tokens", TOKENS_TIMEOUT_S)
+        self._ask_living(calls, "take over tokens", TOKENS_TIMEOUT_S)
 
     def forget_tokens(self, keys: Collection[str]) -> None:
         """Let no trajectory go on from restored tokens of `keys`, `{uid}_{session}` each."""

@@ -177,12 +177,12 @@ class Trajectories:
         """Tokens that older weights sampled are past the staleness bound; None: there is no bound."""
 
     def restore(self, saved: Mapping[str, list[GenerationState]]) -> None:
-        """Let trajectories whose claims say so go on from `saved`; other workers have the same calls."""
+        """Let trajectories go on from `saved`, but those of further attempts; other workers have the same calls."""
         self._saved = dict(saved)
 
     def start(self, claim: Claim, session: int) -> Trajectory:
         """A trajectory begins; one of a further attempt begins afresh."""
-        # Popped even where it is not used: what has started somewhere never goes on from saved tokens again.
+        # Popped even where it is not used: what has started here never goes on from saved tokens again.
         saved = self._saved.pop(f"{claim.uid}_{session}", ())
         trajectory = Trajectory(claim, session, saved)
         self._running.setdefault(claim.claim_id, {})[trajectory.key] = trajectory
@@ -230,6 +230,6 @@ class Trajectories:
     def keep_unclaimed(self, unclaimed: AbstractSet[str]) -> None:
         """Forget the saved calls of all but `unclaimed`, which no worker has started.
 
-        What another worker has started is never gone on from here: a further claim begins afresh.
+        What another worker has started is not gone on from here any more.
         """
         self._saved = {key: calls for key, calls in self._saved.items() if key in unclaimed}

@@ -54,13 +54,13 @@ class ProgressWatch:
             self._task.cancel()
 
     @contextlib.contextmanager
-    def answers_within(self, limit_s: float, what: str, key: str) -> Iterator[None]:
-        """End the engine if what is inside takes longer, which waits for it to do `what`; `key` sets the limit."""
+    def answers_within(self, limit_s: float, limit: str, what: str) -> Iterator[None]:
+        """End the engine if what is inside takes longer, which waits for it to do `what`; `limit` says which limit."""
         loop = asyncio.get_running_loop()
         late = f"{self._name} was asked to {what}, and has not answered for"
         timers = [
             loop.call_later(WARN_SHARE * limit_s, self._say, f"{late} {WARN_SHARE * limit_s:.0f} s of {limit_s:.0f} s"),
-            loop.call_later(limit_s, self._end, f"was asked to {what} and did not answer", limit_s, key),
+            loop.call_later(limit_s, self._end, f"was asked to {what} and did not answer", limit_s, limit),
         ]
         try:
             yield
@@ -74,7 +74,9 @@ class ProgressWatch:
             requests, tokens = look()
             stood_still_s = self._progress.look(requests=requests, tokens=tokens, now_s=time.monotonic())
             if self._progress.is_stuck:
-                self._end(f"held {requests} requests and generated nothing", stood_still_s, "stall_s")
+                did = f"held {requests} requests and generated nothing"
+                limit = "partial_rollout.timeouts.stall_s beyond its longest pause before"
+                self._end(did, stood_still_s, limit)
             else:
                 self._warn(requests, stood_still_s)
 
@@ -94,10 +96,9 @@ class ProgressWatch:
         logger.warning("%s", text)
         self._events.write(Warned(text=text, source=__name__))
 
-    def _end(self, did: str, silent_s: float, key: str) -> None:
+    def _end(self, did: str, silent_s: float, limit: str) -> None:
         states = ", ".join(f"pid {process.pid} {_state(process)}" for process in self._processes)
-        limit = f"partial_rollout.timeouts.{key}"
-        self.verdict = f"the engine ({states}) {did} for {silent_s:.0f} s, longer than {limit} allows: it was ended"
+        self.verdict = f"the engine ({states}) {did} for {silent_s:.0f} s, which is {limit}: it was ended"
         logger.error("%s: %s", self._name, self.verdict)
         first: Any = next(iter(self._processes), None)
         fault = Fault(

@@ -56,10 +56,14 @@ from partial_rollout.weights.transfer_engine import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from contextlib import AbstractContextManager
 
     import psutil
 
     from partial_rollout.core.interrupt import Retained
+
+    Within = tuple[float, str]
+    """Seconds, and which limit that is."""
 
 logger = logging.getLogger(__name__)
 
@@ -183,21 +187,32 @@ class PartialRolloutServer(ChannelServer):
             name, node = f"replica {self.replica_rank}", self._server_address
             self._events.write(Fault(role=ENGINE, name=name, node=node, pid=pid, text=f"{name}: {why}", action=action))
 
-    async def _unless_dead(self, call: Coroutine[Any, Any, Any], limit_s: float, what: str, key: str) -> None:
+    async def _unless_dead(self, call: Coroutine[Any, Any, Any], within: Within, what: str) -> None:
         """Wait for `call`; an engine that has died and will be relaunched need not answer, others raise EngineDead.
 
-        One that has not done `what` after `limit_s`, which `key` sets, stands still and is ended.
+        One that has not done `what` within that time stands still, and is ended.
         """
         if self._death.is_set():
             call.close()
             return
-        bounds = self._watch.answers_within(limit_s, what, key) if self._watch else contextlib.nullcontext()
         try:
-            with bounds:
+            with self._bounded(within, what):
                 await self._while_alive(call)
         except EngineDead:
             if not self._note_death():
                 raise
+
+    def _bounded(self, within: Within, what: str) -> AbstractContextManager[None]:
+        return self._watch.answers_within(*within, what) if self._watch else contextlib.nullcontext()
+
+    @property
+    def _to_pause(self) -> Within:
+        """Half: the requests of an engine that is ended hand over what they have within the other half."""
+        return self.settings.timeouts.drain_s / 2, "half of partial_rollout.timeouts.drain_s"
+
+    @property
+    def _to_sleep_or_go_on(self) -> Within:
+        return self.settings.timeouts.weights_s, "a tenth of partial_rollout.timeouts.resume_s"
 
     async def _on_engine_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         # Before the launch there is no engine whose loop could be another one.
@@ -333,9 +348,7 @@ class PartialRolloutServer(ChannelServer):
             return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
-            call = self.engine.interrupt(clear_cache=reset_prefix_cache)
-            # Half: the requests of an engine that is ended hand over what they have within the other half.
-            await self._unless_dead(call, self.settings.timeouts.drain_s / 2, "pause", "drain_s")
+            await self._unless_dead(self.engine.interrupt(clear_cache=reset_prefix_cache), self._to_pause, "pause")
 
         async with self._control_lock:
             request_ids = await self._admission.close_and_drain(pause, self.settings.timeouts.drain_s)
@@ -345,9 +358,18 @@ class PartialRolloutServer(ChannelServer):
 
     @control
     async def resume_engine_generation(self) -> None:
-        """Let the engine schedule again; the gate stays as it is. Raises EngineDead if it dies before it does."""
-        if self.node_rank == 0:
-            await self._while_alive(self.engine.resume_generation())
+        """Let the engine schedule again; the gate stays as it is.
+
+        Raises EngineDead if it dies before it does; whoever waits for tokens next brings it back.
+        """
+        if self.node_rank != 0:
+            return
+        try:
+            with self._bounded(self._to_sleep_or_go_on, "go on"):
+                await self._while_alive(self.engine.resume_generation())
+        except EngineDead:
+            self._note_death()
+            raise
 
     @control
     async def open_submission_gate(self) -> None:
@@ -502,7 +524,7 @@ class PartialRolloutServer(ChannelServer):
     async def wait_for_requests_to_drain(self) -> None:
         """Wait until no data-parallel engine has requests; a dead one that will be relaunched has none."""
         call = vLLMHttpServer.wait_for_requests_to_drain(self)
-        await self._unless_dead(call, self.settings.timeouts.drain_s / 2, "tell whether it has requests", "drain_s")
+        await self._unless_dead(call, self._to_pause, "tell whether it has requests")
 
     @control
     async def sleep(self) -> None:
@@ -511,8 +533,7 @@ class PartialRolloutServer(ChannelServer):
         Raises EngineDead if it dies before it has, and cannot be relaunched.
         """
         if self.node_rank == 0:
-            call = vLLMHttpServer.sleep(self)
-            await self._unless_dead(call, self.settings.timeouts.weights_s, "release its memory", "resume_s")
+            await self._unless_dead(vLLMHttpServer.sleep(self), self._to_sleep_or_go_on, "release its memory")
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------------
 

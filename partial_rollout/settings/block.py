@@ -124,7 +124,7 @@ class TimeoutConfig(_Block):
         600.0,
         "A weight update of all engines, relaunching engines, opening the gates: each. Within an update an engine "
         "waits a tenth of it (60 s) for a silent training rank, and a rank a twentieth (30 s) for a silent engine. An "
-        "engine that has not released its memory after a tenth is ended as a dead one.",
+        "engine that has not released its memory, or not gone on, after a tenth is ended as a dead one.",
         who="large models, whose engines take longer to start or whose largest tensor takes longer to gather",
         evidence="a measured update of 4B takes 0.3 s, the start of an 8B engine 106 to 203 s, docs/results/gpu.md",
     )

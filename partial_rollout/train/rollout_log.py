@@ -17,8 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections import deque
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +42,7 @@ from partial_rollout.core.rollout_log import (
     checksum,
     decode,
     encode,
+    frame,
     read_interrupted,
 )
 from partial_rollout.core.saved_calls import unfold
@@ -50,7 +53,7 @@ from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.memory import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omegaconf import DictConfig
 
@@ -135,9 +138,9 @@ class RunLog:
         self.has_replayed = False
         """Whether the last batch was one of the log."""
         self._replayed_folder = ""
-        """Folder from which workers replay, until a checkpoint finds all of it claimed."""
+        """Folder from which workers replay, until a checkpoint finds nothing left of it."""
         self._num_left: int | None = None
-        """Trajectories of this folder that nobody had claimed at the last checkpoint; None: there was none."""
+        """Trajectories of this folder that were still to be replayed at the last checkpoint; None: there was none."""
         self._goes_on: frozenset[str] = frozenset()
         """Trajectories that go on from tokens of the log, while it is replayed."""
         self._last_step = 0
@@ -257,9 +260,10 @@ class RunLog:
         self._open(LogFolder(str(folder), 1, step), step)
 
     def carry(self, step: int, snapshot: QueueSnapshot) -> None:
-        """Copy what nobody has claimed yet into the folder of the checkpoint of `step`, whose queue this is.
+        """Copy what is still to be replayed into the folder of the checkpoint of `step`, whose queue this is.
 
-        A start from that checkpoint replays it too. What was unfinished and is admitted is in the checkpoint's tokens.
+        Finished responses whose groups are not whole yet, and unfinished ones of prompts that are still to be admitted:
+        the checkpoint's tokens have those of the other prompts.
         """
         if not self._replayed_folder:
             return
@@ -275,34 +279,30 @@ class RunLog:
         self._writer.append(encode(Admitted(first=self._num_admitted, uids=uids, prompts=prompts)))
         # Number 0: whatever this start writes of the same trajectories comes later.
         folder = LogFolder(str(self._root / f"after_step_{step}"), 0, step)
-        try:
-            call_bounded(
-                lambda: self._copy(left, folder),
-                timeout_s=COPY_TIMEOUT_S,
-                who_waits=f"trainer waits for a copy of {len(left)} logged responses in {folder.path}",
-            )
-        # If the run dies before they are claimed, these responses are generated again.
-        except (OSError, WaitTimeout) as error:
-            logger.warning("%d logged responses that nobody has claimed are in no checkpoint: %s", len(left), error)
+        opened = folder.opened(TRAINER, world=self._world, holds_through=step)
 
-    def _copy(self, left: Mapping[str, Sequence[Place]], folder: LogFolder) -> None:
-        trainers, of_workers = LogWriter(TRAINER), LogWriter(CARRIED)
-        trainers.open(folder.file(TRAINER))
-        trainers.append(folder.opened(TRAINER, world=self._world, holds_through=folder.base_step))
-        of_workers.open(folder.file(CARRIED))
-        of_workers.append(folder.opened(CARRIED))
-        for places in left.values():
-            for content in read_frames(places):
-                of_workers.append(content[HEADER.size :])
-        trainers.close(COPY_TIMEOUT_S)
-        of_workers.close(COPY_TIMEOUT_S)
+        def copy() -> int:
+            write_frames(folder.file(TRAINER), [opened])
+            found = [read_payloads(places) for places in left.values()]
+            write_frames(folder.file(CARRIED), [folder.opened(CARRIED), *chain.from_iterable(found)])
+            return found.count([])
+
+        lost, why = len(left), "some of their records are not what was written"
+        try:
+            who = f"trainer waits for a copy of {len(left)} logged responses in {folder.path}"
+            lost = call_bounded(copy, timeout_s=COPY_TIMEOUT_S, who_waits=who)
+        except (OSError, WaitTimeout) as error:
+            why = str(error)
+        if lost:
+            said = "%d logged responses are generated again if the run dies before they are in a batch: %s"
+            logger.warning(said, lost, why)
 
     def after_save(self, step: int) -> None:
         """The checkpoint is whole: it has what the folders before have, but for what workers may yet replay."""
         self._writer.remove(self._root, but={f"after_step_{step}", self._replayed_folder})
 
     def forget_claimed(self) -> None:
-        """Let workers forget what they have replayed, once a checkpoint has found all of it claimed.
+        """Let workers forget what they have replayed, once a checkpoint has found nothing left of it.
 
         Without it all of them would keep its places until the run ends.
         """
@@ -387,6 +387,27 @@ def step_bytes(config: DictConfig) -> int:
 
 def _uid(key: str) -> str:
     return key.rpartition("_")[0]
+
+
+def read_payloads(places: Sequence[Place]) -> list[bytes]:
+    """The records of one trajectory, without their frames; none if one of them is not what was written."""
+    try:
+        payloads = [content[HEADER.size :] for content in read_frames(places)]
+    except OSError:
+        return []
+    # A frame gets a new checksum where it is written again: what was damaged would be whole there.
+    is_sound = all(checksum(payload) == place.checksum for payload, place in zip(payloads, places, strict=True))
+    return payloads if is_sound else []
+
+
+def write_frames(path: Path, payloads: Iterable[bytes]) -> None:
+    """Write a new file of records, and put it on the disk. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        for payload in payloads:
+            file.write(frame(payload))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_tokens(unfinished: Mapping[str, Sequence[Place]]) -> Saved:

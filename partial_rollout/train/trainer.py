@@ -419,8 +419,7 @@ class PartialRolloutTrainer(PPOTrainer):
         In this order a prompt that finishes between two writes is at worst generated again; it is never lost.
         """
         is_last = self.global_steps >= self.total_training_steps
-        # A checkpoint now would separate the batches that are still to be replayed from the others.
-        if self._log is not None and self._log.is_replaying and not is_last:
+        if self._replays and not is_last:
             logger.info("step %d is not saved: its batch is replayed, the last checkpoint stays", self.global_steps)
             return
         self._phase.begin(f"saved the checkpoint of step {self.global_steps}", SAVE)
@@ -435,13 +434,13 @@ class PartialRolloutTrainer(PPOTrainer):
         if missing:
             logger.warning(
                 "the checkpoint has no tokens of %s. Weights and prompts are whole: a run that goes on from it "
-                "generates the unfinished responses of these workers again",
+                "generates these unfinished responses again",
                 "; ".join(missing),
             )
         save_tokens(tokens, self.config, self.global_steps)
         snapshot = self._ask(self.manager.snapshot.remote())
         save_queue(snapshot, self.config, self.global_steps)
-        if self._log is not None:
+        if self._log is not None and not is_last:
             self._log.carry(self.global_steps, snapshot)
         super()._save_checkpoint()
         num_bytes = self._checkpoints.after_save(self.global_steps)
@@ -452,9 +451,16 @@ class PartialRolloutTrainer(PPOTrainer):
         self._cadence.saved(self.global_steps, seconds)
         self._events.write(CheckpointSaved(step=self.global_steps, seconds=seconds, num_bytes=num_bytes))
 
+    @property
+    def _replays(self) -> bool:
+        """Whether logged batches are still to be trained: a checkpoint now would separate them from the others."""
+        return self._log is not None and self._log.is_replaying
+
     def _save_by_time(self) -> None:
         """Save where `save_minutes` says so, at the place in a step at which verl saves by steps."""
         if not self._cadence.is_due(self.global_steps, is_last=self.global_steps >= self.total_training_steps):
+            return
+        if self._replays:
             return
         if lack := self._checkpoints.lack_of_room():
             logger.warning(
@@ -479,7 +485,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._phase.begin("saved its last checkpoint")
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
             return
-        if self._log is not None and self._log.is_replaying:
+        if self._replays:
             logger.info("the run ends in a replay: the same command goes on from the last checkpoint and the log")
             return
         # verl's saving takes folder and contents by `global_steps`: here the last step that is whole.

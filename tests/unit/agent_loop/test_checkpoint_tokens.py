@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 pytest.importorskip("verl")
 
@@ -250,6 +250,29 @@ def test_without_any_checkpoint_what_one_worker_has_started_is_forgotten_by_the_
     world.waits.clear()
     manager.forget_claimed()  # nobody has any left
     assert world.waits == []
+
+
+def test_what_is_to_be_forgotten_is_in_no_checkpoint_and_with_no_worker(world: World) -> None:
+    world.workers[2].dies_in = "keep_unclaimed"  # whoever takes its place is told
+    world.manager.forget_tokens({"a_0", "c_0"})
+    assert [worker.unstarted for worker in world.workers[:2]] == [{"b_0"}] * 2
+    assert world.checkpoint() == {"b_0": [CALL]}
+    world.manager.forget_tokens({"b_0"})
+    assert world.checkpoint() == {}
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("late"), ObjectLostError("id", "owner", "where")])
+def test_restored_tokens_that_cannot_be_read_cost_a_checkpoint_these_only(
+    world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(*_: Any, **__: Any) -> None:
+        raise error
+
+    running = world.workers[0].start("a")
+    monkeypatch.setattr(agent_loop_manager.ray, "get", get)
+    assert world.checkpoint() == {"a_0": [running.state()]}
+    (said,) = world.missing
+    assert said.startswith("2 restored responses that nobody has claimed: ")
 
 
 def test_a_worker_that_does_not_answer_makes_nobody_forget(world: World) -> None:

@@ -139,6 +139,31 @@ async def test_an_engine_that_does_not_release_its_memory_is_ended_and_relaunche
     await server.resume_generation()
 
 
+async def test_an_engine_that_does_not_go_on_is_ended_and_its_requests_wait_for_the_relaunched_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    server = await stands_still(monkeypatch)
+
+    async def resume() -> None:
+        await asyncio.Event().wait()
+
+    server.fake.resume_generation = resume
+    waits = start(server, "b")
+    await server.abort_all_requests()
+    death = asyncio.create_task(server.engine_death())
+    with pytest.raises(EngineDead, match="was asked to go on and did not answer"):
+        await asyncio.wait_for(server.resume_generation(), LONG_S)
+    assert "a tenth of partial_rollout.timeouts.resume_s" in await asyncio.wait_for(death, LONG_S)
+    assert await server.weights_failure()  # the trainer relaunches it
+    await server.abort_all_requests()
+    await server.relaunch()
+    await server.receive_weights(update_number=1, version=3)
+    await server.resume_generation()
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await waits).token_ids == [6]
+
+
 async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in_its_new_engine():
     """The server has lost engine, requests and weights; Ray makes the calls again that it had not answered."""
     server = FakeServer()

@@ -6,6 +6,7 @@ import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ from partial_rollout.core.rollout_log import encode, stamped
 from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train import rollout_log
+from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.rollout_log import RunLog, logs_rollouts
 from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
 from tests.unit.core.test_rollout_log import finished, interrupted
@@ -26,7 +28,6 @@ from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from omegaconf import DictConfig
 
@@ -354,11 +355,43 @@ def test_a_folder_that_is_replayed_goes_when_a_checkpoint_has_found_all_of_it_cl
 
 def test_the_last_checkpoint_of_a_run_asks_no_worker(tmp_path: Path) -> None:
     start = replayed_start(tmp_path)
+    admit(start, "y", "z")
     start.log.before_save(8)
-    start.log.carry(8, QueueSnapshot(admitted=14, taken=14))
+    start.log.carry(8, QueueSnapshot(admitted=16, taken=16))
     start.log.after_save(8)
     assert start.replayed
+    start.log.forget_claimed()  # only in a step that goes on
+    assert start.replayed == {}
     start.die()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_logged_response_that_was_damaged_is_not_copied_and_costs_the_others_nothing(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = replayed_start(tmp_path)
+    place = start.replayed["old_x_0"]
+    path = Path(place.path)
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[place.offset + place.num_bytes // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        (tmp_path / "cut").write_bytes(content[place.offset :][: place.num_bytes - 1])
+        lost = str(tmp_path / "cut") if damage == "cut" else "gone"
+        start.log._plan.places["old_x_0"] = replace(place, path=lost, offset=0)
+    queue = QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13)
+    start.save(8, queue)
+    assert "1 logged responses are generated again if the run dies before they are in a batch" in caplog.text
+    start.die()
+    third = Start(config(tmp_path), step=8, snapshot=queue)
+    assert sorted(third.replayed) == ["old_x_1", "old_y_0", "old_y_1"]
+    admit(third, "y", "z")
+    third.save(12, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=16, taken=15))  # a copy of the copy
+    third.die()
+    fourth = Start(config(tmp_path), step=12, snapshot=queue)
+    assert sorted(fourth.replayed) == ["old_x_1"]
+    fourth.die()
 
 
 def test_another_prompt_after_a_checkpoint_leaves_what_that_checkpoint_has(tmp_path: Path) -> None:
@@ -382,8 +415,31 @@ def test_logged_responses_that_cannot_be_copied_cost_a_warning(
     for path in (tmp_path / "checkpoints" / rollout_log.FOLDER / "after_step_4").iterdir():
         path.unlink()
     start.save(8, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13))
-    assert "5 logged responses that nobody has claimed are in no checkpoint" in caplog.text
+    assert "5 logged responses are generated again if the run dies" in caplog.text
     start.die()
+
+
+@pytest.mark.parametrize("is_replaying", [True, False])
+def test_no_checkpoint_is_saved_by_time_within_a_replay(is_replaying: bool) -> None:
+    trainer = bare_trainer(global_steps=5, total_training_steps=9)
+    looked: list[str] = []
+    trainer._cadence = SimpleNamespace(is_due=lambda step, is_last: True, put_off=lambda: looked.append("put off"))
+    trainer._checkpoints = SimpleNamespace(lack_of_room=lambda: "no room")
+    trainer._log = SimpleNamespace(is_replaying=is_replaying)
+    trainer._save_by_time()
+    assert looked == ([] if is_replaying else ["put off"])
+
+
+def test_the_tokens_of_the_log_are_restored_in_place_of_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"load_queue": "queue", "load_tokens": {"a_0": "older", "b_0": "only"}, "restore_queue": 2}
+    for name, found in answers.items():
+        monkeypatch.setattr(trainer_module, name, lambda *_, found=found: found)
+    restored: list[dict[str, str]] = []
+    trainer = bare_trainer(global_steps=5, config=None, manager=None, _ask=None)
+    trainer.agent_loop_manager = SimpleNamespace(restore_tokens=restored.append)
+    trainer._log = SimpleNamespace(begin=lambda step, snapshot: {"a_0": "newer"})
+    assert trainer._reissue_inflight_prompts() == 2
+    assert restored == [{"a_0": "newer", "b_0": "only"}]
 
 
 @pytest.mark.parametrize(("step", "is_replaying", "saves"), [(5, True, False), (5, False, True), (9, True, True)])
