@@ -420,7 +420,7 @@ class PartialRolloutTrainer(PPOTrainer):
         """
         is_last = self.global_steps >= self.total_training_steps
         if self._replays and not is_last:
-            logger.info("step %d is not saved: its batch is replayed, the last checkpoint stays", self.global_steps)
+            logger.info("step %d is not saved: logged batches are still to be trained", self.global_steps)
             return
         self._phase.begin(f"saved the checkpoint of step {self.global_steps}", SAVE)
         started_s = time.monotonic()
