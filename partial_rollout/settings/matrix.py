@@ -234,7 +234,7 @@ ROWS = (
         "`tests/e2e/test_separate.py`, `tests/nodes/test_separate.py`",
         has_own_devices,
         {"partial_rollout.placement": "separate"},
-        also="on a CPU; not run on GPUs",
+        also="on a CPU; seen once on two H100s",
     ),
     Row(
         "engine",
