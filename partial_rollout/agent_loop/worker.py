@@ -215,6 +215,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)
 
+    async def go_back(self, keys: frozenset[str], before: Saved) -> None:
+        """Let trajectories of `keys` go on from `before`, unless they have started here; without these, afresh."""
+        self._trajectories.go_back(keys, before)
+
     async def begin_log(self, folder: LogFolder) -> None:
         """Write the log of rollouts into this folder from now on."""
         self._log.begin(folder, self._trajectories.records())

@@ -48,15 +48,15 @@ def test_an_engine_that_freezes_when_it_is_asked_for_something_is_named_and_star
     ]  # fmt: skip
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[], limit_s=LIMIT_S)
     job, faults = struck.job, struck.faults
+    assert job.code == 0, job.output[-4000:]
     at_s = [frozen(tmp_path, asked).stat().st_mtime for asked in FREEZES]
     known_s = [round(fault.t - blow_s, 1) for fault, blow_s in zip(faults, at_s, strict=False)]
-    report |= {"code": job.code, "known_s": known_s, "faults": [(fault.role, fault.text) for fault in faults]}
+    report |= {"known_s": known_s, "faults": [(fault.role, fault.text) for fault in faults]}
     report["blows"] = [
         {"role": ENGINE, "while": f"asked to {asked}", "step": step, "signal": signal.SIGSTOP.name, "name": CORE}
         | asdict(cost_of(job.stream, blow_s, until_s))
         for (asked, step), blow_s, until_s in zip(FREEZES.items(), at_s, [*at_s[1:], NEVER_S], strict=True)
     ]
-    assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in faults] == [ENGINE] * len(FREEZES)
     assert all("replica 0" in fault.text and fault.pid for fault in faults)
     assert all(seconds < bound_s + MARGIN_S for seconds, bound_s in zip(known_s, BOUNDS_S.values(), strict=True))
