@@ -71,7 +71,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._claim_loop = ClaimLoop(
             worker_id,
             cast("RolloutPromptManager", manager),
-            RowStore(tq, worker_id, call_s),
+            RowStore(tq, worker_id, call_s, self.rollout_config.agent.num_workers),
             worker=self,
             num_slots=num_slots,
         )
