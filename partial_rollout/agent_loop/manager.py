@@ -328,14 +328,21 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         One that is not in `before` begins afresh; one that a worker has started already stays as it is.
         """
         saved, missing = self._unclaimed_tokens()
+        change: dict[str, Any]
         if missing:
-            logger.warning("workers that are started again from now on have no tokens of %s", "; ".join(missing))
-        kept = {key: calls for key, calls in saved.items() if key not in keys}
-        kept |= {key: calls for key, calls in before.items() if key in self._known.unclaimed}
-        tokens, replaced = ray.put(kept), ray.put(before)
+            # The others stay: the next checkpoint reads them again. A worker that is started again has none of `keys`.
+            logger.warning(
+                "workers that are started again have none of the tokens replaced now: %s", "; ".join(missing)
+            )
+            change = {"unclaimed": self._known.unclaimed.difference(keys)}
+        else:
+            kept = {key: calls for key, calls in saved.items() if key not in keys}
+            kept |= {key: calls for key, calls in before.items() if key in self._known.unclaimed}
+            change = {"unclaimed": frozenset(kept), "tokens": ray.put(kept) if kept else None}
+        replaced = ray.put(before)
         # In one piece, as in `resize`.
         with self._swapped:
-            self._known = self._known._replace(unclaimed=frozenset(kept), tokens=tokens if kept else None)
+            self._known = self._known._replace(**change)
             calls = [each.go_back.remote(frozenset(keys), replaced) for each in self.agent_loop_workers]
         self._inform(calls, "go back to the tokens of the checkpoint")
 

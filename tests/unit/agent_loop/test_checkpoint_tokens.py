@@ -309,6 +309,19 @@ def test_restored_tokens_that_cannot_be_read_cost_a_checkpoint_these_only(
     assert said.startswith("2 restored responses that nobody has claimed: ")
 
 
+def test_tokens_that_cannot_be_read_where_a_replay_ends_are_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(*_: Any, **__: Any) -> None:
+        raise GetTimeoutError("late")
+
+    with monkeypatch.context() as late:
+        late.setattr(agent_loop_manager.ray, "get", get)
+        world.manager.go_back({"a_0"}, {})
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * 3
+    assert world.checkpoint() == {"b_0": [CALL], "c_0": [CALL]}
+
+
 def test_a_worker_that_does_not_answer_makes_nobody_forget(world: World) -> None:
     manager = world.manager
     manager.restore_tokens(SAVED)
