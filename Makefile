@@ -77,7 +77,7 @@ test-smollm2: setup ## the problems of the SmolLM2 recipe with the real reasonin
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-faults: setup ## training runs whose processes are killed or frozen, about 75 minutes; times in outputs/faults/measured.jsonl
+faults: setup ## training runs whose processes are killed or frozen, about 80 minutes; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
 
 nodes: setup setup-nodes ## training over two nodes in Linux namespaces, a quarter of an hour; as root

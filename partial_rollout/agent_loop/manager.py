@@ -322,14 +322,29 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
             calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
         self._ask_living(calls, "take over tokens", TOKENS_TIMEOUT_S)
 
-    def forget_tokens(self, keys: Collection[str]) -> None:
-        """Let no trajectory go on from restored tokens of `keys`, `{uid}_{session}` each."""
+    def go_back(self, keys: Collection[str], before: Saved) -> None:
+        """Let trajectories of `keys`, `{uid}_{session}` each, go on from `before`, not from what was restored since.
+
+        One that is not in `before` begins afresh; one that a worker has started already stays as it is.
+        """
+        saved, missing = self._unclaimed_tokens()
+        change: dict[str, Any]
+        if missing:
+            # The others stay: the next checkpoint reads them again. A worker that is started again has none of `keys`.
+            logger.warning(
+                "workers that are started again have none of the tokens replaced now: %s", "; ".join(missing)
+            )
+            change = {"unclaimed": self._known.unclaimed.difference(keys)}
+        else:
+            kept = {key: calls for key, calls in saved.items() if key not in keys}
+            kept |= {key: calls for key, calls in before.items() if key in self._known.unclaimed}
+            change = {"unclaimed": frozenset(kept), "tokens": ray.put(kept) if kept else None}
+        replaced = ray.put(before)
         # In one piece, as in `resize`.
         with self._swapped:
-            kept = self._known.unclaimed.difference(keys)
-            self._known = self._known._replace(unclaimed=kept, tokens=self._known.tokens if kept else None)
-            calls = [each.keep_unclaimed.remote(kept) for each in self.agent_loop_workers]
-        self._ask_living(calls, "forget tokens", HOLD_TIMEOUT_S)
+            self._known = self._known._replace(**change)
+            calls = [each.go_back.remote(frozenset(keys), replaced) for each in self.agent_loop_workers]
+        self._inform(calls, "go back to the tokens of the checkpoint")
 
     def forget_claimed(self) -> None:
         """Let all workers forget the restored tokens of trajectories that one of them has started, until none is left.
@@ -385,7 +400,11 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         with self._swapped:
             self._known = self._known._replace(places=ref)
             calls = [each.replay.remote(ref) for each in self.agent_loop_workers]
-        self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
+        # A worker takes both in their order only if it has answered before it is told that there is nothing.
+        if places:
+            self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
+        else:
+            self._inform(calls, "replay nothing more")
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""
@@ -429,6 +448,15 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     @staticmethod
     def _settle(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         return settle_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
+
+    def _inform(self, refs: Sequence[ray.ObjectRef], what: str) -> None:
+        """Wait until all know; a silent worker costs a warning.
+
+        For what the trainer says while it admits prompts, which has a deadline: `_ask_living` waits for `claim_s` too.
+        """
+        for answer in self._settle(refs, what, HOLD_TIMEOUT_S):
+            if isinstance(answer, WaitTimeout):
+                logger.warning("%s; whoever was silent does so when it goes on, or another worker in its place", answer)
 
     def _ask_living(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         """All answers, as in `_wait_all`; a dead worker's is its RayActorError: another worker takes its place.

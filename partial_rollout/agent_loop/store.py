@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 PARTITION = "train"
 NUM_READS = 32
-"""Prompts that a worker reads at once: behind hundreds of them a sound TransferQueue takes longer than it may."""
+"""Prompts that all workers together read at once, and each at least one: behind hundreds of them a sound TransferQueue
+takes longer than it may."""
 
 
 class RowStore:
@@ -28,12 +29,12 @@ class RowStore:
     `timeout_s`.
     """
 
-    def __init__(self, queue: Any, worker_id: str, timeout_s: float) -> None:
-        """`queue` is the `transfer_queue` module."""
+    def __init__(self, queue: Any, worker_id: str, timeout_s: float, num_workers: int = 1) -> None:
+        """`queue` is the `transfer_queue` module; `num_workers` read from it."""
         self._queue = queue
         self._worker_id = worker_id
         self._timeout_s = timeout_s
-        self._reads = asyncio.Semaphore(NUM_READS)
+        self._reads = asyncio.Semaphore(max(1, NUM_READS // num_workers))
 
     async def read_prompt(self, uid: str) -> dict[str, Any]:
         """The row of one prompt as a plain dict, which agent loops take."""

@@ -180,6 +180,11 @@ class Trajectories:
         """Let trajectories go on from `saved`, but those of further attempts; other workers have the same calls."""
         self._saved = dict(saved)
 
+    def go_back(self, keys: AbstractSet[str], before: Mapping[str, list[GenerationState]]) -> None:
+        """Let trajectories of `keys` that have not started here go on from `before`; without these, afresh."""
+        again = {key: calls for key, calls in before.items() if key in self._saved}
+        self._saved = {key: calls for key, calls in self._saved.items() if key not in keys} | again
+
     def start(self, claim: Claim, session: int) -> Trajectory:
         """A trajectory begins; one of a further attempt begins afresh."""
         # Popped even where it is not used: what has started here never goes on from saved tokens again.

@@ -71,7 +71,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         self._claim_loop = ClaimLoop(
             worker_id,
             cast("RolloutPromptManager", manager),
-            RowStore(tq, worker_id, call_s),
+            RowStore(tq, worker_id, call_s, self.rollout_config.agent.num_workers),
             worker=self,
             num_slots=num_slots,
         )
@@ -214,6 +214,10 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Let trajectories go on from the tokens of a checkpoint or log, which hold no routed experts to replay."""
         if not self.rollout_config.enable_rollout_routing_replay:
             self._trajectories.restore(saved)
+
+    async def go_back(self, keys: frozenset[str], before: Saved) -> None:
+        """Let trajectories of `keys` go on from `before`, unless they have started here; without these, afresh."""
+        self._trajectories.go_back(keys, before)
 
     async def begin_log(self, folder: LogFolder) -> None:
         """Write the log of rollouts into this folder from now on."""

@@ -116,6 +116,7 @@ class History:
             self.begin(record.holds_through)
         elif isinstance(record, Abandoned):
             self._forget_after(record.holds_through)
+            self.names = {number: name for number, name in self.names.items() if number < record.admitted}
         elif isinstance(record, Admitted):
             named = zip(record.uids, record.prompts, strict=False)
             self.names.update({record.first + number: each for number, each in enumerate(named)})

@@ -64,6 +64,8 @@ class Abandoned(Record, frozen=True, tag="abandoned"):
 
     holds_through: int
     """The last step up to which records of earlier files hold; their later ones are void."""
+    admitted: int = 0
+    """How many prompts the run had admitted then: names that earlier records have of further ones are void."""
 
 
 class Admitted(Record, frozen=True, tag="admitted"):

@@ -113,17 +113,19 @@ class ReplicaFleet:
     def _all(self, what: str, call: Callable[[PartialRolloutReplica], Awaitable[Any]], timeout_s: float) -> list[Any]:
         """Block for the answers of all replicas, in their order.
 
-        Where a server that did not answer in time was replaced, all are asked once more, so `call` may be made twice.
+        Where a server that did not answer in time was replaced, all are asked again, so `call` may be made more often.
         """
-        before = self._watch.num_replaced(ENGINE_SERVER) if self._watch else 0
-        try:
-            return self._ask_all(what, call, timeout_s)
-        except WaitTimeout as error:
-            claim_s = self._timeouts.claim_s
-            if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before, claim_s):
-                raise
-            logger.warning("%s; it was replaced, and all are asked again", error)
-            return self._ask_all(what, call, timeout_s)
+        # Once for each: one that dies while another one is silent is replaced first, and then the silent one.
+        for _ in self._replicas:
+            before = self._watch.num_replaced(ENGINE_SERVER) if self._watch else 0
+            try:
+                return self._ask_all(what, call, timeout_s)
+            except WaitTimeout as error:
+                claim_s = self._timeouts.claim_s
+                if self._watch is None or not self._watch.has_replaced(ENGINE_SERVER, error, before, claim_s):
+                    raise
+                logger.warning("%s; it was replaced, and all are asked again", error)
+        return self._ask_all(what, call, timeout_s)
 
     def _ask_all(
         self,
@@ -147,7 +149,8 @@ async def _gather(
     answers = [asyncio.ensure_future(call) for _, call in calls]
     waiting = Wait(f"trainer waits for {len(calls)} rollout replicas to {what}", timeout_s)
     # asyncio.wait_for would not tell its own timeout from a replica's error, which may be a TimeoutError too.
-    together = asyncio.gather(*answers)
+    # After an error the others go on: a call that is cut off half way would be made twice where all are asked again.
+    together = asyncio.gather(*answers, return_exceptions=True)
     while not (await asyncio.wait([together], timeout=waiting.step_s()))[0]:
         late = ", ".join(_name(replica) for (replica, _), each in zip(calls, answers, strict=True) if not each.done())
         if waiting.is_over:
@@ -157,7 +160,8 @@ async def _gather(
                 f"trainer waited {timeout_s:g} s for {len(calls)} rollout replicas to {what}; no answer from {late}"
             )
         waiting.look(late)
-    return together.result()
+    together.result()
+    return [answer.result() for answer in answers]
 
 
 def _name(replica: PartialRolloutReplica) -> str:

@@ -143,14 +143,16 @@ class RunLog:
         """Trajectories of this folder that were still to be replayed at the last checkpoint; None: there was none."""
         self._goes_on: frozenset[str] = frozenset()
         """Trajectories that go on from tokens of the log, while it is replayed."""
+        self._before: Saved = {}
+        """Tokens that the checkpoint has of these."""
         self._last_step = 0
         """The step whose batch was taken last, or that of the checkpoint."""
 
-    def begin(self, base_step: int, snapshot: QueueSnapshot | None) -> Saved:
+    def begin(self, base_step: int, snapshot: QueueSnapshot | None, saved: Saved) -> Saved:
         """Training goes on after the checkpoint of `base_step`, which has this queue; None: there is no checkpoint.
 
         Call it when workers run, and before they claim. Returns the tokens of responses that had not ended, which are
-        newer than those of the checkpoint.
+        newer than those of the checkpoint, `saved`.
         """
         folder = self._root / f"after_step_{base_step}"
         self._last_step = base_step
@@ -181,6 +183,7 @@ class RunLog:
         logger.warning("%s", describe(plan, base_step))
         tokens = self._tokens(plan)
         self._goes_on = frozenset(tokens)
+        self._before = {key: saved[key] for key in tokens if key in saved}
         return tokens
 
     def _tokens(self, plan: Plan) -> Saved:
@@ -309,7 +312,7 @@ class RunLog:
         if self._num_left != 0 or not self._replayed_folder or self.is_replaying:
             return
         # The next checkpoint removes it: a worker may read its last record now.
-        self._replayed_folder, self._goes_on = "", frozenset()
+        self._replayed_folder, self._goes_on, self._before = "", frozenset(), {}
         coming = {number: names for number, names in self._plan.names.items() if number >= self._num_admitted}
         self._use(Plan(names=coming, through=self._plan.through))
         self._workers.replay({})
@@ -331,12 +334,12 @@ class RunLog:
             through = self._waiting[0][0] - 1 if self._waiting else self._last_step
         logger.warning("the replay of logged responses ends before step %d: %s", through + 1, why)
         self._use(Plan(through=through))
-        self._writer.append(encode(Abandoned(holds_through=through)))
+        self._writer.append(encode(Abandoned(holds_through=through, admitted=self._num_admitted)))
         # Workers forget it too, or they would answer for prompts of another history.
         self._workers.replay({})
         if self._goes_on:
-            self._workers.forget_tokens(self._goes_on)
-        self._goes_on = frozenset()
+            self._workers.go_back(self._goes_on, self._before)
+        self._goes_on, self._before = frozenset(), {}
 
     def _open(self, folder: LogFolder, holds_through: int) -> None:
         self._writer.open(folder.file(TRAINER))

@@ -395,7 +395,7 @@ class PartialRolloutTrainer(PPOTrainer):
             logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
             num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
         if self._log is not None:
-            tokens |= self._log.begin(step, snapshot)
+            tokens |= self._log.begin(step, snapshot, tokens)
         if tokens:
             self.agent_loop_manager.restore_tokens(tokens)
         return num_prompts

@@ -129,10 +129,13 @@ class ChannelServer(vLLMHttpServer):
             WeightUpdateError: the engine has died or did not answer within ANSWER_SHARE of `timeouts.weights_s`.
         """
         call = while_healthy(self.engine, vLLMHttpServer.wake_up(self, tags))
+        limit_s = ANSWER_SHARE * self.settings.timeouts.weights_s
         try:
-            await asyncio.wait_for(call, ANSWER_SHARE * self.settings.timeouts.weights_s)
+            await asyncio.wait_for(call, limit_s)
         except Exception as error:
             why = self._why_dead if isinstance(error, EngineDeadError) else repr(error)
+            if isinstance(error, asyncio.TimeoutError):
+                why = f"no answer within {limit_s:g} s, which is a fortieth of partial_rollout.timeouts.resume_s"
             reason = f"the engine did not wake up ({tags}): {why}"
             self._weights.failed(reason)
             raise WeightUpdateError(f"{self._name}: {reason}") from error

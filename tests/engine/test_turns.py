@@ -95,7 +95,9 @@ def make_worker(
         self.llm_client = ResumingLLMServerClient(engine.config, support.make_router(engine.replica))
         self.config, self.tokenizer = OmegaConf.create({"algorithm": {}}), None
         self.reward_loop_worker_handles = None
-        self.rollout_config = SimpleNamespace(**ROLLOUT, enable_rollout_routing_replay=False)
+        self.rollout_config = SimpleNamespace(
+            **ROLLOUT, enable_rollout_routing_replay=False, agent=SimpleNamespace(num_workers=1)
+        )
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
     monkeypatch.setattr(worker_module, "find_manager", lambda: None)

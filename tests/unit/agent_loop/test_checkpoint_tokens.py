@@ -13,11 +13,12 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.agent_loop.manager import TOKENS_TIMEOUT_S, PartialRolloutAgentLoopManager
+from partial_rollout.agent_loop.manager import HOLD_TIMEOUT_S, TOKENS_TIMEOUT_S, PartialRolloutAgentLoopManager
 from partial_rollout.agent_loop.trajectory import Saved, Trajectories
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import GenerationState, ResumableGeneration, Segment
+from partial_rollout.errors import WaitTimeout
 from partial_rollout.types import Claim, VersionSpan
 from tests.unit.agent_loop.support import make_workers
 
@@ -36,6 +37,8 @@ class Worker(PartialRolloutAgentLoopWorker):
 
     dies_in = ""
     """The call that finds the worker dead."""
+    silent_in: tuple[str, ...] = ()
+    """Calls that it does not answer."""
 
     def __init__(self, *, replays_routing: bool = False) -> None:
         self._trajectories = Trajectories()
@@ -59,9 +62,16 @@ class Worker(PartialRolloutAgentLoopWorker):
     @property
     def handle(self) -> Any:
         """A handle whose calls are answered when they are waited for."""
-        names = ("unclaimed", "tokens_in_flight", "restore_tokens", "keep_unclaimed")
+        names = ("unclaimed", "tokens_in_flight", "restore_tokens", "keep_unclaimed", "go_back", "replay")
         calls = {name: self._die if name == self.dies_in else getattr(self, name) for name in names}
+        calls |= dict.fromkeys(self.silent_in, self._be_silent)
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+    async def replay(self, places: Any) -> None:
+        """This worker has no log."""
+
+    async def _be_silent(self, *_args: Any, **_options: Any) -> None:
+        raise WaitTimeout("no answer")
 
     async def _die(self, *_args: Any, **_options: Any) -> None:
         raise RayActorError(error_msg="killed")
@@ -83,7 +93,7 @@ class World:
             self.before_answer.pop(first + index, lambda: None)()
             try:
                 self.answers.append(asyncio.run(call))
-            except RayActorError as error:
+            except (RayActorError, WaitTimeout) as error:
                 self.answers.append(error)
         return self.answers[first:]
 
@@ -252,13 +262,37 @@ def test_without_any_checkpoint_what_one_worker_has_started_is_forgotten_by_the_
     assert world.waits == []
 
 
-def test_what_is_to_be_forgotten_is_in_no_checkpoint_and_with_no_worker(world: World) -> None:
-    world.workers[2].dies_in = "keep_unclaimed"  # whoever takes its place is told
-    world.manager.forget_tokens({"a_0", "c_0"})
-    assert [worker.unstarted for worker in world.workers[:2]] == [{"b_0"}] * 2
-    assert world.checkpoint() == {"b_0": [CALL]}
-    world.manager.forget_tokens({"b_0"})
-    assert world.checkpoint() == {}
+BEFORE = GenerationState([1, 2], [4], [-0.5], [VersionSpan(2, 1)], None, 1, 0)
+
+
+def test_where_the_log_holds_no_more_trajectories_go_on_from_the_tokens_before_or_afresh(world: World) -> None:
+    world.workers[2].dies_in = "go_back"  # whoever takes its place is told
+    world.manager.go_back({"a_0", "c_0"}, {"a_0": [BEFORE]})
+    assert [worker.unstarted for worker in world.workers[:2]] == [{"a_0", "b_0"}] * 2
+    assert world.checkpoint() == {"a_0": [BEFORE], "b_0": [CALL]}
+    assert [world.workers[0].start(uid).token_ids for uid in "abc"] == [[4, 6], [5, 6], [6]]
+    world.manager.go_back({"a_0", "b_0"}, {})
+    assert world.workers[1].unstarted == frozenset()
+
+
+def test_a_trajectory_that_has_started_is_not_given_tokens_again(world: World) -> None:
+    running = world.workers[0].start("a")
+    world.manager.go_back({"a_0"}, {"a_0": [BEFORE]})
+    assert world.workers[0].unstarted == {"b_0", "c_0"}
+    assert world.checkpoint()["a_0"] == [running.state()]
+    assert world.workers[1].unstarted == {"b_0", "c_0"}
+
+
+def test_a_silent_worker_costs_a_warning_where_a_replay_ends_and_nobody_waits_for_its_death(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.workers[1].silent_in = ("go_back", "replay")
+    world.waits.clear()
+    world.manager.replay({})
+    world.manager.go_back(SAVED.keys(), {})
+    assert [seconds for seconds, _ in world.waits] == [HOLD_TIMEOUT_S] * 2
+    assert caplog.text.count("whoever was silent does so when it goes on") == 2
+    assert [len(worker.unstarted) for worker in world.workers] == [0, 3, 0]
 
 
 @pytest.mark.parametrize("error", [GetTimeoutError("late"), ObjectLostError("id", "owner", "where")])
@@ -273,6 +307,19 @@ def test_restored_tokens_that_cannot_be_read_cost_a_checkpoint_these_only(
     assert world.checkpoint() == {"a_0": [running.state()]}
     (said,) = world.missing
     assert said.startswith("2 restored responses that nobody has claimed: ")
+
+
+def test_tokens_that_cannot_be_read_where_a_replay_ends_are_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(*_: Any, **__: Any) -> None:
+        raise GetTimeoutError("late")
+
+    with monkeypatch.context() as late:
+        late.setattr(agent_loop_manager.ray, "get", get)
+        world.manager.go_back({"a_0"}, {})
+    assert [worker.unstarted for worker in world.workers] == [{"b_0", "c_0"}] * 3
+    assert world.checkpoint() == {"b_0": [CALL], "c_0": [CALL]}
 
 
 def test_a_worker_that_does_not_answer_makes_nobody_forget(world: World) -> None:

@@ -190,7 +190,7 @@ def test_calls_to_all_workers_pass_a_dead_one_over(manager: PartialRolloutAgentL
     manager.resize(16)
     manager.replace_reward_worker(0, cast("Any", "reward"))
     manager.restore_tokens({"a_0": []})
-    manager.forget_tokens({"a_0"})
+    manager.go_back({"a_0"}, {})
     manager.stop()
 
 

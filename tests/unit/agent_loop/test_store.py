@@ -25,6 +25,19 @@ class Queue:
         self.cleared.append((partition_id, keys))
 
 
+class Opened(Queue):
+    """Notes what it is asked for, and answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.may_answer = [], asyncio.Event()
+
+    async def async_kv_batch_get(self, keys, partition_id):
+        self.keys += keys
+        await self.may_answer.wait()
+        return await super().async_kv_batch_get(keys, partition_id)
+
+
 class LostQueue:
     async def async_kv_batch_get(self, keys, partition_id):
         await asyncio.Event().wait()
@@ -55,6 +68,18 @@ def test_a_queue_that_answers_slower_than_prompts_are_asked_for_is_not_taken_for
         assert asyncio.get_running_loop().time() == 512
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(("num_workers", "num_open"), [(1, 32), (8, 4), (100, 1)])
+async def test_all_workers_together_read_as_many_prompts_at_once_as_one_may(num_workers: int, num_open: int):
+    opened = Opened()
+    store = RowStore(opened, "w3", 60, num_workers)
+    reads = asyncio.gather(*(store.read_prompt(f"p{number}") for number in range(64)))
+    for _ in range(2 * 64):  # turns of the event loop, in which all that may be asked for is
+        await asyncio.sleep(0)
+    assert len(opened.keys) == num_open
+    opened.may_answer.set()
+    assert len(await reads) == 64
 
 
 async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():

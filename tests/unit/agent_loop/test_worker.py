@@ -179,6 +179,7 @@ async def connected(monkeypatch, tmp_path):
 
     def verls_constructor(self):
         self.llm_client, self.config = client, OmegaConf.create({"algorithm": {}})
+        self.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=2))
         self.reward_loop_worker_handles = None
         self.tokenizer = WordTokenizer()
 

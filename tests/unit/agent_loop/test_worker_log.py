@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,6 +214,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PartialRolloutAge
     def verls_constructor(self: Any) -> None:
         self.llm_client, self.config = type("Client", (), {})(), OmegaConf.create({"algorithm": {}})
         self.reward_loop_worker_handles, self.tokenizer = None, WordTokenizer()
+        self.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=1))
 
     monkeypatch.setattr(worker_module.AgentLoopWorkerTQBase, "__init__", verls_constructor)
     monkeypatch.setattr(worker_module, "find_manager", lambda: None)

@@ -118,7 +118,15 @@ def test_a_second_start_goes_on_with_the_history_of_the_first() -> None:
 
 def test_a_second_start_that_has_left_the_history_hides_what_came_after() -> None:
     history = told(History(), 1, taken(5, "a"), taken(6, "b"), taken(7, "c"), ended={"a": 3, "b": 3, "c": 3, "d": 6})
-    told(history, 2, opened(2, through=7), taken(5, "a"), Abandoned(holds_through=5), taken(6, "c"), ended={"c": 3})
+    told(
+        history,
+        2,
+        opened(2, through=7),
+        taken(5, "a"),
+        Abandoned(holds_through=5, admitted=0),
+        taken(6, "c"),
+        ended={"c": 3},
+    )
     found = plan(history, unfinished=("a", "b", "c", "d"))
     assert batches(found) == [(5, ("a",)), (6, ("c",))]
     assert "d_0" not in found.places
@@ -138,6 +146,14 @@ def test_prompts_get_their_names_from_the_latest_start() -> None:
     assert [uid for uid, _ in plan(history).names.values()] == ["x", "b"]
 
 
+def test_a_start_that_has_left_the_history_hides_names_that_it_has_not_given_itself() -> None:
+    history = told(History(), 1, admitted("a", "b", "c", "d"))
+    first = next(iter(history.names))
+    told(history, 2, opened(2), admitted("a"), Abandoned(holds_through=BASE, admitted=first + 1))
+    history.tell(Admitted(first=first + 1, uids=["x"], prompts=["another"]))
+    assert [uid for uid, _ in plan(history).names.values()] == ["a", "x"]
+
+
 UIDS = ("a", "b", "c", "d")
 STEPS = st.lists(st.lists(st.sampled_from(UIDS), min_size=1, max_size=3), max_size=4)
 ENDED = st.dictionaries(st.sampled_from(UIDS), st.integers(0, 7))
@@ -153,7 +169,7 @@ def starts(draw: st.DrawFn) -> History:
         for step, uids in enumerate(draw(STEPS), BASE + 1):
             history.tell(taken(step, *uids, version=draw(st.integers(0, 7))))
             if draw(st.integers(0, 9)) == 0:
-                history.tell(Abandoned(holds_through=draw(st.integers(BASE, step))))
+                history.tell(Abandoned(holds_through=draw(st.integers(BASE, step)), admitted=draw(st.integers(0, 12))))
         told(history, number + 1, ended=draw(ENDED))
     return history
 

@@ -85,6 +85,7 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
 
 
 CLAIM_S = 300.0
+NUM_TURNS = 20
 NUM_MANY = 64
 
 
@@ -154,15 +155,15 @@ def test_of_many_replicas_the_one_whose_update_failed_is_named_when_all_have_ans
 
 
 class SilentReplica(Replica):
-    """Answers from the second question on, as a server does that was replaced."""
+    """Answers from the second question on, as a server does that was replaced, or from a later one on."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_unanswered: int = 1) -> None:
         super().__init__(0)
-        self.num_asked = 0
+        self.num_asked, self.num_unanswered = 0, num_unanswered
 
     async def statistics(self) -> list[str]:
         self.num_asked += 1
-        if self.num_asked == 1:
+        if self.num_asked <= self.num_unanswered:
             await asyncio.Event().wait()
         return ["counts"]
 
@@ -178,6 +179,8 @@ class SleepyReplica(Replica):
         self.num_asked += 1
         if self.num_asked == 1 and self.is_silent:
             raise WaitTimeout(f"replica {self.replica_rank}: sleep was not answered")
+        for _ in range(NUM_TURNS):  # in which an error of another one is seen
+            await asyncio.sleep(0)
 
 
 def test_an_engine_whose_silent_server_was_replaced_while_engines_release_their_memory_is_asked_again_alone():
@@ -188,9 +191,30 @@ def test_an_engine_whose_silent_server_was_replaced_while_engines_release_their_
         def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
             return "replica 1: sleep" in str(error)
 
-    replicas = [SleepyReplica(rank, is_silent=rank == 1) for rank in range(2)]
+    replicas = [SleepyReplica(rank, is_silent=rank == 1) for rank in range(3)]
     ReplicaFleet(cast("Any", replicas), TimeoutConfig(), cast("Any", Watch())).sleep()
-    assert [replica.num_asked for replica in replicas] == [1, 2]
+    assert [replica.num_asked for replica in replicas] == [1, 2, 1]
+
+
+def test_a_silent_server_is_replaced_too_where_another_one_has_died_in_the_same_call():
+    befores: list[int] = []
+
+    class Watch:
+        """The first time the death of another server counts, the second time the silent one is killed."""
+
+        def num_replaced(self, kind: Kind) -> int:
+            return len(befores)
+
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
+            befores.append(before)
+            return True
+
+    silent = SilentReplica(num_unanswered=2)
+    fleet = ReplicaFleet(
+        cast("Any", [silent, SilentReplica(num_unanswered=0)]), TimeoutConfig(call_s=0.01), cast("Any", Watch())
+    )
+    assert fleet.statistics() == ["counts", "counts"]
+    assert befores == [0, 1]
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

@@ -61,12 +61,14 @@ class Start:
     config: DictConfig
     step: int = STEP
     snapshot: QueueSnapshot | None = field(default_factory=lambda: QueueSnapshot(admitted=10, taken=10))
+    saved: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The checkpoint's tokens."""
     replayed: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
 
     def __post_init__(self) -> None:
         self.worker = LogWriter("agent_loop_worker_0")
         self.log = RunLog(self.config, cast("Any", self))
-        self.goes_on = dict(self.log.begin(self.step, self.snapshot))
+        self.goes_on = {**self.saved, **self.log.begin(self.step, self.snapshot, dict(self.saved))}
 
     def begin_log(self, folder: LogFolder) -> None:
         self.worker.open(folder.file("agent_loop_worker_0"))
@@ -75,8 +77,8 @@ class Start:
     def replay(self, places: Mapping[str, Place]) -> None:
         self.replayed = places
 
-    def forget_tokens(self, keys: Collection[str]) -> None:
-        self.goes_on = {key: calls for key, calls in self.goes_on.items() if key not in keys}
+    def go_back(self, keys: Collection[str], before: Mapping[str, Any]) -> None:
+        self.goes_on = {key: calls for key, calls in self.goes_on.items() if key not in keys} | dict(before)
 
     def save(self, step: int, queue: QueueSnapshot) -> None:
         """A checkpoint, and the end of its step."""
@@ -216,6 +218,34 @@ def test_another_prompt_than_before_ends_the_replay(tmp_path: Path, caplog: pyte
     assert [step for step, _ in third.log._waiting] == [5]
     assert third.log.wanted(5) == ("new_r",)
     third.die()
+
+
+def test_names_that_a_start_has_not_given_end_with_its_replay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_start(tmp_path)
+    second = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert admit(second, "p", "another") == ["old_p", "new_another"]  # r has its old name in the first start's file
+    second.die()
+    caplog.clear()
+    third = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert admit(third, "p", "another", "one more", fresh="newer") == ["old_p", "new_another", "newer_one more"]
+    assert "the replay of logged responses ends" not in caplog.text
+    third.die()
+
+
+def test_where_a_replay_ends_responses_go_on_from_the_tokens_of_the_checkpoint(tmp_path: Path) -> None:
+    queue = snapshot(pending=(PromptMeta("x", 2, 1), PromptMeta("y", 2, 1)))
+    start = Start(config(tmp_path), snapshot=queue)
+    admit(start, "p", fresh="old")
+    for uid in ("x", "y"):
+        start.worker.append(encode(interrupted(uid)))
+    start.die()
+    saved = {"x_0": ["of the checkpoint"], "z_0": ["of the checkpoint"]}
+    again = Start(config(tmp_path), snapshot=queue, saved=saved)
+    assert sorted(again.goes_on) == ["x_0", "y_0", "z_0"]
+    assert again.goes_on["x_0"] != saved["x_0"]
+    admit(again, "another")
+    assert again.goes_on == saved
+    again.die()
 
 
 def test_a_wanted_prompt_that_has_left_the_queue_ends_the_replay(
@@ -437,7 +467,7 @@ def test_the_tokens_of_the_log_are_restored_in_place_of_the_checkpoints(monkeypa
     restored: list[dict[str, str]] = []
     trainer = bare_trainer(global_steps=5, config=None, manager=None, _ask=None)
     trainer.agent_loop_manager = SimpleNamespace(restore_tokens=restored.append)
-    trainer._log = SimpleNamespace(begin=lambda step, snapshot: {"a_0": "newer"})
+    trainer._log = SimpleNamespace(begin=lambda step, snapshot, saved: {"a_0": "newer"})
     assert trainer._reissue_inflight_prompts() == 2
     assert restored == [{"a_0": "newer", "b_0": "only"}]
 
