@@ -18,11 +18,14 @@ from partial_rollout.settings.derived import (
     engine_devices_per_node,
     has_own_devices,
     has_own_reference,
+    num_devices,
     num_engine_devices,
     num_engine_nodes,
+    num_rollout_devices,
     sequence_parallel_size,
 )
 from partial_rollout.settings.flag import ROLLOUT
+from partial_rollout.settings.memory import ModelSizes, model_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,6 +80,21 @@ def _vllm_on(device: str) -> Callable[[DictConfig], bool]:
 
 def _has_several_nodes(config: DictConfig) -> bool:
     return _of(config, "trainer.nnodes", 1) > 1 or num_engine_nodes(config) > 1
+
+
+def _has_many_gpus(config: DictConfig) -> bool:
+    devices = num_devices(config) + num_rollout_devices(config)
+    return _of(config, "trainer.device") != "cpu" and devices > MOST_GPUS
+
+
+def _trains_a_large_model(config: DictConfig) -> bool:
+    """By the model's files where they are on this machine, else by the largest size in its name."""
+    sizes = model_sizes(config)
+    if isinstance(sizes, ModelSizes):
+        billions = sizes.num_parameters / 1e9
+    else:
+        billions = max(map(float, BILLIONS.findall(str(_of(config, "actor_rollout_ref.model.path", "")))), default=0)
+    return _of(config, "trainer.device") != "cpu" and billions > LARGEST
 
 
 def _has_adapter(config: DictConfig) -> bool:
@@ -141,6 +159,12 @@ def _critic_on(*, cpu: bool) -> Callable[[DictConfig], bool]:
     return lambda config: _has_critic(config) and (_of(config, "trainer.device") == "cpu") == cpu
 
 
+MOST_GPUS = 2
+"""Number with which jobs were run."""
+LARGEST = 4.5
+"""Billions of parameters: Qwen3-4B's shape, which was trained, has less."""
+BILLIONS = re.compile(r"(?i)(?<![\d.])(\d+(?:\.\d+)?)b(?![a-z])")
+"""Size in a model's name."""
 KNOWN_ESTIMATORS = ("grpo", "gae", "remax", "rloo", "reinforce_plus_plus", "opo")
 """Estimators that have rows of their own."""
 OFFLOADS = ("param_offload", "optimizer_offload")
@@ -291,7 +315,15 @@ ROWS = (
         "two nodes were run on a CPU only",
         lambda config: _has_several_nodes(config) and _of(config, "trainer.device") != "cpu",
         {"trainer.nnodes": 2, "trainer.device": "cuda"},
-        brief="several nodes with GPUs",
+    ),
+    Row(
+        "engine",
+        "more than 2 GPUs",
+        UNTRIED,
+        "with two, an engine on each or one on both was run",
+        _has_many_gpus,
+        {"trainer.n_gpus_per_node": 4, "trainer.device": "cuda"},
+        brief="more than 2 GPUs",
     ),
     Row(
         "engine",
@@ -319,6 +351,14 @@ ROWS = (
         _is(f"{ACTOR}.strategy", "fsdp"),
         {f"{ACTOR}.strategy": "fsdp"},
         brief="FSDP",
+    ),
+    Row(
+        "trainer",
+        "training of models above 4B on GPUs",
+        UNTRIED,
+        "8B generated only",
+        _trains_a_large_model,
+        {"actor_rollout_ref.model.path": "Qwen/Qwen3-8B", "trainer.device": "cuda"},
     ),
     Row(
         "trainer",

@@ -32,16 +32,22 @@ ANY_VALUE = {
     *("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.ppo_mini_batch_size"),
     *("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "actor_rollout_ref.actor.kl_loss_coef"),
     *("actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.n"),
-    *("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "trainer.n_gpus_per_node", "trainer.total_epochs"),
+    *("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "trainer.total_epochs"),
     *("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "trainer.save_freq", "trainer.test_freq"),
 }
 """Sizes, numbers and places, none of which is a part of its own."""
-QWEN3, MATRIX = "benchmarks/results/gpu/jobs_8b_flag_h200.json", "benchmarks/results/matrix.json"
+QWEN3, MATRIX = "benchmarks/results/gpu/jobs_4b_h200.json", "benchmarks/results/matrix.json"
+SMALL = ("actor_rollout_ref.model.path=Qwen/Qwen3-4B", "trainer.n_gpus_per_node=2")
+"""What ran at the most; verl's examples are for larger models or more GPUs."""
 SHOWN_BY = {
     "algorithm.adv_estimator": {"grpo": QWEN3, "rloo": MATRIX, "reinforce_plus_plus": MATRIX},
     "algorithm.use_kl_in_reward": {"True": MATRIX},
     "algorithm.rollout_correction.bypass_mode": {"True": "benchmarks/results/gpu/smollm2_bypass_h200.json"},
-    "actor_rollout_ref.model.path": {"Qwen/Qwen3-8B": QWEN3},
+    "actor_rollout_ref.model.path": {"Qwen/Qwen3-4B": QWEN3},
+    "trainer.n_gpus_per_node": {
+        "1": QWEN3,
+        "2": "benchmarks/results/gpu/recipes_tensor_parallel_h200.json",
+    },
     "actor_rollout_ref.model.use_remove_padding": {"True": "benchmarks/jobs.py"},
     "actor_rollout_ref.actor.use_dynamic_bsz": {"True": "configs/recipe/grpo.yaml"},
     "actor_rollout_ref.actor.use_kl_loss": {"True": MATRIX},
@@ -125,6 +131,8 @@ def test_what_shows_a_value_is_there():
 @pytest.mark.parametrize(
     "override",
     [
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
         "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
         "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3",
         "actor_rollout_ref.model.path=mistralai/Mixtral-8x7B-v0.1",
@@ -154,12 +162,29 @@ def test_a_command_with_something_that_nobody_ran_on_a_gpu_does_not_work(
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for name in ("DATA", "FILE"):
         (tmp_path / name).touch()
-    (words,) = (
-        words for source, words in commands(tmp_path).items() if source.endswith("grpo_trainer/run_qwen3_8b_fsdp.sh")
-    )
-    assert verdict(diagnose(words)).startswith(WORKS)
+    words = small(tmp_path, "grpo_trainer/run_qwen3_8b_fsdp.sh")
     assert verdict(diagnose([*words, override])).startswith("can start; not tried: ")
     assert not_shown([override]) == [override]
+
+
+def small(folder: Path, script: str) -> list[str]:
+    """The words of an example with what ran at the most."""
+    (words,) = (words for source, words in commands(folder).items() if source.endswith(script))
+    return [*words, *SMALL]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_an_example_works_with_a_model_and_gpus_of_which_jobs_are_stored(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("DATA", "FILE"):
+        (tmp_path / name).touch()
+    words = small(tmp_path, f"{algorithm}_trainer/run_qwen3_8b_fsdp.sh")
+    assert verdict(diagnose(words)).startswith(WORKS)
+    last = {override_key(word): word for word in CommandLine.parse(words).overrides}
+    assert not_shown(list(last.values())) == []
 
 
 def test_the_page_has_one_row_for_each_command():
