@@ -5,9 +5,10 @@ Each row says when it applies to a composed configuration, and has an example to
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -88,13 +89,16 @@ def _has_many_gpus(config: DictConfig) -> bool:
 
 
 def _trains_a_large_model(config: DictConfig) -> bool:
-    """By the model's files where they are on this machine, else by the largest size in its name."""
+    return _of(config, "trainer.device") != "cpu" and _billions(config) > LARGEST
+
+
+def _billions(config: DictConfig) -> float:
+    """Parameters by the model's files where they are on this machine, else by its name; infinity: neither tells."""
     sizes = model_sizes(config)
     if isinstance(sizes, ModelSizes):
-        billions = sizes.num_parameters / 1e9
-    else:
-        billions = max(map(float, BILLIONS.findall(str(_of(config, "actor_rollout_ref.model.path", "")))), default=0)
-    return _of(config, "trainer.device") != "cpu" and billions > LARGEST
+        return sizes.num_parameters / 1e9
+    name = PurePath(str(_of(config, "actor_rollout_ref.model.path", ""))).name
+    return max(map(float, BILLIONS.findall(name)), default=math.inf)
 
 
 def _has_adapter(config: DictConfig) -> bool:
@@ -164,7 +168,7 @@ MOST_GPUS = 2
 LARGEST = 4.5
 """Billions of parameters: Qwen3-4B's shape, which was trained, has less."""
 BILLIONS = re.compile(r"(?i)(?<![\d.])(\d+(?:\.\d+)?)b(?![a-z])")
-"""Size in a model's name."""
+"""Billions of parameters in a model's name."""
 KNOWN_ESTIMATORS = ("grpo", "gae", "remax", "rloo", "reinforce_plus_plus", "opo")
 """Estimators that have rows of their own."""
 OFFLOADS = ("param_offload", "optimizer_offload")
@@ -354,9 +358,9 @@ ROWS = (
     ),
     Row(
         "trainer",
-        "training of models above 4B on GPUs",
+        "training of models above 4B, or of unknown size, on GPUs",
         UNTRIED,
-        "8B generated only",
+        "with 8B, engines generated and nothing was trained",
         _trains_a_large_model,
         {"actor_rollout_ref.model.path": "Qwen/Qwen3-8B", "trainer.device": "cuda"},
     ),

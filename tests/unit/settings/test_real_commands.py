@@ -63,6 +63,16 @@ SHOWN_BY = {
 """Values other than verl's default that a command that works may have, and what ran with each."""
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files that commands name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("DATA", "FILE"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
 def refused_by_verl(config: DictConfig) -> str:
     """What verl's own check of a configuration, with which its start begins, says against it; empty if nothing.
 
@@ -78,14 +88,8 @@ def refused_by_verl(config: DictConfig) -> str:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath:UserWarning")
 @pytest.mark.parametrize("source", commands(Path()))
-def test_doctor_and_start_agree_on_a_command_of_verls_examples(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("DATA", "FILE"):
-        (tmp_path / name).touch()
-    report, line = Report(), CommandLine.parse(commands(tmp_path)[source])
+def test_doctor_and_start_agree_on_a_command_of_verls_examples(source: str, folder: Path):
+    report, line = Report(), CommandLine.parse(commands(folder)[source])
     try:
         config = compose_line(resolve(line))
         enable(config)
@@ -133,6 +137,7 @@ def test_what_shows_a_value_is_there():
     [
         "trainer.n_gpus_per_node=4",
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "actor_rollout_ref.model.path=microsoft/phi-4",
         "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
         "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3",
         "actor_rollout_ref.model.path=mistralai/Mixtral-8x7B-v0.1",
@@ -155,14 +160,8 @@ def test_what_shows_a_value_is_there():
         "trainer.val_only=True",
     ],
 )
-def test_a_command_with_something_that_nobody_ran_on_a_gpu_does_not_work(
-    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("DATA", "FILE"):
-        (tmp_path / name).touch()
-    words = small(tmp_path, "grpo_trainer/run_qwen3_8b_fsdp.sh")
+def test_a_command_with_something_that_nobody_ran_on_a_gpu_does_not_work(override: str, folder: Path):
+    words = small(folder, "grpo_trainer/run_qwen3_8b_fsdp.sh")
     assert verdict(diagnose([*words, override])).startswith("can start; not tried: ")
     assert not_shown([override]) == [override]
 
@@ -174,14 +173,8 @@ def small(folder: Path, script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce_plus_plus"])
-def test_an_example_works_with_a_model_and_gpus_of_which_jobs_are_stored(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("DATA", "FILE"):
-        (tmp_path / name).touch()
-    words = small(tmp_path, f"{algorithm}_trainer/run_qwen3_8b_fsdp.sh")
+def test_an_example_works_with_a_model_and_gpus_of_which_jobs_are_stored(algorithm: str, folder: Path):
+    words = small(folder, f"{algorithm}_trainer/run_qwen3_8b_fsdp.sh")
     assert verdict(diagnose(words)).startswith(WORKS)
     last = {override_key(word): word for word in CommandLine.parse(words).overrides}
     assert not_shown(list(last.values())) == []
