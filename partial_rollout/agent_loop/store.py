@@ -29,7 +29,7 @@ class RowStore:
     `timeout_s`.
     """
 
-    def __init__(self, queue: Any, worker_id: str, timeout_s: float, num_workers: int = 1) -> None:
+    def __init__(self, queue: Any, worker_id: str, timeout_s: float, num_workers: int) -> None:
         """`queue` is the `transfer_queue` module; `num_workers` read from it."""
         self._queue = queue
         self._worker_id = worker_id

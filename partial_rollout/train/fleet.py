@@ -160,7 +160,6 @@ async def _gather(
                 f"trainer waited {timeout_s:g} s for {len(calls)} rollout replicas to {what}; no answer from {late}"
             )
         waiting.look(late)
-    together.result()
     return [answer.result() for answer in answers]
 
 

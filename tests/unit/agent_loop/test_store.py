@@ -62,7 +62,7 @@ def test_a_queue_that_answers_slower_than_prompts_are_asked_for_is_not_taken_for
     """A worker whose slots are all free claims hundreds of prompts at the same moment."""
 
     async def main():
-        store = RowStore(SlowQueue(), "w3", 60)
+        store = RowStore(SlowQueue(), "w3", 60, num_workers=1)
         rows = await asyncio.gather(*(store.read_prompt(f"p{number}") for number in range(512)))
         assert len(rows) == 512
         assert asyncio.get_running_loop().time() == 512
@@ -84,7 +84,7 @@ async def test_all_workers_together_read_as_many_prompts_at_once_as_one_may(num_
 
 async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
     queue = Queue()
-    store = RowStore(queue, "w3", 60)
+    store = RowStore(queue, "w3", 60, num_workers=1)
     assert await store.read_prompt("a") == {"index": torch.tensor(7), "raw_prompt": "hello"}
     await store.clear(["a_0_0", "a_1_0"])
     await store.clear([])
@@ -100,4 +100,4 @@ async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
 )
 def test_a_queue_that_never_answers_is_named(call, what):
     with pytest.raises(WaitTimeout, match=f"worker w3 waited 60 s for TransferQueue to {what}"):
-        run_virtual(call(RowStore(LostQueue(), "w3", 60)))
+        run_virtual(call(RowStore(LostQueue(), "w3", 60, num_workers=1)))
