@@ -271,6 +271,8 @@ class ManagerStatus:
     """Why the manager was closed; empty while it is open."""
     events: str = ""
     """Folder of the run's event stream; empty: there is none."""
+    mean_slots_in_use: float = 0.0
+    """Mean of `slots_in_use` over the time since the round began."""
 
     @property
     def slots_in_use(self) -> int:

@@ -1,17 +1,21 @@
 """How many batches of prompts are in flight, adapted to whether slots run out of prompts. Pure: no clock, no waiting.
 
 More prompts in flight fill idle slots and make tokens older: each further batch by about one update. So the queue gets
-deeper only after slots were idle for several steps while no prompt was pending, which is when more prompts help; and
-it goes back when the KV cache is full, since prompts in flight keep KV.
+deeper only after slots were idle for several steps for want of prompts, which is when more prompts help; and it goes
+back when the KV cache is full, since prompts in flight keep KV. A slot can be idle for other reasons: an engine that
+starts slowly, and responses that end together and are scored and stored while they still take their slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 IDLE_BELOW = 0.85
 """Mean share of the slots in use below which they count as idle: with retained KV and enough prompts 0.89 to 0.90 was
 measured (docs/results/gpu.md)."""
+UNTAKEN_OF_IDLE = 0.5
+"""Share of the idle slots that no trajectory takes, from which on they are idle for want of prompts."""
 PATIENCE = 5
 """Steps whose mean counts: single steps differ by a factor of 2, and the first ones fill slots."""
 CHANGE = 0.5
@@ -24,6 +28,8 @@ class StepLoad:
 
     utilisation: float
     """Mean number of running requests while the gate was open, by the number of slots to start with."""
+    taken: float
+    """Mean number of slots that a trajectory took, running in an engine or not, by the number to start with."""
     pending: int
     """Prompts that no worker has claimed when the batch is complete."""
     is_kv_full: bool
@@ -43,10 +49,10 @@ class DepthController:
     """Decides the number of batches in flight, one step after the other.
 
     >>> controller = DepthController(least=2.0, most=3.0)
-    >>> idle = StepLoad(utilisation=0.6, pending=0, is_kv_full=False)
+    >>> idle = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False)
     >>> [controller.observe(idle).after for _ in range(6)]
     [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
-    >>> controller.observe(StepLoad(utilisation=0.9, pending=0, is_kv_full=True))
+    >>> controller.observe(StepLoad(utilisation=0.9, taken=0.95, pending=0, is_kv_full=True))
     DepthDecision(before=2.5, after=2.0, reason='the KV cache is full')
     """
 
@@ -55,8 +61,8 @@ class DepthController:
         self._least, self._most = least, most
         self.depth = least
         self._patience = PATIENCE
-        self._shares: list[float] = []
-        """Utilisation of the latest steps, since a prompt was pending or the depth changed."""
+        self._steps: list[StepLoad] = []
+        """The latest steps, since a prompt was pending or the depth changed."""
 
     def observe(self, load: StepLoad) -> DepthDecision:
         """Decide on the depth from the next step on."""
@@ -64,19 +70,21 @@ class DepthController:
         if load.is_kv_full:
             return DepthDecision(before, self._back(), "the KV cache is full")
         if load.pending:
-            self._shares.clear()
+            self._steps.clear()
             return DepthDecision(before, before, f"prompts pending: {load.pending}")
-        self._shares = [*self._shares, load.utilisation][-self._patience :]
-        num_steps, mean = len(self._shares), sum(self._shares) / len(self._shares)
-        reason = f"{mean:.0%} of the slots in use over {num_steps} steps, no prompt pending"
-        if num_steps == self._patience and mean < IDLE_BELOW and before < self._most:
-            self._shares.clear()
+        self._steps = [*self._steps, load][-self._patience :]
+        num_steps = len(self._steps)
+        used, taken = fmean(each.utilisation for each in self._steps), fmean(each.taken for each in self._steps)
+        reason = f"{used:.0%} of the slots in use, {taken:.0%} taken over {num_steps} steps, no prompt pending"
+        wants_prompts = used < IDLE_BELOW and 1 - taken >= UNTAKEN_OF_IDLE * (1 - used)
+        if num_steps == self._patience and wants_prompts and before < self._most:
+            self._steps.clear()
             self.depth = min(self._most, before + CHANGE)
         return DepthDecision(before, self.depth, reason)
 
     def _back(self) -> float:
         """One change back. The next way up takes twice as long, so that the depth does not swing for ever."""
-        self._shares.clear()
+        self._steps.clear()
         if self.depth > self._least:
             self.depth = max(self._least, self.depth - CHANGE)
             self._patience *= 2

@@ -45,6 +45,7 @@ from ray._private import worker as ray_worker
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
+from partial_rollout.core.time_mean import TimeWeightedMean
 from partial_rollout.errors import ActorLost, ClusterError, RunStopped, WaitTimeout
 from partial_rollout.observability.events import EventWriter, QueueMoved, events_folder
 from partial_rollout.observability.log import report_to
@@ -163,6 +164,8 @@ class RolloutPromptManager:
         self._polls = ClaimPolls()
         self._takeable = asyncio.Condition()
         self._workers: dict[str, WorkerStatus] = {}
+        self._clock = clock
+        self._slots_in_use = TimeWeightedMean(clock())
         self._num_releases: Counter[str] = Counter()
         self._waiting: defaultdict[str, set[str]] = defaultdict(set)
         """Calls of `claim` that wait, by worker."""
@@ -183,6 +186,7 @@ class RolloutPromptManager:
         # All polls look again: claims that go on are each for one worker.
         async with self._changing(wake_claims=True):
             self._require_open()
+            self._slots_in_use.restart(self._clock())
             return self._do(PromptQueue.begin_round)
 
     async def admit(self, prompts: Sequence[PromptMeta]) -> None:
@@ -339,12 +343,14 @@ class RolloutPromptManager:
             self._num_releases[worker_id] += 1
             for poll in self._waiting.pop(worker_id, ()):  # Ray may make it again in a later process
                 self._journal.do(poll, Books.claim_nothing)
+            self._note_slots(worker_id, 0)
             self._workers.pop(worker_id, None)
             self._silence.forget(worker_id)
             return self._do(Books.release_worker, worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics."""
+        self._note_slots(worker_id, status.inflight_trajectories)
         self._workers[worker_id] = status
         self._schedule_export()
 
@@ -519,6 +525,10 @@ class RolloutPromptManager:
         uids = self._queue.uids_of_worker(name)
         return f"generated {len(uids)} prompts, {', '.join(uids[:3])} among them" if uids else ""
 
+    def _note_slots(self, worker_id: str, in_use: int) -> None:
+        known = self._workers.get(worker_id)
+        self._slots_in_use.change(in_use - (known.inflight_trajectories if known else 0), self._clock())
+
     def _status(self) -> ManagerStatus:
         desk = self._books.desk
         return ManagerStatus(
@@ -531,6 +541,7 @@ class RolloutPromptManager:
             last_failure=desk.last_failure,
             closed=desk.closed,
             events=self._events,
+            mean_slots_in_use=self._slots_in_use.mean(self._clock()),
         )
 
     def _schedule_export(self) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.core.depth import DepthDecision
     from partial_rollout.rollout.engine_process import RolloutStatistics
+    from partial_rollout.types import ManagerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,12 @@ class DepthTuner:
         self._num_preemptions = _sum(statistics).num_preemptions
 
     def look(
-        self, statistics: Sequence[RolloutStatistics], *, pending: int, num_slots: int, kv_usage: float = 0.0
+        self, statistics: Sequence[RolloutStatistics], status: ManagerStatus, *, num_slots: int, kv_usage: float = 0.0
     ) -> None:
         """Tell the queue another capacity if there is a reason.
 
-        `statistics` are the servers' while their gates are still open, `pending` the prompts that wait, `num_slots` the
-        slots at present, and `kv_usage` the highest usage of a KV cache that was seen in this step.
+        `statistics` are the servers' while their gates are still open, `status` the manager's, `num_slots` the slots
+        at present, and `kv_usage` the highest usage of a KV cache that was seen in this step.
 
         Raises:
             WaitTimeout: the prompt manager did not answer.
@@ -69,7 +70,9 @@ class DepthTuner:
         # More slots than at the start give way first.
         is_full = is_full and num_slots <= self._num_slots
         running = sum(each.mean_running for each in statistics)
-        decision = self._controller.observe(StepLoad(running / self._num_slots, pending, is_full))
+        taken = status.mean_slots_in_use / self._num_slots
+        seen = StepLoad(running / self._num_slots, taken, status.queue.pending, is_full)
+        decision = self._controller.observe(seen)
         if decision.after != decision.before:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)
             self._set_capacity(groups_in_flight(decision.after, self._batch))

@@ -542,9 +542,10 @@ class PartialRolloutTrainer(PPOTrainer):
         metrics["partial_rollout/kv_usage"] = max([kv_usage, *(each.load.kv_usage for each in statistics)])
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
-            pending = self._ask(self.manager.statistics.remote()).pending
+            status = self._ask(self.manager.status.remote())
+            metrics["partial_rollout/slots_taken"] = status.mean_slots_in_use / self.settings.num_slots
             if not is_replayed:
-                self.depth_tuner.look(statistics, pending=pending, num_slots=slots, kv_usage=kv_usage)
+                self.depth_tuner.look(statistics, status, num_slots=slots, kv_usage=kv_usage)
 
     def _make_depth_tuner(self) -> DepthTuner | None:
         block = self.settings.block

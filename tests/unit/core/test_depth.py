@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from partial_rollout.core.depth import PATIENCE, DepthController, StepLoad
 
-IDLE = StepLoad(utilisation=0.6, pending=0, is_kv_full=False)
-BUSY = StepLoad(utilisation=0.85, pending=0, is_kv_full=False)
-PENDING = StepLoad(utilisation=0.6, pending=1, is_kv_full=False)
-FULL = StepLoad(utilisation=0.95, pending=0, is_kv_full=True)
+IDLE = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False)
+BUSY = StepLoad(utilisation=0.85, taken=0.9, pending=0, is_kv_full=False)
+PENDING = StepLoad(utilisation=0.6, taken=0.65, pending=1, is_kv_full=False)
+FULL = StepLoad(utilisation=0.95, taken=1.0, pending=0, is_kv_full=True)
 
 
 def depths(steps: list[StepLoad], least: float = 2.0, most: float = 3.0) -> list[float]:
@@ -25,7 +27,7 @@ def test_a_step_with_pending_prompts_begins_the_count_again():
 
 
 def test_the_mean_of_five_steps_counts_and_not_a_single_one():
-    high = StepLoad(utilisation=1.3, pending=0, is_kv_full=False)
+    high = StepLoad(utilisation=1.3, taken=1.35, pending=0, is_kv_full=False)
     assert depths([IDLE, BUSY] * 3) == [2.0] * 4 + [2.5] * 2
     assert set(depths([IDLE, high] * 10)) == {2.0}
     assert depths([high] * 30 + [IDLE] * 4)[-2:] == [2.0, 2.5]
@@ -33,6 +35,17 @@ def test_the_mean_of_five_steps_counts_and_not_a_single_one():
 
 def test_slots_that_are_in_use_leave_the_depth_as_it_is():
     assert set(depths([BUSY] * 50)) == {2.0}
+
+
+@pytest.mark.parametrize(("taken", "last"), [(1.0, 2.0), (1.2, 2.0), (0.81, 2.0), (0.79, 3.0), (0.6, 3.0)])
+def test_slots_that_trajectories_take_outside_of_the_engines_want_no_prompts(taken: float, last: float):
+    """Of the 40 % that are idle, at least half must be without a trajectory."""
+    assert depths([StepLoad(utilisation=0.6, taken=taken, pending=0, is_kv_full=False)] * 20)[-1] == last
+
+
+def test_a_cold_engine_does_not_make_the_queue_deeper():
+    cold = StepLoad(utilisation=0.18, taken=0.97, pending=0, is_kv_full=False)
+    assert set(depths([cold] + [BUSY] * 20)) == {2.0}
 
 
 def test_a_bound_on_staleness_is_kept():
@@ -59,6 +72,6 @@ def test_the_way_up_takes_longer_after_each_way_back():
 def test_a_decision_says_what_was_seen():
     controller = DepthController(2.0, 3.0)
     last = [controller.observe(IDLE) for _ in range(5)][-1]
-    assert last.reason == "60% of the slots in use over 5 steps, no prompt pending"
+    assert last.reason == "60% of the slots in use, 65% taken over 5 steps, no prompt pending"
     assert controller.observe(FULL).reason == "the KV cache is full"
     assert controller.observe(PENDING).reason == "prompts pending: 1"

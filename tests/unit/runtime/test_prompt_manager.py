@@ -449,6 +449,24 @@ def test_status_shows_workers_step_and_last_failure() -> None:
     run_virtual(main())
 
 
+def test_the_mean_of_slots_in_use_is_over_time_and_begins_anew_with_each_round() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        await manager.report_worker("w0", WorkerStatus(inflight_trajectories=8, slot_budget=8))
+        await asyncio.sleep(10)
+        await manager.begin_round()  # as many are in use, and what was before does not count
+        await manager.report_worker("w1", WorkerStatus(inflight_trajectories=4, slot_budget=8))
+        await asyncio.sleep(3)
+        await manager.report_worker("w0", WorkerStatus(inflight_trajectories=2, slot_budget=8))
+        await asyncio.sleep(1)
+        assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6) / 4)
+        await manager.release_worker("w1")  # it is lost, and its trajectories with it
+        await asyncio.sleep(4)
+        assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6 + 2 * 4) / 8)
+
+    run_virtual(main())
+
+
 def test_metrics_are_exported_once_per_interval_however_many_events() -> None:
     async def main() -> None:
         sink = RecordingSink()

@@ -48,7 +48,8 @@ class Run:
             summaries = [TrajectorySummary(f"{claim.uid}_{n}", 3, 5, 0, 0) for n in range(GROUP)]
             self.queue.finish(claim, summaries)
         engines: Any = [SimpleNamespace(mean_running=running / 2, load=EngineLoad(**load)) for _ in range(2)]
-        self.tuner.look(engines, pending=0, num_slots=num_slots)
+        status: Any = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=running)
+        self.tuner.look(engines, status, num_slots=num_slots)
         assert len(self.queue.take(BATCH).groups) == BATCH
         assert self.queue.statistics().conserved
         return in_flight
@@ -109,11 +110,11 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
 
     told: list[int] = []
     method = lambda answer: SimpleNamespace(remote=answer)  # noqa: E731
-    pending = SimpleNamespace(pending=0)
+    status = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=20.0)
     block = PartialRolloutConfig(tail=TailConfig(interrupt_mode="reuse_kv"))
     trainer = bare_trainer(settings=SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS))
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
-    trainer.manager = SimpleNamespace(statistics=method(lambda: pending), set_capacity=method(told.append))
+    trainer.manager = SimpleNamespace(status=method(lambda: status), set_capacity=method(told.append))
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
     added = SimpleNamespace(num_slots=4 * SLOTS, kv_usage_max=0.0, look=lambda: None, metrics=dict)
     trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = added, {}, 7
@@ -126,6 +127,7 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
         trainer._tune()
         depths.append(trainer._pending_sync_metrics["partial_rollout/depth"])
         assert trainer._pending_sync_metrics["partial_rollout/slot_utilisation"] == 16.0 / SLOTS
+        assert trainer._pending_sync_metrics["partial_rollout/slots_taken"] == 20.0 / SLOTS
     assert depths == [2.0] * 5 + [2.5]
     assert told == [20]
     assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 2.5)]

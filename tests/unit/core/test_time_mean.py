@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from partial_rollout.rollout.admission import TimeWeightedMean
+from partial_rollout.core.time_mean import TimeWeightedMean
 
 
 def test_values_count_for_as_long_as_they_hold():
