@@ -39,7 +39,7 @@ def test_slots_that_are_in_use_leave_the_depth_as_it_is():
 
 @pytest.mark.parametrize(("taken", "last"), [(1.0, 2.0), (1.2, 2.0), (0.81, 2.0), (0.79, 3.0), (0.6, 3.0)])
 def test_slots_that_trajectories_take_outside_of_the_engines_want_no_prompts(taken: float, last: float):
-    """Of the 40 % that are idle, at least half must be without a trajectory."""
+    """At least half of the 40 % that are idle must be without a trajectory."""
     assert depths([StepLoad(utilisation=0.6, taken=taken, pending=0, is_kv_full=False)] * 20)[-1] == last
 
 
