@@ -136,7 +136,7 @@ def test_equal_lengths_stay_at_two_batches_and_are_not_slower():
     assert rate(steps) > rate(Run("uniform", prefetch=1.0).steps()) / 1.03
 
 
-@pytest.mark.parametrize("trace", ["long_tail", "heavy_tail"])
+@pytest.mark.parametrize("trace", ["long_tail", "heavy_tail", "uniform"])
 def test_adaptive_slots_gain_nothing_where_contexts_are_computed_again(trace: str):
     """So `auto` takes them with retained KV only."""
     fixed = Run(trace, retains_kv=False).steps()

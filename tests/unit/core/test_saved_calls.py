@@ -58,6 +58,7 @@ def test_sixty_turns_take_no_more_bytes_a_token_than_one() -> None:
     one, sixty = conversation(1), conversation(60)
     assert bytes_a_token(sixty) > 5 * bytes_a_token(one)
     assert bytes_a_token(fold(sixty)) < 1.1 * bytes_a_token(fold(one))
+    assert max(bytes_a_token(fold(one)), bytes_a_token(fold(sixty))) < 19  # docs/operations.md
     assert [len(each.prompt_ids) for each in fold(sixty)] == [PROMPT_LEN] + [TOOL_LEN] * 59
 
 
