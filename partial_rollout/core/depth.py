@@ -45,6 +45,15 @@ class DepthDecision:
     reason: str
 
 
+def wants_prompts(utilisation: float, taken: float) -> bool:
+    """Whether more prompts would fill idle slots, by the means of several steps.
+
+    >>> wants_prompts(0.6, taken=0.65), wants_prompts(0.6, taken=1.0)
+    (True, False)
+    """
+    return utilisation < IDLE_BELOW and 1 - taken >= UNTAKEN_OF_IDLE * (1 - utilisation)
+
+
 class DepthController:
     """Decides the number of batches in flight, one step after the other.
 
@@ -76,8 +85,7 @@ class DepthController:
         num_steps = len(self._steps)
         used, taken = fmean(each.utilisation for each in self._steps), fmean(each.taken for each in self._steps)
         reason = f"{used:.0%} of the slots in use, {taken:.0%} taken over {num_steps} steps, no prompt pending"
-        wants_prompts = used < IDLE_BELOW and 1 - taken >= UNTAKEN_OF_IDLE * (1 - used)
-        if num_steps == self._patience and wants_prompts and before < self._most:
+        if num_steps == self._patience and wants_prompts(used, taken) and before < self._most:
             self._steps.clear()
             self.depth = min(self._most, before + CHANGE)
         return DepthDecision(before, self.depth, reason)

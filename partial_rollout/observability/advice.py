@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.depth import IDLE_BELOW
+from partial_rollout.core.depth import IDLE_BELOW, wants_prompts
 from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.gpu_seconds import LONGEST, REPREFILL, gpu_seconds
 from partial_rollout.observability.record import numbers
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
+TAKEN = f"{PREFIX}/slots_taken"
 USE = ("slot_utilisation", "mean_running")
 FEW = 10
 """Steps since a choice below which most of what was seen is of the choice before."""
@@ -129,6 +130,9 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
         return Answer("no", f"{seen}, so slots were not empty for want of prompts")
     if 2 * lacking <= len(pending):
         return Answer("hardly", f"{seen}; in the other steps slots were empty though prompts were pending")
+    known = [step[TAKEN] for step in last if TAKEN in step]
+    if known and not wants_prompts(used, taken := fmean(known)):
+        return Answer("no", f"{seen}, but trajectories took {taken:.0%} of these slots, in engines or not")
     mode = _chosen(record, MODE_KEY)
     if mode is not None and mode.after == "abort":
         return Answer(
