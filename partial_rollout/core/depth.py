@@ -3,7 +3,8 @@
 More prompts in flight fill idle slots and make tokens older: each further batch by about one update. So the queue gets
 deeper only after slots were idle for several steps for want of prompts, which is when more prompts help; and it goes
 back when the KV cache is full, since prompts in flight keep KV. A slot can be idle for other reasons: an engine that
-starts slowly, and responses that end together and are scored and stored while they still take their slots.
+starts slowly, and responses that end together and are scored and stored while they still take their slots. And an
+engine with devices of its own may wait for training: then the batch is whole when the trainer wants it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ IDLE_BELOW = 0.85
 measured (docs/results/gpu.md)."""
 UNTAKEN_OF_IDLE = 0.5
 """Share of the idle slots that no trajectory takes, from which on they are idle for want of prompts."""
+WAITED = 0.05
+"""Share of a step below which the trainer's wait for the batch does not count: no prompt would make it shorter."""
 PATIENCE = 5
 """Steps whose mean counts: single steps differ by a factor of 2, and the first ones fill slots."""
 CHANGE = 0.5
@@ -34,6 +37,8 @@ class StepLoad:
     """Prompts that no worker has claimed when the batch is complete."""
     is_kv_full: bool
     """Whether the KV cache was full, or requests were preempted, with no more slots than to start with."""
+    waited: float = 1.0
+    """Share of the time between the two latest batches in which the trainer waited for the second one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class DepthController:
         self.depth = least
         self._patience = PATIENCE
         self._steps: list[StepLoad] = []
-        """The latest steps, since a prompt was pending or the depth changed."""
+        """The latest steps, since a prompt was pending, the trainer did not wait, or the depth changed."""
 
     def observe(self, load: StepLoad) -> DepthDecision:
         """Decide on the depth from the next step on."""
@@ -81,6 +86,9 @@ class DepthController:
         if load.pending:
             self._steps.clear()
             return DepthDecision(before, before, f"prompts pending: {load.pending}")
+        if load.waited < WAITED:
+            self._steps.clear()
+            return DepthDecision(before, before, f"the trainer waited {load.waited:.0%} of the time")
         self._steps = [*self._steps, load][-self._patience :]
         num_steps = len(self._steps)
         used, taken = fmean(each.utilisation for each in self._steps), fmean(each.taken for each in self._steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -22,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class DepthTuner:
-    """The trainer calls `begin` when a step's rollout begins, and `look` when its batch is complete and gates open."""
+    """Called by the trainer: `begin` when a step's rollout begins, `begin_wait`, `look` when its batch is complete.
+
+    Gates are still open when it looks.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class DepthTuner:
         num_slots: int,
         set_capacity: Callable[[int], None],
         note: Callable[[DepthDecision], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`bounds` are batches in flight, to start with and at most; `num_slots` is the number to start with.
 
@@ -41,6 +46,8 @@ class DepthTuner:
         self._batch, self._num_slots = batch, num_slots
         self._set_capacity, self._note = set_capacity, note
         self._num_preemptions = 0
+        self._clock = clock
+        self._wait_began_s = self._looked_s = clock()
 
     @property
     def depth(self) -> float:
@@ -50,6 +57,10 @@ class DepthTuner:
     def begin(self, statistics: Sequence[RolloutStatistics]) -> None:
         """Count preemptions from here on: those of a validation say nothing of the prompts in flight."""
         self._num_preemptions = _sum(statistics).num_preemptions
+
+    def begin_wait(self) -> None:
+        """The trainer waits for its batch from now on."""
+        self._wait_began_s = self._clock()
 
     def look(
         self, statistics: Sequence[RolloutStatistics], status: ManagerStatus, *, num_slots: int, kv_usage: float = 0.0
@@ -71,7 +82,11 @@ class DepthTuner:
         is_full = is_full and num_slots <= self._num_slots
         running = sum(each.mean_running for each in statistics)
         taken = status.mean_slots_in_use / self._num_slots
-        seen = StepLoad(running / self._num_slots, taken, status.queue.pending, is_full)
+        now_s = self._clock()
+        passed_s = now_s - self._looked_s
+        waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
+        self._looked_s = now_s
+        seen = StepLoad(running / self._num_slots, taken, status.queue.pending, is_full, waited)
         decision = self._controller.observe(seen)
         if decision.after != decision.before:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)

@@ -45,7 +45,7 @@ class SeparateTrainer(PartialRolloutTrainer):
 
     def prepare_step(self) -> dict[str, float]:
         """Begin a round, unless the step before has."""
-        self._phase.begin(f"waited for the batch of step {self.global_steps}")
+        self._begin_wait(f"waited for the batch of step {self.global_steps}")
         if not self._has_begun_round:
             self._begin_round()
         self._has_begun_round = False

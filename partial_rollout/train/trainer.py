@@ -286,8 +286,13 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def prepare_step(self) -> dict[str, float]:
         """Begin a round: the tail policy says which deferred prompts go on and how many new prompts are admitted."""
-        self._phase.begin(f"generated the batch of step {self.global_steps}")
+        self._begin_wait(f"generated the batch of step {self.global_steps}")
         return {"partial_rollout/resumed_groups": float(self._begin_round())}
+
+    def _begin_wait(self, doing: str) -> None:
+        self._phase.begin(doing)
+        if self.depth_tuner is not None:
+            self.depth_tuner.begin_wait()
 
     def _begin_round(self) -> int:
         """Begin a round; returns how many deferred prompts go on."""

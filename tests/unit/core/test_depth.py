@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from partial_rollout.core.depth import PATIENCE, DepthController, StepLoad
@@ -41,6 +43,12 @@ def test_slots_that_are_in_use_leave_the_depth_as_it_is():
 def test_slots_that_trajectories_take_outside_of_the_engines_want_no_prompts(taken: float, last: float):
     """At least half of the 40 % that are idle must be without a trajectory."""
     assert depths([StepLoad(utilisation=0.6, taken=taken, pending=0, is_kv_full=False)] * 20)[-1] == last
+
+
+@pytest.mark.parametrize(("waited", "last"), [(0.0, 2.0), (0.04, 2.0), (0.06, 3.0), (1.0, 3.0)])
+def test_a_trainer_that_hardly_waits_wants_no_prompts(waited: float, last: float):
+    """Engines with devices of their own are idle then because the trainer is slower."""
+    assert depths([replace(IDLE, waited=waited)] * 20)[-1] == last
 
 
 def test_a_cold_engine_does_not_make_the_queue_deeper():

@@ -28,17 +28,19 @@ class Run:
     def __init__(self, most: float = 3.0) -> None:
         self.queue = PromptQueue(Partial(2 * BATCH), max_attempts=2, clock=lambda: 0.0)
         self.noted: list[DepthDecision] = []
+        self.now_s = 0.0
         self.tuner = DepthTuner(
             (2.0, most),
             batch=BATCH,
             num_slots=SLOTS,
             set_capacity=lambda capacity: self.queue.resize(Partial(capacity)),
             note=self.noted.append,
+            clock=lambda: self.now_s,
         )
         self.num_admitted = 0
 
-    def step(self, *, running: float, num_slots: int = SLOTS, **load: Any) -> int:
-        """One training step; returns how many prompts were in flight while it generated."""
+    def step(self, *, running: float, num_slots: int = SLOTS, waits_s: float = 4.0, **load: Any) -> int:
+        """One training step of 6 s and a wait for the batch; returns how many prompts were in flight while it generated."""
         num = self.queue.begin_round().num_fresh
         fresh = [PromptMeta(str(self.num_admitted + each), GROUP, 1) for each in range(num)]
         self.queue.admit(fresh)
@@ -49,6 +51,9 @@ class Run:
             self.queue.finish(claim, summaries)
         engines: Any = [SimpleNamespace(mean_running=running / 2, load=EngineLoad(**load)) for _ in range(2)]
         status: Any = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=running)
+        self.now_s += 6
+        self.tuner.begin_wait()
+        self.now_s += waits_s
         self.tuner.look(engines, status, num_slots=num_slots)
         assert len(self.queue.take(BATCH).groups) == BATCH
         assert self.queue.statistics().conserved
@@ -59,6 +64,12 @@ def test_idle_slots_let_more_prompts_in_from_the_next_step_on():
     run = Run()
     assert [run.step(running=16) for _ in range(12)] == [16] * 5 + [20] * 5 + [24] * 2
     assert [(each.before, each.after) for each in run.noted] == [(2.0, 2.5), (2.5, 3.0)]
+
+
+def test_a_trainer_that_finds_its_batch_whole_lets_no_more_in():
+    run = Run()
+    assert {run.step(running=16, waits_s=0.1) for _ in range(12)} == {16}
+    assert run.noted == []
 
 
 def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
