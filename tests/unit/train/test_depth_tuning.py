@@ -40,7 +40,7 @@ class Run:
         self.num_admitted = 0
 
     def step(self, *, running: float, num_slots: int = SLOTS, waits_s: float = 4.0, **load: Any) -> int:
-        """One training step of 6 s and a wait for the batch; returns how many prompts were in flight while it generated."""
+        """6 s of training and a wait for the batch; returns how many prompts were in flight while it generated."""
         num = self.queue.begin_round().num_fresh
         fresh = [PromptMeta(str(self.num_admitted + each), GROUP, 1) for each in range(num)]
         self.queue.admit(fresh)

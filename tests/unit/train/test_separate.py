@@ -34,6 +34,7 @@ def trainer(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     return bare_trainer(
         SeparateTrainer,
         _phase=SimpleNamespace(begin=lambda *_: None),
+        depth_tuner=SimpleNamespace(begin_wait=noted(log, "begin_wait")),
         global_steps=1,
         total_training_steps=2,
         curr_step_profile=False,
@@ -53,15 +54,17 @@ def test_a_round_begins_when_the_batch_is_taken_and_engines_are_interrupted_for_
     trainer: Any, log: list[str]
 ) -> None:
     step(trainer)
-    assert log == ["begin_round", "tune", "begin_round", "interrupt", "send", "resume"]
+    assert log == ["begin_wait", "begin_round", "tune", "begin_round", "interrupt", "send", "resume"]
     log.clear()
     step(trainer)  # the last one: nobody would train what is admitted now
-    assert log == ["tune", "interrupt", "send", "resume"]
+    assert log == ["begin_wait", "tune", "interrupt", "send", "resume"]
 
 
 def test_a_checkpoint_interrupts_and_nothing_is_interrupted_twice(trainer: Any, log: list[str]) -> None:
     step(trainer, saves=True)
-    assert log == ["begin_round", "tune", "begin_round", "interrupt", "save_checkpoint", "send", "resume"]
+    waits, *rest = log
+    assert waits == "begin_wait"
+    assert rest == ["begin_round", "tune", "begin_round", "interrupt", "save_checkpoint", "send", "resume"]
     log.clear()
     step(trainer)
     assert log.count("interrupt") == 1
