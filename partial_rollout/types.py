@@ -272,7 +272,10 @@ class ManagerStatus:
     events: str = ""
     """Folder of the run's event stream; empty: there is none."""
     mean_slots_in_use: float = 0.0
-    """Mean of `slots_in_use` over the time since the round began."""
+    """Mean of `slots_in_use` over the time since the round began or the gates opened, whichever was later.
+
+    A prompt manager that was started again counts from its own start, and those workers only that have reported since.
+    """
 
     @property
     def slots_in_use(self) -> int:

@@ -4,13 +4,17 @@ More prompts in flight fill idle slots and make tokens older: each further batch
 deeper only after slots were idle for several steps for want of prompts, which is when more prompts help; and it goes
 back when the KV cache is full, since prompts in flight keep KV. A slot can be idle for other reasons: an engine that
 starts slowly, and responses that end together and are scored and stored while they still take their slots. And an
-engine with devices of its own may wait for training: then the batch is whole when the trainer wants it.
+engine with devices of its own may wait for training: then batches are whole when the trainer wants them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 IDLE_BELOW = 0.85
 """Mean share of the slots in use below which they count as idle: with retained KV and enough prompts 0.89 to 0.90 was
@@ -18,9 +22,9 @@ measured (docs/results/gpu.md)."""
 UNTAKEN_OF_IDLE = 0.5
 """Share of the idle slots that no trajectory takes, from which on they are idle for want of prompts."""
 WAITED = 0.05
-"""Share of a step below which the trainer's wait for the batch does not count: no prompt would make it shorter."""
+"""Share of a step that the trainer's wait for its batch must have, in most steps, for more prompts to gain anything."""
 PATIENCE = 5
-"""Steps whose mean counts: single steps differ by a factor of 2, and the first ones fill slots."""
+"""Steps that count together: single ones differ by a factor of 2, the first ones fill slots, some validate or save."""
 CHANGE = 0.5
 """Batches that are added or taken away at a time."""
 
@@ -37,7 +41,7 @@ class StepLoad:
     """Prompts that no worker has claimed when the batch is complete."""
     is_kv_full: bool
     """Whether the KV cache was full, or requests were preempted, with no more slots than to start with."""
-    waited: float = 1.0
+    waited: float
     """Share of the time between the two latest batches in which the trainer waited for the second one."""
 
 
@@ -50,23 +54,35 @@ class DepthDecision:
     reason: str
 
 
-def wants_prompts(utilisation: float, taken: float) -> bool:
+def has_room(utilisation: float, taken: float) -> bool:
     """Whether more prompts would fill idle slots, by the means of several steps.
 
-    >>> wants_prompts(0.6, taken=0.65), wants_prompts(0.6, taken=1.0)
+    >>> has_room(0.6, taken=0.65), has_room(0.6, taken=1.0)
     (True, False)
     """
     return utilisation < IDLE_BELOW and 1 - taken >= UNTAKEN_OF_IDLE * (1 - utilisation)
+
+
+def is_waited_for(waits: Sequence[float]) -> bool:
+    """Whether batches would come earlier if slots were fuller: the trainer waits for most of them.
+
+    `waits` are shares of steps, as `StepLoad.waited`. A first step that fills all slots says nothing, nor does one that
+    also validates: so the median counts.
+
+    >>> is_waited_for([0.9, 0.01, 0.01]), is_waited_for([0.5, 0.02, 0.5])
+    (False, True)
+    """
+    return median(waits) >= WAITED
 
 
 class DepthController:
     """Decides the number of batches in flight, one step after the other.
 
     >>> controller = DepthController(least=2.0, most=3.0)
-    >>> idle = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False)
+    >>> idle = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False, waited=0.5)
     >>> [controller.observe(idle).after for _ in range(6)]
     [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
-    >>> controller.observe(StepLoad(utilisation=0.9, taken=0.95, pending=0, is_kv_full=True))
+    >>> controller.observe(StepLoad(utilisation=0.9, taken=0.95, pending=0, is_kv_full=True, waited=0.5))
     DepthDecision(before=2.5, after=2.0, reason='the KV cache is full')
     """
 
@@ -76,7 +92,7 @@ class DepthController:
         self.depth = least
         self._patience = PATIENCE
         self._steps: list[StepLoad] = []
-        """The latest steps, since a prompt was pending, the trainer did not wait, or the depth changed."""
+        """The latest steps, since a prompt was pending or the depth changed."""
 
     def observe(self, load: StepLoad) -> DepthDecision:
         """Decide on the depth from the next step on."""
@@ -86,14 +102,12 @@ class DepthController:
         if load.pending:
             self._steps.clear()
             return DepthDecision(before, before, f"prompts pending: {load.pending}")
-        if load.waited < WAITED:
-            self._steps.clear()
-            return DepthDecision(before, before, f"the trainer waited {load.waited:.0%} of the time")
         self._steps = [*self._steps, load][-self._patience :]
         num_steps = len(self._steps)
         used, taken = fmean(each.utilisation for each in self._steps), fmean(each.taken for each in self._steps)
         reason = f"{used:.0%} of the slots in use, {taken:.0%} taken over {num_steps} steps, no prompt pending"
-        if num_steps == self._patience and wants_prompts(used, taken) and before < self._most:
+        is_late = is_waited_for([each.waited for each in self._steps])
+        if num_steps == self._patience and has_room(used, taken) and is_late and before < self._most:
             self._steps.clear()
             self.depth = min(self._most, before + CHANGE)
         return DepthDecision(before, self.depth, reason)

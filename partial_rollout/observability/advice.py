@@ -6,10 +6,10 @@ The steps that count are the last ones, without the first ones, in which the que
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.depth import IDLE_BELOW, wants_prompts
+from partial_rollout.core.depth import IDLE_BELOW, has_room, is_waited_for
 from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.gpu_seconds import LONGEST, REPREFILL, gpu_seconds
 from partial_rollout.observability.record import numbers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODE_KEY, DEPTH_KEY = "partial_rollout.tail.interrupt_mode", "partial_rollout.prefetch_factor"
 LAST, SKIP = 20, 2
 """Steps that count, and first steps that do not."""
-TAKEN = f"{PREFIX}/slots_taken"
+TAKEN, WAITED = f"{PREFIX}/slots_taken", f"{PREFIX}/waited"
 USE = ("slot_utilisation", "mean_running")
 FEW = 10
 """Steps since a choice below which most of what was seen is of the choice before."""
@@ -131,8 +131,11 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     if 2 * lacking <= len(pending):
         return Answer("hardly", f"{seen}; in the other steps slots were empty though prompts were pending")
     known = [step[TAKEN] for step in last if TAKEN in step]
-    if known and not wants_prompts(used, taken := fmean(known)):
+    if known and not has_room(used, taken := fmean(known)):
         return Answer("no", f"{seen}, but trajectories took {taken:.0%} of these slots, in engines or not")
+    waits = [step[WAITED] for step in last if WAITED in step]
+    if waits and not is_waited_for(waits):
+        return Answer("no", f"{seen}, but the trainer waited {median(waits):.0%} of a step for its batch (the median)")
     mode = _chosen(record, MODE_KEY)
     if mode is not None and mode.after == "abort":
         return Answer(

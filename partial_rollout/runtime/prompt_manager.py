@@ -246,6 +246,8 @@ class RolloutPromptManager:
     async def report_step(self, step: int, weight_version: int, gate: str) -> None:
         """What the trainer does now, and the weight version that generates or did last: tokens age by it."""
         async with self._changing():
+            if gate == "open":
+                self._slots_in_use.restart(self._clock())
             self._do(Books.report_step, step, weight_version, gate)
 
     async def snapshot(self) -> QueueSnapshot:
@@ -349,7 +351,9 @@ class RolloutPromptManager:
             return self._do(Books.release_worker, worker_id)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
-        """Slots of a worker, for status and metrics."""
+        """Slots of a worker, for status and metrics; those of a worker that was released are known to be none."""
+        if worker_id in self._num_releases:
+            return
         self._note_slots(worker_id, status.inflight_trajectories)
         self._workers[worker_id] = status
         self._schedule_export()

@@ -48,6 +48,8 @@ class DepthTuner:
         self._num_preemptions = 0
         self._clock = clock
         self._wait_began_s = self._looked_s = clock()
+        self.waited = 0.0
+        """Share of the time between the two latest looks in which the trainer waited for its batch."""
 
     @property
     def depth(self) -> float:
@@ -86,6 +88,7 @@ class DepthTuner:
         passed_s = now_s - self._looked_s
         waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
         self._looked_s = now_s
+        self.waited = waited
         seen = StepLoad(running / self._num_slots, taken, status.queue.pending, is_full, waited)
         decision = self._controller.observe(seen)
         if decision.after != decision.before:

@@ -551,6 +551,7 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics["partial_rollout/slots_taken"] = status.mean_slots_in_use / self.settings.num_slots
             if not is_replayed:
                 self.depth_tuner.look(statistics, status, num_slots=slots, kv_usage=kv_usage)
+                metrics["partial_rollout/waited"] = self.depth_tuner.waited
 
     def _make_depth_tuner(self) -> DepthTuner | None:
         block = self.settings.block

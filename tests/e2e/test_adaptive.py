@@ -55,7 +55,7 @@ def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replac
 
 def test_more_prompts_are_in_flight_after_five_steps_with_idle_slots(task: Path, tmp_path: Path) -> None:
     """Two batches fit into these slots, so that no prompt is ever pending, and short responses leave slots idle."""
-    lengths = [6, 60] * 48
+    lengths = [6, 150] * 48
     steps, slots = "trainer.total_training_steps=7", "partial_rollout.num_slots=64"
     job = run_job(task, tmp_path, FLAG, *with_lengths(task, tmp_path, lengths), steps, slots)
     assert job.code == 0, job.output[-4000:]

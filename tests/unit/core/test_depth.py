@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from partial_rollout.core.depth import PATIENCE, DepthController, StepLoad
 
-IDLE = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False)
-BUSY = StepLoad(utilisation=0.85, taken=0.9, pending=0, is_kv_full=False)
-PENDING = StepLoad(utilisation=0.6, taken=0.65, pending=1, is_kv_full=False)
-FULL = StepLoad(utilisation=0.95, taken=1.0, pending=0, is_kv_full=True)
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+IDLE = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False, waited=0.5)
+BUSY = replace(IDLE, utilisation=0.85, taken=0.9)
+PENDING = replace(IDLE, pending=1)
+FULL = replace(IDLE, utilisation=0.95, taken=1.0, is_kv_full=True)
 
 
 def depths(steps: list[StepLoad], least: float = 2.0, most: float = 3.0) -> list[float]:
@@ -29,7 +33,7 @@ def test_a_step_with_pending_prompts_begins_the_count_again():
 
 
 def test_the_mean_of_five_steps_counts_and_not_a_single_one():
-    high = StepLoad(utilisation=1.3, taken=1.35, pending=0, is_kv_full=False)
+    high = replace(IDLE, utilisation=1.3, taken=1.35)
     assert depths([IDLE, BUSY] * 3) == [2.0] * 4 + [2.5] * 2
     assert set(depths([IDLE, high] * 10)) == {2.0}
     assert depths([high] * 30 + [IDLE] * 4)[-2:] == [2.0, 2.5]
@@ -42,7 +46,7 @@ def test_slots_that_are_in_use_leave_the_depth_as_it_is():
 @pytest.mark.parametrize(("taken", "last"), [(1.0, 2.0), (1.2, 2.0), (0.81, 2.0), (0.79, 3.0), (0.6, 3.0)])
 def test_slots_that_trajectories_take_outside_of_the_engines_want_no_prompts(taken: float, last: float):
     """At least half of the 40 % that are idle must be without a trajectory."""
-    assert depths([StepLoad(utilisation=0.6, taken=taken, pending=0, is_kv_full=False)] * 20)[-1] == last
+    assert depths([replace(IDLE, taken=taken)] * 20)[-1] == last
 
 
 @pytest.mark.parametrize(("waited", "last"), [(0.0, 2.0), (0.04, 2.0), (0.06, 3.0), (1.0, 3.0)])
@@ -51,8 +55,30 @@ def test_a_trainer_that_hardly_waits_wants_no_prompts(waited: float, last: float
     assert depths([replace(IDLE, waited=waited)] * 20)[-1] == last
 
 
+def test_steps_that_hardly_wait_are_outvoted_but_a_first_step_that_waits_long_decides_nothing():
+    """A step that also validates or saves waits for a small share of its time."""
+    validates = replace(IDLE, waited=0.01)
+    assert depths([validates, IDLE] * 20)[-1] == 3.0
+    assert set(depths([replace(IDLE, waited=0.95), *[validates] * 20])) == {2.0}
+
+
+def test_a_job_whose_engines_waited_for_training_would_have_stayed_at_two_batches():
+    """It went to three by its idle slots, and gained nothing (docs/design/0015-separate.md)."""
+    with gzip.open(RESULTS / "gpu/jobs_0.6b_separate_h100.raw.json.gz") as file:
+        jobs = json.load(file)["jobs"]
+    (job,) = (job for job in jobs if job["mode"] == "separate")
+    steps = []
+    for step in [*job["first_steps"], *job["steps"]]:
+        used, waited = step["partial_rollout/slot_utilisation"], step["timing_s/gen"] / step["timing_s/step"]
+        pending = step["partial_rollout/queue/pending"]
+        steps.append(StepLoad(utilisation=used, taken=used, pending=pending, is_kv_full=False, waited=waited))
+    assert len(steps) == 17
+    assert set(depths(steps)) == {2.0}
+    assert depths([replace(step, waited=1.0) for step in steps])[-1] == 3.0
+
+
 def test_a_cold_engine_does_not_make_the_queue_deeper():
-    cold = StepLoad(utilisation=0.18, taken=0.97, pending=0, is_kv_full=False)
+    cold = replace(IDLE, utilisation=0.18, taken=0.97)
     assert set(depths([cold] + [BUSY] * 20)) == {2.0}
 
 

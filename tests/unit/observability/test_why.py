@@ -228,6 +228,8 @@ def test_the_pause_before_a_new_start_is_none_between_steps():
         ({"partial_rollout/queue/pending": 4.0}, "no: in step 3 requests filled 50% of the 64 slots"),
         ({"partial_rollout/slots_taken": 0.6}, "perhaps: in step 3 requests filled 50% of the 64 slots"),
         ({"partial_rollout/slots_taken": 0.9}, "no: in step 3 requests filled 50% of the 64 slots"),
+        ({"partial_rollout/waited": 0.5}, "perhaps: in step 3 requests filled 50% of the 64 slots"),
+        ({"partial_rollout/waited": 0.01}, "no: in step 3 requests filled 50% of the 64 slots"),
     ],
 )
 def test_a_deeper_queue_helps_where_slots_are_empty_for_want_of_prompts(changed: dict[str, float], answer: str):

@@ -449,7 +449,7 @@ def test_status_shows_workers_step_and_last_failure() -> None:
     run_virtual(main())
 
 
-def test_the_mean_of_slots_in_use_is_over_time_and_begins_anew_with_each_round() -> None:
+def test_the_mean_of_slots_in_use_is_over_time_and_begins_anew_with_each_round_and_opening_of_gates() -> None:
     async def main() -> None:
         manager = await make_manager()
         await manager.report_worker("w0", WorkerStatus(inflight_trajectories=8, slot_budget=8))
@@ -462,7 +462,13 @@ def test_the_mean_of_slots_in_use_is_over_time_and_begins_anew_with_each_round()
         assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6) / 4)
         await manager.release_worker("w1")  # it is lost, and its trajectories with it
         await asyncio.sleep(4)
+        await manager.report_worker("w1", WorkerStatus(inflight_trajectories=4, slot_budget=8))  # late
         assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6 + 2 * 4) / 8)
+        await manager.report_step(1, 0, "closed")
+        await manager.report_step(1, 1, "open")
+        await asyncio.sleep(2)
+        assert (await manager.status()).mean_slots_in_use == pytest.approx(2)
+        assert (await manager.status()).slots_in_use == 2
 
     run_virtual(main())
 

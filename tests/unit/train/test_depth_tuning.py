@@ -126,6 +126,8 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     trainer = bare_trainer(settings=SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS))
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
     trainer.manager = SimpleNamespace(status=method(lambda: status), set_capacity=method(told.append))
+    trainer._phase = SimpleNamespace(begin=lambda *_: None)
+    trainer._begin_round = lambda: 0
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
     added = SimpleNamespace(num_slots=4 * SLOTS, kv_usage_max=0.0, look=lambda: None, metrics=dict)
     trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = added, {}, 7
@@ -133,12 +135,17 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     trainer._events = SimpleNamespace(write=noted.append)
     monkeypatch.setattr(trainer, "_ask", lambda answer: answer)
     trainer.depth_tuner = trainer._make_depth_tuner()
-    depths = []
+    depths, now_s = [], [trainer.depth_tuner._looked_s]
+    monkeypatch.setattr(trainer.depth_tuner, "_clock", lambda: now_s[0])
     for _ in range(6):
+        now_s[0] += 6.0
+        trainer.prepare_step()
+        now_s[0] += 4.0
         trainer._tune()
         depths.append(trainer._pending_sync_metrics["partial_rollout/depth"])
         assert trainer._pending_sync_metrics["partial_rollout/slot_utilisation"] == 16.0 / SLOTS
         assert trainer._pending_sync_metrics["partial_rollout/slots_taken"] == 20.0 / SLOTS
+        assert trainer._pending_sync_metrics["partial_rollout/waited"] == pytest.approx(0.4)
     assert depths == [2.0] * 5 + [2.5]
     assert told == [20]
     assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 2.5)]
