@@ -63,7 +63,7 @@ def test_steps_that_hardly_wait_are_outvoted_but_a_first_step_that_waits_long_de
 
 
 def test_a_job_whose_engines_waited_for_training_would_have_stayed_at_two_batches():
-    """It went to three by its idle slots, and gained nothing (docs/design/0015-separate.md)."""
+    """The job went to three by its idle slots, and gained nothing (docs/design/0015-separate.md)."""
     with gzip.open(RESULTS / "gpu/jobs_0.6b_separate_h100.raw.json.gz") as file:
         jobs = json.load(file)["jobs"]
     (job,) = (job for job in jobs if job["mode"] == "separate")
