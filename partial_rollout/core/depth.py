@@ -1,10 +1,10 @@
 """How many batches of prompts are in flight, adapted to whether slots run out of prompts. Pure: no clock, no waiting.
 
-More prompts in flight fill idle slots and make tokens older: each further batch by about one update. So the queue gets
-deeper only after slots were idle for several steps for want of prompts, which is when more prompts help; and it goes
-back when the KV cache is full, since prompts in flight keep KV. A slot can be idle for other reasons: an engine that
-starts slowly, and responses that end together and are scored and stored while they still take their slots. And an
-engine with devices of its own may wait for training: then batches are whole when the trainer wants them.
+More prompts in flight fill free slots and make tokens older: each further batch by about one update. So the queue gets
+deeper only after slots were free for several steps for want of prompts, which is when more prompts help; and it goes
+back when the KV cache is full, since prompts in flight keep KV. A slot that a trajectory takes is not free, also where
+no engine runs its request: an engine that starts slowly, a tool, responses that end together and are scored and stored.
+And an engine with devices of its own may wait for training: then batches are whole when the trainer wants them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IDLE_BELOW = 0.85
-"""Mean share of the slots in use below which they count as idle: with retained KV and enough prompts 0.89 to 0.90 was
-measured (docs/results/gpu.md)."""
-UNTAKEN_OF_IDLE = 0.5
-"""Share of the idle slots that no trajectory takes, from which on they are idle for want of prompts."""
+FREE_BELOW = 0.9
+"""Mean share of the slots that trajectories take below which some are free for want of prompts: 0.85 of the slots were
+to run a request, and trajectories take about 0.05 more (docs/design/0010-auto.md)."""
 WAITED = 0.05
 """Share of a step that the trainer's wait for its batch must have, in most steps, for more prompts to gain anything."""
 PATIENCE = 5
@@ -33,8 +31,6 @@ CHANGE = 0.5
 class StepLoad:
     """What a step's rollout says of the queue's depth."""
 
-    utilisation: float
-    """Mean number of running requests while the gate was open, by the number of slots to start with."""
     taken: float
     """Mean number of slots that a trajectory took, running in an engine or not, by the number to start with."""
     pending: int
@@ -54,15 +50,6 @@ class DepthDecision:
     reason: str
 
 
-def has_room(utilisation: float, taken: float) -> bool:
-    """Whether more prompts would fill idle slots, by the means of several steps.
-
-    >>> has_room(0.6, taken=0.65), has_room(0.6, taken=1.0)
-    (True, False)
-    """
-    return utilisation < IDLE_BELOW and 1 - taken >= UNTAKEN_OF_IDLE * (1 - utilisation)
-
-
 def is_waited_for(waits: Sequence[float]) -> bool:
     """Whether batches would come earlier if slots were fuller: the trainer waits for most of them.
 
@@ -79,10 +66,10 @@ class DepthController:
     """Decides the number of batches in flight, one step after the other.
 
     >>> controller = DepthController(least=2.0, most=3.0)
-    >>> idle = StepLoad(utilisation=0.6, taken=0.65, pending=0, is_kv_full=False, waited=0.5)
+    >>> idle = StepLoad(taken=0.6, pending=0, is_kv_full=False, waited=0.5)
     >>> [controller.observe(idle).after for _ in range(6)]
     [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
-    >>> controller.observe(StepLoad(utilisation=0.9, taken=0.95, pending=0, is_kv_full=True, waited=0.5))
+    >>> controller.observe(StepLoad(taken=0.95, pending=0, is_kv_full=True, waited=0.5))
     DepthDecision(before=2.5, after=2.0, reason='the KV cache is full')
     """
 
@@ -104,10 +91,12 @@ class DepthController:
             return DepthDecision(before, before, f"prompts pending: {load.pending}")
         self._steps = [*self._steps, load][-self._patience :]
         num_steps = len(self._steps)
-        used, taken = fmean(each.utilisation for each in self._steps), fmean(each.taken for each in self._steps)
-        reason = f"{used:.0%} of the slots in use, {taken:.0%} taken over {num_steps} steps, no prompt pending"
-        is_late = is_waited_for([each.waited for each in self._steps])
-        if num_steps == self._patience and has_room(used, taken) and is_late and before < self._most:
+        taken, waits = fmean(each.taken for each in self._steps), [each.waited for each in self._steps]
+        reason = (
+            f"trajectories took {taken:.0%} of the slots over {num_steps} steps, no prompt pending, the trainer waited "
+            f"{median(waits):.0%} of a step"
+        )
+        if num_steps == self._patience and taken < FREE_BELOW and is_waited_for(waits) and before < self._most:
             self._steps.clear()
             self.depth = min(self._most, before + CHANGE)
         return DepthDecision(before, self.depth, reason)

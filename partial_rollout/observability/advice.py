@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.depth import IDLE_BELOW, has_room, is_waited_for
+from partial_rollout.core.depth import FREE_BELOW, is_waited_for
 from partial_rollout.observability.events import DENOISE_STEPS
 from partial_rollout.observability.gpu_seconds import LONGEST, REPREFILL, gpu_seconds
 from partial_rollout.observability.record import numbers
@@ -122,7 +122,7 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
         f"{_which(record)} requests filled {used:.0%} of the {slots} that the run began with (empty ones took "
         f"{_share(last, LONGEST)}), and {of_steps if pending else 'how many prompts were pending is not known'}"
     )
-    if used >= IDLE_BELOW:
+    if used >= FREE_BELOW:
         return Answer("no", seen)
     if not pending:
         return Answer("not known", seen)
@@ -131,7 +131,7 @@ def _deeper(record: RunRecord, last: Sequence[dict[str, float]]) -> Answer:
     if 2 * lacking <= len(pending):
         return Answer("hardly", f"{seen}; in the other steps slots were empty though prompts were pending")
     known = [step[TAKEN] for step in last if TAKEN in step]
-    if known and not has_room(used, taken := fmean(known)):
+    if known and (taken := fmean(known)) >= FREE_BELOW:
         return Answer("no", f"{seen}, but trajectories took {taken:.0%} of these slots, in engines or not")
     waits = [step[WAITED] for step in last if WAITED in step]
     if waits and not is_waited_for(waits):

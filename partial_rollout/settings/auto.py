@@ -8,7 +8,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | engine memory    | kept over training where a key of ours asks for it and each GPU has room; else it is proposed  |
 | interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort; |
 |                  | keep_kv where engines have devices of their own                                                |
-| depth            | two batches; deeper while slots idle, where KV is retained (`core.depth`)                      |
+| depth            | two batches; deeper while slots idle for want of prompts, where KV is retained (`core.depth`)  |
 | slots            | adaptive, from today's number upwards, where KV is retained                                    |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
@@ -438,7 +438,7 @@ def _depth(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     seen = f"{MODE_KEY}={mode}"
     if block.tail.max_staleness is not None:
         seen += f", {BLOCK}.tail.max_staleness={block.tail.max_staleness}"
-    why = f"two batches fill most slots; up to {most:g} while slots idle and KV is retained"
+    why = f"two batches fill most slots; up to {most:g} while slots idle for want of prompts and KV is retained"
     if most == least:
         why = (
             "more batches would only make tokens older" if mode == "abort" else "the bound on staleness allows no more"

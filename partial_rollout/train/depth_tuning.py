@@ -64,6 +64,10 @@ class DepthTuner:
         """The trainer waits for its batch from now on."""
         self._wait_began_s = self._clock()
 
+    def pass_over(self) -> None:
+        """Begin the time of the next step here: this batch was replayed, which says nothing."""
+        self._looked_s = self._clock()
+
     def look(
         self, statistics: Sequence[RolloutStatistics], status: ManagerStatus, *, num_slots: int, kv_usage: float = 0.0
     ) -> None:
@@ -82,14 +86,13 @@ class DepthTuner:
         is_full = bool(preempted) or max(kv_usage, load.kv_usage) >= KV_HIGH
         # More slots than at the start give way first.
         is_full = is_full and num_slots <= self._num_slots
-        running = sum(each.mean_running for each in statistics)
         taken = status.mean_slots_in_use / self._num_slots
         now_s = self._clock()
         passed_s = now_s - self._looked_s
         waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
         self._looked_s = now_s
         self.waited = waited
-        seen = StepLoad(running / self._num_slots, taken, status.queue.pending, is_full, waited)
+        seen = StepLoad(taken, status.queue.pending, is_full, waited)
         decision = self._controller.observe(seen)
         if decision.after != decision.before:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)

@@ -549,7 +549,9 @@ class PartialRolloutTrainer(PPOTrainer):
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
             status = self._ask(self.manager.status.remote())
             metrics["partial_rollout/slots_taken"] = status.mean_slots_in_use / self.settings.num_slots
-            if not is_replayed:
+            if is_replayed:
+                self.depth_tuner.pass_over()
+            else:
                 self.depth_tuner.look(statistics, status, num_slots=slots, kv_usage=kv_usage)
                 metrics["partial_rollout/waited"] = self.depth_tuner.waited
 

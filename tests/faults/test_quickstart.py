@@ -1,9 +1,10 @@
-"""The quickstart as a user types it, with one process killed or frozen in its third step, while it generates."""
+"""The quickstart as a user types it: a process is killed or frozen in its third step, or every kind is killed twice."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
 
 NUM_STEPS, STRUCK_IN = 6, 3
 LIMIT_S = 1200.0
+LONG_LIMIT_S = 3600.0
+"""Limit of a run that starts training sixteen times again, each time from its last checkpoint."""
+KINDS = [kind for _ in range(2) for kind in processes.SURVIVED]
+FIRST = 2
+"""The step in which the first of them dies; a further one dies in each step that follows."""
 TO_NAME_S = 60.0
 """Who takes the place of a dead process is a new interpreter here: it was there after 20 s beside other jobs."""
+COMMAND = ["bash", str(ROOT / "partial_rollout/run/run_quickstart_cpu.sh")]
 SETTINGS = {"SKIP_SETUP": "1", "VENV": sys.prefix, "BASELINE_STEPS": "0"}
 """The environment is there, and the steps without the flag, which follow the run, are left out."""
 FAULTS = [
@@ -47,10 +54,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_quickstart_ends_though_a_process_is_killed_or_frozen(
     home: Path, tmp_path: Path, report: dict[str, Any], kind: processes.Kind, number: signal.Signals
 ) -> None:
-    command = ["bash", str(ROOT / "partial_rollout/run/run_quickstart_cpu.sh")]
     settings = SETTINGS | {"PARTIAL_ROLLOUT_HOME": str(home), "RUN": str(tmp_path)}
     struck = strike_command(
-        [*command, f"trainer.total_training_steps={NUM_STEPS}"],
+        [*COMMAND, f"trainer.total_training_steps={NUM_STEPS}"],
         tmp_path,
         blows=[replace(blow_at(kind, STRUCK_IN), number=number)],
         limit_s=LIMIT_S,
@@ -71,5 +77,29 @@ def test_the_quickstart_ends_though_a_process_is_killed_or_frozen(
     assert all(is_conserved(event.metrics) for event in steps)
     assert charges(job.stream) == []
     assert len({(event.step, *event.uids) for event in taken}) == NUM_STEPS  # a new start trains the same batches again
+    assert set(times_trained(job.stream).values()) == {1}
+    assert job.survivors == []
+
+
+@pytest.mark.timeout(LONG_LIMIT_S + 300)
+def test_the_quickstart_ends_with_all_its_steps_though_every_kind_of_process_dies_twice(
+    home: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    settings = SETTINGS | {"PARTIAL_ROLLOUT_HOME": str(home), "RUN": str(tmp_path)}
+    blows = [blow_at(kind, step) for step, kind in enumerate(KINDS, start=FIRST)]
+    struck = strike_command(COMMAND, tmp_path, blows=blows, limit_s=LONG_LIMIT_S, **settings)
+    job = struck.job
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    starts = [event for event in job.stream if isinstance(event, StageBegan) and event.name == stages.RAY]
+    report |= {"code": job.code, "seconds": round(struck.ended_s - job.stream[0].t), "starts": len(starts)}
+    report |= {"roles": [kind.role for kind in KINDS], "step_done_s": struck.step_done_s}
+    report |= {"faults": [(fault.role, fault.action) for fault in struck.faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert len({event.step for event in ended}) == ended[-1].step == ended[-1].total
+    assert all(is_conserved(event.metrics) for event in ended)
+    # The witness tells of nobody: it is started again by those who miss it.
+    missed = {processes.WITNESS.role}
+    assert Counter(fault.role for fault in struck.faults) >= Counter(b.role for b in blows if b.role not in missed)
+    assert charges(job.stream) == []
     assert set(times_trained(job.stream).values()) == {1}
     assert job.survivors == []

@@ -91,7 +91,7 @@ class Run:
             found.append(step | had | {"in_use": step["slot_s"] / step["seconds"] / slots})
             if self.moves_depth:
                 running = step["slot_s"] / rollout.waited_s[-1] / slots
-                seen = StepLoad(running, running, rollout.queue.statistics().pending, is_kv_full=False)
+                seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=False, waited=1.0)
                 rollout.mode = replace(rollout.mode, prefetch=depth.observe(seen).after)
         return found[SETTLED:]
 
@@ -154,7 +154,7 @@ def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository
     found = [controller.depth]
     for step in steps[:-1]:
         running, pending = step["partial_rollout/mean_running"], int(step["partial_rollout/queue/pending"])
-        seen = StepLoad(running / slots, running / slots, pending, is_kv_full=False)
+        seen = StepLoad(running / slots, pending, is_kv_full=False, waited=1.0)
         found.append(controller.observe(seen).after)
     assert found == [step["partial_rollout/depth"] for step in steps]
     assert (found[0], found[5], found[10], found[-1]) == (LEAST, 2.5, MOST, MOST)

@@ -465,6 +465,8 @@ def test_the_mean_of_slots_in_use_is_over_time_and_begins_anew_with_each_round_a
         await manager.report_worker("w1", WorkerStatus(inflight_trajectories=4, slot_budget=8))  # late
         assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6 + 2 * 4) / 8)
         await manager.report_step(1, 0, "closed")
+        await asyncio.sleep(8)
+        assert (await manager.status()).mean_slots_in_use == pytest.approx((12 * 3 + 6 + 2 * 12) / 16)
         await manager.report_step(1, 1, "open")
         await asyncio.sleep(2)
         assert (await manager.status()).mean_slots_in_use == pytest.approx(2)

@@ -39,7 +39,7 @@ class Run:
         )
         self.num_admitted = 0
 
-    def step(self, *, running: float, num_slots: int = SLOTS, waits_s: float = 4.0, **load: Any) -> int:
+    def step(self, *, taken: float, num_slots: int = SLOTS, waits_s: float = 4.0, **load: Any) -> int:
         """6 s of training and a wait for the batch; returns how many prompts were in flight while it generated."""
         num = self.queue.begin_round().num_fresh
         fresh = [PromptMeta(str(self.num_admitted + each), GROUP, 1) for each in range(num)]
@@ -49,8 +49,8 @@ class Run:
         for claim in self.queue.claim("worker", BATCH * GROUP):
             summaries = [TrajectorySummary(f"{claim.uid}_{n}", 3, 5, 0, 0) for n in range(GROUP)]
             self.queue.finish(claim, summaries)
-        engines: Any = [SimpleNamespace(mean_running=running / 2, load=EngineLoad(**load)) for _ in range(2)]
-        status: Any = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=running)
+        engines: Any = [SimpleNamespace(load=EngineLoad(**load)) for _ in range(2)]
+        status: Any = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=taken)
         self.now_s += 6
         self.tuner.begin_wait()
         self.now_s += waits_s
@@ -62,22 +62,22 @@ class Run:
 
 def test_idle_slots_let_more_prompts_in_from_the_next_step_on():
     run = Run()
-    assert [run.step(running=16) for _ in range(12)] == [16] * 5 + [20] * 5 + [24] * 2
+    assert [run.step(taken=16) for _ in range(12)] == [16] * 5 + [20] * 5 + [24] * 2
     assert [(each.before, each.after) for each in run.noted] == [(2.0, 2.5), (2.5, 3.0)]
 
 
 def test_a_trainer_that_finds_its_batch_whole_lets_no_more_in():
     run = Run()
-    assert {run.step(running=16, waits_s=0.1) for _ in range(12)} == {16}
+    assert {run.step(taken=16, waits_s=0.1) for _ in range(12)} == {16}
     assert run.noted == []
 
 
 def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
     run = Run()
     for _ in range(11):
-        run.step(running=16)
-    assert run.step(running=30, kv_usage=0.95) == 24
-    assert [run.step(running=30) for _ in range(2)] == [20, 20]
+        run.step(taken=16)
+    assert run.step(taken=30, kv_usage=0.95) == 24
+    assert [run.step(taken=30) for _ in range(2)] == [20, 20]
     assert run.tuner.depth == 2.5
 
 
@@ -85,33 +85,33 @@ def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
 def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any], num_slots: int):
     run = Run()
     for _ in range(5):
-        run.step(running=16)
+        run.step(taken=16)
     assert run.tuner.depth == 2.5
-    run.step(running=16, num_slots=num_slots, **load)
+    run.step(taken=16, num_slots=num_slots, **load)
     assert run.tuner.depth == 2.0
 
 
 def test_preemptions_of_a_validation_do_not_count():
     run = Run()
-    run.step(running=16, num_preemptions=0)
+    run.step(taken=16, num_preemptions=0)
     for step in range(1, 6):  # each validation preempts twice in each of the two engines
-        engines: Any = [SimpleNamespace(mean_running=0, load=EngineLoad(num_preemptions=2 * step)) for _ in range(2)]
+        engines: Any = [SimpleNamespace(load=EngineLoad(num_preemptions=2 * step)) for _ in range(2)]
         run.tuner.begin(engines)
-        run.step(running=16, num_preemptions=2 * step)
+        run.step(taken=16, num_preemptions=2 * step)
     assert run.tuner.depth == 2.5
 
 
 def test_slots_beyond_those_of_the_start_give_way_first():
     run = Run()
     for _ in range(5):
-        run.step(running=16)
-    run.step(running=30, num_slots=2 * SLOTS, kv_usage=0.95)
+        run.step(taken=16)
+    run.step(taken=30, num_slots=2 * SLOTS, kv_usage=0.95)
     assert run.tuner.depth == 2.5
 
 
 def test_a_bound_on_staleness_keeps_two_batches():
     run = Run(most=2.0)
-    assert {run.step(running=16) for _ in range(20)} == {16}
+    assert {run.step(taken=16) for _ in range(20)} == {16}
     assert run.noted == []
 
 
@@ -137,6 +137,11 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     trainer.depth_tuner = trainer._make_depth_tuner()
     depths, now_s = [], [trainer.depth_tuner._looked_s]
     monkeypatch.setattr(trainer.depth_tuner, "_clock", lambda: now_s[0])
+    trainer._log = SimpleNamespace(has_replayed=True)
+    now_s[0] += 100.0
+    trainer._tune()  # says nothing, and its time is in no share
+    assert "partial_rollout/waited" not in trainer._pending_sync_metrics
+    trainer._log = None
     for _ in range(6):
         now_s[0] += 6.0
         trainer.prepare_step()
