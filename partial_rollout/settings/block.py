@@ -469,7 +469,7 @@ class PartialRolloutConfig(_Block):
         AUTO,
         "Prompts in flight (pending + ongoing + done) are capped at prefetch_factor x data.train_batch_size; with "
         "tail.policy=partial only, which defers none. auto: 2, and where KV is retained up to 3 while slots "
-        "idle for want of prompts; at most tail.max_staleness + 1.",
+        "idle for want of prompts; at most tail.max_staleness + 1, with placement=separate tail.max_staleness.",
         who="runs that bound how old tokens become, or go deeper than auto",
         evidence="the measured runs with 3 are faster than with 2 where KV is retained",
     )
