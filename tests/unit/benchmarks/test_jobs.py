@@ -247,8 +247,13 @@ def test_adaptive_slots_start_from_the_job_s_own():
 
 def test_stored_rollouts_trained_nothing_and_others_did(repository):
     names = sorted(path.stem for path in (repository / "benchmarks/results/gpu").glob("jobs_*.json"))
-    with_training = {"jobs_0.6b_separate_h100", "jobs_0.6b_two_gpus_h100", "jobs_4b_h200"}
-    assert len(names) == 12
+    with_training = {
+        "jobs_0.6b_separate_h100",
+        "jobs_0.6b_separate_repeats_h200",
+        "jobs_0.6b_two_gpus_h100",
+        "jobs_4b_h200",
+    }
+    assert len(names) == 13
     for name, trained in ((name, name in with_training) for name in names):
         result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
