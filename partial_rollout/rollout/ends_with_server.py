@@ -3,8 +3,8 @@
     engine server (Ray actor) ──starts──> engine core ──starts──> workers
 
 vLLM's workers look whether their core is there, but its core does not look whether the server is. Seen on a node that
-was cut off from its cluster: Ray ended all its own processes there, also the server, and the core lived on for minutes with
-its memory. Elsewhere a server that Ray has started again kills them sooner (`end_orphans`); there nobody was left.
+was cut off from its cluster: Ray ended all its own processes there, also the server, and the core lived on for minutes,
+with its memory. Elsewhere a server that Ray has started again kills them sooner (`end_orphans`); there nobody was left.
 """
 
 from __future__ import annotations
