@@ -5,7 +5,7 @@
     python -m partial_rollout.advise DATA.parquet --column lengths        # numbers of tokens, or a list for each prompt
     python -m partial_rollout.advise ... --curve CURVE --batch 64         # on another engine, with other batches
     python -m partial_rollout.advise ... --replicas 8                     # on eight such engines together
-    python -m partial_rollout.advise ... --gpus 8 --train-s 40            # which of 8 GPUs engines should have alone
+    python -m partial_rollout.advise RUN --gpus 8                         # which of 8 GPUs engines should have alone
 
     python -m partial_rollout.advise CURVE                                # three traces of lengths
     python -m partial_rollout.advise CURVE --jobs benchmarks/results/gpu/jobs_8b_h200.json    # beside measured jobs
@@ -29,6 +29,7 @@ from partial_rollout.advise.predict import (
     BOUND,
     COLOCATED,
     POLLING,
+    Training,
     fit,
     predict_all,
     predict_load,
@@ -38,7 +39,7 @@ from partial_rollout.advise.predict import (
     table,
 )
 from partial_rollout.advise.result import read_result, store
-from partial_rollout.advise.sources import FEW, Lengths, read_lengths
+from partial_rollout.advise.sources import FEW, Lengths, read_lengths, read_training
 from partial_rollout.advise.workload import TRACES
 from partial_rollout.errors import DataError
 
@@ -97,6 +98,7 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
     curve = _curve(line, curve_path, options.replicas)
     try:
         found = read_lengths(options.source, options.column, _counter(options.tokenizer))
+        training = _training(options) if options.gpus else None
     except (DataError, OSError) as error:
         line.error(str(error))
     load = found.workload(options.batch or DEFAULT_BATCH, options.group)
@@ -116,12 +118,31 @@ def of_lengths(line: argparse.ArgumentParser, options: argparse.Namespace) -> No
             "the engine is not yours: python -m partial_rollout.advise.measure takes its curve, --curve gives it here"
         )
     result: dict[str, Any] = {"from": str(options.source), "speed": asdict(speed), "modes": rows}
-    if options.gpus:
-        result["splits"] = splits(one, load, curve["engine"]["prompt_tokens"], options.gpus, options.train_s)
-        print(
-            f"\nwhole steps on {options.gpus} GPUs, an engine on each\n\n{splits_table(result['splits'], options.gpus)}"
-        )
+    if training is not None:
+        rows = splits(one, load, curve["engine"]["prompt_tokens"], options.gpus, training)
+        result |= {"splits": rows, "training": asdict(training)}
+        told = _told(training, options)
+        print(f"\nwhole steps on {options.gpus} GPUs, an engine on each; {told}\n\n{splits_table(rows, options.gpus)}")
     store(result, options.json)
+
+
+def _training(options: argparse.Namespace) -> Training:
+    if options.train_s is not None:
+        return Training(options.train_s)
+    try:
+        return read_training(options.source)
+    except DataError as error:
+        raise DataError(
+            f"--gpus {options.gpus} needs the seconds of training: give --train-s SECONDS; {error}"
+        ) from error
+
+
+def _told(training: Training, options: argparse.Namespace) -> str:
+    """What is taken of the seconds of training, and from where."""
+    scaling = f"{training.scaling_s:.1f} s of training take twice as long on half of the GPUs"
+    if options.train_s is not None:
+        return f"assumed: all {scaling} (--train-s)"
+    return f"assumed: {scaling} (log-probs and update of {options.source}), {training.fixed_s:.1f} s do not (the rest)"
 
 
 def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any], load: Workload) -> list[str]:
@@ -195,10 +216,12 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--batch", type=int, help="prompts of a step (32, or the curve's)")
     line.add_argument("--replicas", type=int, default=1, help="engines that share a batch (%(default)s)")
     line.add_argument(
-        "--gpus", type=int, help="predict each split of so many GPUs (placement=separate); with --train-s"
+        "--gpus", type=int, help="predict each split of so many GPUs (placement=separate), which RUN shared"
     )
     line.add_argument(
-        "--train-s", type=float, help="seconds that a step trains on all of them, by a run with shared GPUs"
+        "--train-s",
+        type=float,
+        help="seconds of log-probs and update on all of them, where the source does not tell them",
     )
     line.add_argument("--jobs", type=Path, nargs="+", help="results of benchmarks.jobs, of one workload")
     line.add_argument("--from-step", type=int, help=f"first step of rates and ratios of jobs ({FROM_STEP})")
@@ -223,8 +246,10 @@ def main(words: list[str] | None = None) -> None:
         line.error(f"--group {options.group} is not allowed: at least 2")
     if options.replicas < 1:
         line.error(f"--replicas {options.replicas} is not allowed: at least 1")
-    if (options.gpus is None) != (options.train_s is None) or (options.gpus or 2) < 2 or (options.train_s or 1.0) <= 0:
-        line.error("--gpus N and --train-s SECONDS belong together: at least 2 GPUs, above 0 seconds")
+    if options.gpus is not None and options.gpus < 2:
+        line.error(f"--gpus {options.gpus} is not allowed: at least 2")
+    if options.train_s is not None and (options.gpus is None or options.train_s <= 0):
+        line.error(f"--train-s {options.train_s} is not allowed: above 0 seconds, with --gpus N")
     if options.source.suffix != ".json":
         _refuse(line, options, ("traces", "jobs", "from_step"), "a curve as the first word, in place of lengths")
         of_lengths(line, options)

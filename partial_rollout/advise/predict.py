@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,16 +92,35 @@ def modes(slots: int, group: int) -> list[Mode]:
     return [*found, Mode(BOUND, slots, 12, interrupts=False)]
 
 
-def splits(speed: Speed, load: Workload, prompt_tokens: int, gpus: int, train_s: float) -> list[dict[str, float]]:
+@dataclass(frozen=True)
+class Training:
+    """Seconds of a step on all GPUs, without the wait for its batch."""
+
+    scaling_s: float
+    """Take in proportion longer on fewer GPUs: log-probs and update."""
+    fixed_s: float = 0.0
+    """Take as long on any number of GPUs: advantages, weights, what no timer counts."""
+
+    def on_share(self, share: float) -> float:
+        """Seconds on this share of the GPUs.
+
+        >>> Training(scaling_s=7.0, fixed_s=0.5).on_share(0.5)
+        14.5
+        """
+        return self.scaling_s / share + self.fixed_s
+
+
+def splits(speed: Speed, load: Workload, prompt_tokens: int, gpus: int, training: Training) -> list[dict[str, float]]:
     """Whole steps of each split of `gpus` into engines and training, one engine a GPU; first of all: shared.
 
-    `speed` is that of one engine; training takes `train_s` seconds on all GPUs, and in proportion longer on fewer.
+    `speed` is that of one engine.
     """
     slots = load.batch * load.group
     row = predict(Mode("shared", slots, SPLIT_DEPTH), speed.of_replicas(gpus), load, prompt_tokens)
+    train_s = training.on_share(1.0)
     rows = [row | {"rollout_gpus": 0, "train_s": train_s, "seconds": row["seconds"] + train_s}]
     for engines in range(1, gpus):
-        alone_s = train_s * gpus / (gpus - engines)
+        alone_s = training.on_share((gpus - engines) / gpus)
         mode = Mode("separate", slots, SPLIT_DEPTH, train_s=alone_s)
         row = predict(mode, speed.of_replicas(engines), load, prompt_tokens)
         rows.append(row | {"rollout_gpus": engines, "train_s": alone_s})

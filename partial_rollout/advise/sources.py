@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from partial_rollout.advise.measured import SKIP
+from partial_rollout.advise.predict import Training
 from partial_rollout.advise.workload import Workload
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import BatchTaken, EventReader, TrajectoryEnded
-from partial_rollout.observability.record import dump_lines, events_folder_of, metrics_steps
+from partial_rollout.observability.record import dump_lines, events_folder_of, load, metrics_steps
+from partial_rollout.observability.step_line import ROLLOUT_GPUS, STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,6 +24,9 @@ SIGMA = 0.9
 """Spread that is assumed where only the mean is known: that of the log-normal trace that GPUs were measured with."""
 FEW = 200
 """Responses below which the tail is a guess: its share of the longest 1 % would be one or two of them."""
+SCALING = tuple(f"timing_s/{name}" for name in ("old_log_prob", "ref", "values", "update_critic", "update_actor"))
+"""verl's timers of what is divided among the training GPUs."""
+WAIT = "timing_s/gen"
 MEAN, LONGEST, CUT = "response_length/mean", "response_length/max", "response_length/clip_ratio"
 
 
@@ -66,6 +72,23 @@ def read_lengths(path: Path, column: str | None = None, count: Callable[[str], i
         f"{path} says no response lengths: give a run's folder, the folder of a dump (trainer.rollout_data_dir), a "
         "metrics.jsonl, or a parquet file with --column"
     )
+
+
+def read_training(run: Path) -> Training:
+    """Seconds that a run's step trains: means over its steps after the first ones, in which slots fill.
+
+    Raises:
+        DataError: the run tells no seconds of such steps, or its engines had GPUs of their own.
+    """
+    steps = [step for step in load(run).series[SKIP:] if STEP_SECONDS in step]
+    if not any(step.get(name) for step in steps for name in SCALING):
+        raise DataError(f"{run} tells no seconds of log-probs and update of a step after the second one")
+    if any(step.get(ROLLOUT_GPUS) for step in steps):
+        raise DataError(f"in {run} engines had GPUs of their own; what is needed is a run with shared GPUs")
+    scaling_s = [sum(step.get(name, 0.0) for name in SCALING) for step in steps]
+    whole_s = [step[STEP_SECONDS] - step.get(WAIT, 0.0) for step in steps]
+    mean_s = float(np.mean(scaling_s))
+    return Training(mean_s, max(0.0, float(np.mean(whole_s)) - mean_s))
 
 
 def _of_events(run: Path) -> Lengths | None:

@@ -34,6 +34,7 @@ from partial_rollout.errors import ActorLost, DataError, EngineDead, WaitTimeout
 from partial_rollout.observability.events import EventWriter, Fault, ProcessFound, events_folder
 from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
+from partial_rollout.rollout.ends_with_server import mark_engine
 from partial_rollout.rollout.engine_process import (
     EngineProcess,
     NoEngine,
@@ -135,6 +136,7 @@ class PartialRolloutServer(ChannelServer):
     async def run_server(self, args: Any) -> None:
         """Start engine and HTTP server, which asks for a key, then put the gate in front of the engine."""
         self._launch_args = args
+        mark_engine()
         await asyncio.to_thread(require_key, args, events_folder(self.settings))
         await super().run_server(args)
         self._attach_engine(self.engine)

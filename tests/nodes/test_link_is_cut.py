@@ -36,4 +36,5 @@ def _cut(node: Node) -> None:
 
 def _check_alone_ended(node: Node) -> None:
     own = [process for process in processes_of(node.pid) if process.name().startswith(OF_JOB)]
-    assert psutil.wait_procs(own, timeout=ALONE_S)[1] == []
+    left = psutil.wait_procs(own, timeout=ALONE_S)[1]
+    assert [process.as_dict(["pid", "ppid", "name", "status"]) for process in left] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +12,9 @@ from partial_rollout.advise.__main__ import advice, main
 from partial_rollout.advise.scheduler import Mode
 from partial_rollout.advise.sources import Lengths
 from partial_rollout.advise.workload import Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_result_is_predicted_for_another_batch(monkeypatch, repository, tmp_path):
@@ -62,11 +66,54 @@ def test_each_split_of_the_gpus_is_predicted_where_it_was_asked_for(monkeypatch,
     main([*words, "--gpus", "3", "--train-s", "2.5", "--json", str(tmp_path / "out.json")])
     splits = json.loads((tmp_path / "out.json").read_text())["splits"]
     assert [(row["rollout_gpus"], row["train_s"]) for row in splits] == [(0, 2.5), (1, 3.75), (2, 7.5)]
-    assert "whole steps on 3 GPUs" in capsys.readouterr().out
-    for wrong in (["--gpus", "3"], ["--train-s", "2.5"], ["--gpus", "1", "--train-s", "2.5"]):
+    said = capsys.readouterr().out
+    assert "whole steps on 3 GPUs" in said
+    assert "all 2.5 s of training take twice as long on half of the GPUs (--train-s)" in said
+    for wrong, why in (
+        (["--gpus", "1"], "--gpus 1 is not allowed: at least 2"),
+        (["--train-s", "2.5"], "--train-s 2.5 is not allowed: above 0 seconds, with --gpus N"),
+        (["--gpus", "3", "--train-s", "0"], "--train-s 0.0 is not allowed: above 0 seconds, with --gpus N"),
+        (["--gpus", "3"], f"--gpus 3 needs the seconds of training: give --train-s SECONDS; {tmp_path} has neither"),
+    ):
         with pytest.raises(SystemExit):
             main([*words, *wrong])
-        assert "--gpus N and --train-s SECONDS belong together" in capsys.readouterr().err
+        assert why in capsys.readouterr().err
+
+
+def steps_of_a_run(folder: Path, **more: float) -> Path:
+    """Metrics of a run whose steps wait 4 s, compute 7 s on the GPUs, and take 12 s; the first ones take longer."""
+    metrics = {"timing_s/gen": 4.0, "timing_s/old_log_prob": 2.0, "timing_s/update_actor": 5.0, "timing_s/step": 12.0}
+    lengths = {"response_length/mean": 60.0, "response_length/max": 90.0}
+    slow = {"timing_s/update_actor": 50.0, "timing_s/step": 57.0}
+    rows = [metrics | lengths | more | (slow if step < 3 else {}) for step in range(1, 6)]
+    text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in enumerate(rows, 1))
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def test_of_a_run_that_tells_its_seconds_only_what_the_gpus_share_takes_longer_on_fewer(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(predict, "modes", lambda slots, _: [Mode("sync", slots, 1), Mode("ours", slots, 1)])
+    words = [str(steps_of_a_run(tmp_path)), "--batch", "4", "--group", "2", "--gpus", "2"]
+    main([*words, "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["training"] == {"scaling_s": 7.0, "fixed_s": 1.0}
+    assert [row["train_s"] for row in found["splits"]] == [8.0, 15.0]
+    assert "7.0 s of training take twice as long on half of the GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"partial_rollout/rollout_gpus": 1.0}, "engines had GPUs of their own; what is needed is a run with shared"),
+        ({"timing_s/old_log_prob": 0.0, "timing_s/update_actor": 0.0}, "tells no seconds of log-probs and update"),
+    ],
+)
+def test_a_run_that_does_not_tell_how_long_all_gpus_train_is_refused_with_what_to_give(more, why, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(steps_of_a_run(tmp_path, **more)), "--batch", "4", "--group", "2", "--gpus", "2"])
+    told = capsys.readouterr().err
+    assert "--gpus 2 needs the seconds of training: give --train-s SECONDS" in told
+    assert why in told
 
 
 def test_a_curve_alone_says_nothing_of_splits(capsys, repository):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from partial_rollout.advise.predict import COLOCATED, POLL_S, fit, modes, predict, splits, splits_table, table
+from partial_rollout.advise.predict import COLOCATED, POLL_S, Training, fit, modes, predict, splits, splits_table, table
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.scheduler import SENT_PER_S, Group, Mode, Rollout, Speed
 from partial_rollout.advise.workload import Workload, lengths
@@ -226,7 +226,7 @@ def test_engines_of_their_own_are_never_faster_than_what_is_never_interrupted():
 
 def test_the_balanced_split_is_where_both_take_about_equally_long():
     whole_s = predict(Mode("shared", LOAD.batch * LOAD.group, 2), SPEED.of_replicas(8), LOAD, PROMPT)["seconds"]
-    rows = splits(SPEED, LOAD, PROMPT, gpus=8, train_s=whole_s)
+    rows = splits(SPEED, LOAD, PROMPT, gpus=8, training=Training(whole_s))
     assert [row["rollout_gpus"] for row in rows] == list(range(8))
     assert [row["train_s"] / whole_s for row in rows[1:]] == pytest.approx([8 / (8 - n) for n in range(1, 8)])
     text = splits_table(rows, 8)
@@ -234,5 +234,5 @@ def test_the_balanced_split_is_where_both_take_about_equally_long():
     assert best["rollout_gpus"] > 0
     assert f"balanced: {best['rollout_gpus']} GPUs of engines" in text
     assert text.count("\n| ") == 9
-    nothing_to_hide = splits(SPEED, LOAD, PROMPT, gpus=2, train_s=whole_s / 1000)
+    nothing_to_hide = splits(SPEED, LOAD, PROMPT, gpus=2, training=Training(whole_s / 1000))
     assert "no split is faster" in splits_table(nothing_to_hide, 2)

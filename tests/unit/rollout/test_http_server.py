@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import socket
 import stat
 import threading
@@ -25,6 +26,7 @@ from vllm.entrypoints.serve.utils import server_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from partial_rollout.rollout import http_server
+from partial_rollout.rollout.ends_with_server import VARIABLE
 from partial_rollout.rollout.http_server import (
     KEY_FILE,
     KEY_VARIABLE,
@@ -233,3 +235,19 @@ async def test_a_request_that_never_ends_does_not_keep_the_port_open() -> None:
     await asyncio.wait_for(ended.wait(), LONG_S)
     answers = await asyncio.wait_for(asyncio.gather(request, return_exceptions=True), LONG_S)
     assert isinstance(answers[0], (Exception, int))
+
+
+async def test_a_server_marks_the_engine_that_it_starts_which_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    marked: list[bool] = []
+
+    async def run(server: Any, _: Any) -> None:
+        marked.append(VARIABLE in os.environ)
+        server.engine = server.fake = FakeEngine()
+
+    monkeypatch.setattr(vLLMHttpServer, "run_server", run)
+    monkeypatch.setenv(VARIABLE, "of a test before")
+    monkeypatch.delenv(VARIABLE)
+    await Launched(PartialRolloutConfig(events=str(tmp_path))).run_server(arguments())
+    assert marked == [True]

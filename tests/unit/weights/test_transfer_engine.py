@@ -17,6 +17,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from partial_rollout.errors import ConfigError, VersionError, WeightMismatch
+from partial_rollout.integrations import vllm_plugin
 from partial_rollout.integrations.vllm_plugin import BACKEND, register_backend
 from partial_rollout.weights.transfer_engine import (
     ChannelReceiving,
@@ -180,3 +181,11 @@ def test_vllm_finds_the_backend_by_its_entry_point(repository, tmp_path, monkeyp
         for entry in found.entry_points.select(group=group):
             entry.load()()
     assert WeightTransferEngineFactory._registry[BACKEND]() is ChannelTransferEngine
+
+
+def test_the_plugin_has_a_process_of_an_engine_end_with_its_server(monkeypatch):
+    calls = []
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    monkeypatch.setattr(vllm_plugin, "end_with_parent", lambda: calls.append("watched"))
+    register_backend.__wrapped__()
+    assert calls == ["watched"]
