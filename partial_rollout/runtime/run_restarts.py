@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import ActorLost, TaskRunnerLost
+from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether a process has died."""
-        return isinstance(self.error, ActorLost | RayActorError)
+        """Whether a process has died, or several have, that the run does not go on without."""
+        return isinstance(self.error, ActorLost | EnginesLost | RayActorError)
 
 
 class RestartBudget:

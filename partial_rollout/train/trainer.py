@@ -70,7 +70,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-from partial_rollout.errors import ActorLost, DataError, EngineDead
+from partial_rollout.errors import ActorLost, DataError, EngineDead, EnginesLost
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -250,7 +250,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.watch.bound_end(error)
             # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
             named = self.watch.explain(error)
-            self.ends_with = "" if isinstance(named, ActorLost) else f"{type(named).__name__}: {named}"
+            self.ends_with = "" if isinstance(named, ActorLost | EnginesLost) else f"{type(named).__name__}: {named}"
             self._save_last_checkpoint()
             if named is error:
                 raise
@@ -583,16 +583,16 @@ class PartialRolloutTrainer(PPOTrainer):
         )
         self._events.write(moved)
 
-    def _bring_back(self, ranks: list[int]) -> None:
+    def _bring_back(self, failed: dict[int, str]) -> None:
         """Relaunch engines that died while they generated; all engines are interrupted, and get the same weights."""
         doing, version = self.doing, self._version
         self._phase.begin(f"relaunched engines in step {self.global_steps}")
         started_s = time.monotonic()
         interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=time.monotonic() - started_s, interrupted=interrupted)
-        self.fleet.relaunch(ranks)
+        self.fleet.relaunch(failed)
         self.fleet.sleep()
-        self._send_weights(version, num_relaunched=len(ranks))
+        self._send_weights(version, num_relaunched=len(failed))
         self._resume()
         self._events.write(GateMoved(step=version, version=version, is_open=True))
         self._phase.begin(doing)

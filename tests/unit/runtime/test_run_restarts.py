@@ -11,7 +11,15 @@ import psutil
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import ActorLost, ConfigError, TaskRunnerLost, WaitTimeout
+from partial_rollout.errors import (
+    ActorLost,
+    ConfigError,
+    EngineDead,
+    EnginesLost,
+    TaskRunnerLost,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from partial_rollout.observability.events import (
     CheckpointSaved,
     EventReader,
@@ -72,7 +80,27 @@ def test_a_run_without_a_checkpoint_is_started_again_once(run: Run, tmp_path: Pa
     assert not restarts.follows(RANK_DIED)
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), WaitTimeout("late"), InterruptedError()])
+@pytest.mark.parametrize("error", [EnginesLost("engines died 9 times in step 5; replica 0"), ActorLost("a rank")])
+def test_a_run_that_has_lost_its_engines_is_started_again_as_after_any_death(
+    run: Run, tmp_path: Path, error: Exception
+) -> None:
+    restarts = RunRestarts(1, tmp_path, "auto")
+    run.save(4)
+    in_ray = RayTaskError("run", "traceback", error)
+    assert restarts.follows(Failure.of(in_ray, NODE))
+    assert not restarts.follows(Failure.of(in_ray.as_instanceof_cause(), NODE))  # without a further checkpoint
+
+
+NO_DEATHS = [
+    ConfigError("no"),
+    WaitTimeout("late"),
+    InterruptedError(),
+    EngineDead("relaunches=0"),
+    WeightUpdateError("refused"),
+]
+
+
+@pytest.mark.parametrize("error", NO_DEATHS)
 def test_what_is_no_death_ends_the_command(run: Run, tmp_path: Path, error: Exception) -> None:
     restarts = RunRestarts(2, tmp_path, "auto")
     run.save(4)
