@@ -391,9 +391,10 @@ class PartialRolloutTrainer(PPOTrainer):
         snapshot = load_queue(self.config, step)
         tokens: Saved = {}
         if snapshot is not None:
+            snapshot, num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
+            # Of what was restored: nobody would ever claim a prompt that was dropped, and forget its tokens.
             tokens = load_tokens(snapshot, self.config, step)
             logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
-            num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
         if self._log is not None:
             tokens |= self._log.begin(step, snapshot, tokens)
         if tokens:
