@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.runtime.processes import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -118,6 +119,8 @@ class RunRestarts:
         fault = None
         if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
             fault = Fault.of(failure.error.death.process, text=str(failure.error), action=action)
+        elif isinstance(failure.error, EnginesLost):  # of each of them it was told that it is started again
+            fault = Fault(role=ENGINE.role, name=ENGINE.role, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0
 

@@ -30,7 +30,7 @@ from partial_rollout.observability.events import (
 )
 from partial_rollout.observability.log import report_to
 from partial_rollout.runtime import run_restarts
-from partial_rollout.runtime.processes import TASK_RUNNER
+from partial_rollout.runtime.processes import ENGINE, TASK_RUNNER
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts, end_left_over
 from partial_rollout.types import Death, Process
 
@@ -155,6 +155,16 @@ def test_a_dead_task_runner_is_named_by_the_driver(run: Run, tmp_path: Path) -> 
         "training is started again from its last checkpoint (new start 1 of 1)",
         "training is not started again: new starts since the checkpoint of step 4: 1, which is the limit",
     ]
+
+
+@pytest.mark.usefixtures("driver")
+def test_lost_engines_are_told_of_with_what_follows(run: Run, tmp_path: Path) -> None:
+    restarts = RunRestarts(1, tmp_path, "auto")
+    run.save(4)
+    assert restarts.follows(Failure(EnginesLost("engines died 9 times in step 5"), NODE))
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (fault.role, fault.text) == (ENGINE.role, "engines died 9 times in step 5")
+    assert fault.action == "training is started again from its last checkpoint (new start 1 of 1)"
 
 
 @pytest.mark.usefixtures("driver")
