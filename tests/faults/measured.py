@@ -61,9 +61,7 @@ def unconserved(events: Iterable[AnyEvent]) -> list[QueueMoved]:
     return [e for e in moments if e.admitted != e.pending + e.ongoing + e.deferred + e.done + e.taken + e.dropped]
 
 
-def cost_of(
-    events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S, *, trained: int | None = None
-) -> Cost:
+def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S, *, trained: int | None = None) -> Cost:
     """What the blow at `at_s` cost; `until_s` is the time of the next one.
 
     `trained` is the step that the blow came in, if its training had ended: all that follows of it is its report.
