@@ -392,7 +392,7 @@ class PartialRolloutTrainer(PPOTrainer):
         tokens: Saved = {}
         if snapshot is not None:
             snapshot, num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
-            # Of what was restored: nobody would ever claim a prompt that was dropped, and forget its tokens.
+            # After the queue: nobody would ever claim a prompt that was dropped there, and forget its tokens.
             tokens = load_tokens(snapshot, self.config, step)
             logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
         if self._log is not None:

@@ -30,7 +30,7 @@ def _times(mark: str) -> int:
 
 
 class Stillborn(AsyncScheduler):
-    """Of the engine cores of a job the second one stands still before it has started."""
+    """Stops the second engine core of a job before it has started."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what AsyncScheduler takes."""

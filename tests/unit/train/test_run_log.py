@@ -461,7 +461,7 @@ def test_no_checkpoint_is_saved_by_time_within_a_replay(is_replaying: bool) -> N
 
 
 def test_the_tokens_of_the_log_are_restored_in_place_of_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are asked about the prompts that were restored: others were dropped while the checkpoint was written."""
+    """Prompts that were dropped while the checkpoint was written are asked for in neither."""
     saved = {"a_0": "older", "b_0": "only", "c_0": "nobody's"}
     monkeypatch.setattr(trainer_module, "load_queue", lambda *_: "abc")
     monkeypatch.setattr(trainer_module, "restore_queue", lambda *_: ("ab", 2))
