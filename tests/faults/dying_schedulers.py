@@ -70,9 +70,9 @@ class DiesAgainAndAgain(_Looking):
 class DiesInEachUpdate(_Looking):
     """Kills two engine cores when they have received the weights of the step."""
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Called after each update of weights, with shut gates."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Called after each update of weights, with shut gates; for a pause with `reset_running_requests`."""
         self._look()
-        if self._shut_in == STEP and _times("deaths") <= 2:
+        if not reset_running_requests and self._shut_in == STEP and _times("deaths") <= 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().reset_prefix_cache(*args, **kwargs)
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
