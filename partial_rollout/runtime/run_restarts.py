@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
+from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -165,10 +166,3 @@ def runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """What was raised first, below Ray's wrappers of every actor it passed through."""
-    while isinstance(error, RayTaskError):
-        error = error.cause
-    return error

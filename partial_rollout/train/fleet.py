@@ -11,7 +11,7 @@ from verl.utils.ray_utils import auto_await
 from partial_rollout.errors import EngineDead, EnginesLost, PartialRolloutError, WaitTimeout
 from partial_rollout.runtime.bounded import Wait
 from partial_rollout.runtime.processes import ENGINE_SERVER
-from partial_rollout.runtime.run_restarts import root_cause
+from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
