@@ -22,6 +22,7 @@ PartialRolloutError
 │   └── WaitTimeout         a bounded wait ran out; names who waited, for whom, since when
 ├── EngineError             the inference engine
 │   ├── EngineDead
+│   ├── EnginesLost         engines could not be brought back, or die too often: training is started again
 │   ├── DrainTimeout        requests survived a drain; names them
 │   ├── WeightUpdateError   new weights did not arrive whole; the engine must be relaunched
 │   │   ├── WeightPeerLost      the other end of the weight channel died or went silent
@@ -147,6 +148,13 @@ class EngineError(PartialRolloutError):
 
 class EngineDead(EngineError):
     """The engine process is gone or refuses requests for good."""
+
+
+class EnginesLost(EngineError):
+    """Engines have died and could not be brought back, or die again and again; the message names them.
+
+    The run cannot go on without them, so training is started again as after the death of any other process.
+    """
 
 
 class DrainTimeout(EngineError, TimeoutError):

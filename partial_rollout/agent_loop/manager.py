@@ -326,6 +326,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Let trajectories of `keys`, `{uid}_{session}` each, go on from `before`, not from what was restored since.
 
         One that is not in `before` begins afresh; one that a worker has started already stays as it is.
+
+        The trainer calls it once after its start at most, when the replay of the log ends early, as in an admission.
+        All restored tokens that nobody has claimed are read and put once more then, since a stored object cannot be
+        changed: no more than `restore_tokens` has put, a few MB for most runs.
         """
         saved, missing = self._unclaimed_tokens()
         change: dict[str, Any]

@@ -64,7 +64,7 @@ class Abandoned(Record, frozen=True, tag="abandoned"):
 
     holds_through: int
     """The last step up to which records of earlier files hold; their later ones are void."""
-    admitted: int = 0
+    admitted: int
     """How many prompts the run had admitted then: names that earlier records have of further ones are void."""
 
 

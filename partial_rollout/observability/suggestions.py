@@ -18,7 +18,7 @@ SUGGESTIONS: dict[str, str] = {
     r"filter_groups\.max_num_gen_batches": "leave algorithm.filter_groups.max_num_gen_batches out",
     r"attempt \d+ of .* failed|dropped": "docs/troubleshooting.md#a-prompt-was-dropped-why-and-which",
     r"using verl's cost model": "nothing: rows are balanced by verl's formula",
-    r"engines are relaunched|is started again|was killed|died|ActorDied|EngineDead|stood still": (
+    r"engines are relaunched|is started again|was killed|died|ActorDied|EngineDead|EnginesLost|stood still": (
         "docs/troubleshooting.md#something-was-killed-or-stands-still"
     ),
     r"the event stream of .* ends here": "free space on that disk, or a local folder in partial_rollout.events",

@@ -122,3 +122,10 @@ class RemoteActor:
             return await answer_of(call, timeout_s=self._call_s + own_s, who_waits=who_waits, sound_s=own_s)
 
         return call
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised first, below Ray's wrappers of every actor it passed through."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return error

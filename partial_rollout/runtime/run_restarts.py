@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ActorLost, TaskRunnerLost
+from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.runtime.processes import ENGINE
+from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,8 +59,8 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether a process has died."""
-        return isinstance(self.error, ActorLost | RayActorError)
+        """Whether a process has died, or several have, that the run does not go on without."""
+        return isinstance(self.error, ActorLost | EnginesLost | RayActorError)
 
 
 class RestartBudget:
@@ -118,6 +120,8 @@ class RunRestarts:
         fault = None
         if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
             fault = Fault.of(failure.error.death.process, text=str(failure.error), action=action)
+        elif isinstance(failure.error, EnginesLost):  # of each of them it was told that it is started again
+            fault = Fault(role=ENGINE.role, name=ENGINE.role, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0
 
@@ -162,10 +166,3 @@ def runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """What was raised first, below Ray's wrappers of every actor it passed through."""
-    while isinstance(error, RayTaskError):
-        error = error.cause
-    return error

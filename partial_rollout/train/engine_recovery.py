@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import EngineDead
+from partial_rollout.errors import EnginesLost
 from partial_rollout.train.restarts import MAX_RESTARTS_A_STEP
 
 if TYPE_CHECKING:
@@ -31,8 +31,13 @@ class EngineRecovery:
     An engine that dies between a drain and the next weight update is relaunched by that update.
     """
 
-    def __init__(self, fleet: ReplicaFleet, bring_back: Callable[[list[int]], None], step: Callable[[], int]) -> None:
-        """`bring_back` relaunches the engines of these ranks, and returns when all engines generate again."""
+    def __init__(
+        self, fleet: ReplicaFleet, bring_back: Callable[[dict[int, str]], None], step: Callable[[], int]
+    ) -> None:
+        """`bring_back` relaunches engines, and returns when all engines generate again.
+
+        It is given the ranks of their replicas, each with the reason.
+        """
         self._fleet, self._bring_back, self._step = fleet, bring_back, step
         self._deaths = {rank: fleet.engine_death(rank) for rank in fleet.ranks}
         self._counts: Counter[int] = Counter()
@@ -46,7 +51,7 @@ class EngineRecovery:
         """Bring engines back if one of `ready` is a death.
 
         Raises:
-            EngineDead: so many engines died in this step that another relaunch would not help.
+            EnginesLost: so many engines died in this step that another relaunch would not help; names the last ones.
             Exception: what `bring_back` raised.
         """
         if not any(death in ready for death in self.deaths):
@@ -56,7 +61,7 @@ class EngineRecovery:
         if failed:
             self._count(reasons)
             began_s = time.monotonic()
-            self._bring_back(list(failed))
+            self._bring_back(failed)
             logger.info("%d engines were started again within %.1f s", len(failed), time.monotonic() - began_s)
         for rank in self._dead():
             self._deaths[rank] = self._fleet.engine_death(rank)
@@ -65,7 +70,7 @@ class EngineRecovery:
         step = self._step()
         self._counts[step] += 1
         if self._counts[step] > MAX_RESTARTS_A_STEP:
-            raise EngineDead(f"engines died {self._counts[step]} times in step {step}; {'; '.join(reasons.values())}")
+            raise EnginesLost(f"engines died {self._counts[step]} times in step {step}; {'; '.join(reasons.values())}")
         for reason in reasons.values():
             logger.warning("%s. It is started again, and all engines get all weights", reason)
 

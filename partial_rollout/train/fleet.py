@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verl.utils.ray_utils import auto_await
 
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import EngineDead, EnginesLost, PartialRolloutError, WaitTimeout
 from partial_rollout.runtime.bounded import Wait
 from partial_rollout.runtime.processes import ENGINE_SERVER
+from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     import ray
 
@@ -76,16 +77,21 @@ class ReplicaFleet:
         failures = self._all("tell of their weights", lambda r: r.weights_failure(), self._timeouts.call_s)
         return {rank: failure for rank, failure in zip(self.ranks, failures, strict=True) if failure is not None}
 
-    def relaunch(self, ranks: Collection[int]) -> None:
+    def relaunch(self, failed: Mapping[int, str]) -> None:
         """Start the engines of these replicas again; they need new weights before they generate.
 
+        `failed` has the reasons by the ranks of the replicas.
+
         Raises:
-            EngineDead: an engine cannot be relaunched; says why, and for which reason it had to be.
-            WaitTimeout: an engine was not up in time; names the replica.
+            EnginesLost: an engine did not start again, or not in time; names the replicas, and why they had to.
         """
-        failed = [replica for replica in self._replicas if replica.replica_rank in ranks]
+        asked = [replica for replica in self._replicas if replica.replica_rank in failed]
         limit_s = self._timeouts.resume_s + self._timeouts.call_s
-        self._ask_all("relaunch their engines", lambda r: r.relaunch(), limit_s, failed)
+        try:
+            self._ask_all("relaunch their engines", lambda r: r.relaunch(), limit_s, asked)
+        except (EngineDead, WaitTimeout) as error:
+            reasons = "; ".join(f"{_name(replica)}: {failed[replica.replica_rank]}" for replica in asked)
+            raise EnginesLost(f"engines were not started again ({error}), which had to be: {reasons}") from error
 
     @property
     def ranks(self) -> list[int]:
@@ -160,7 +166,26 @@ async def _gather(
                 f"trainer waited {timeout_s:g} s for {len(calls)} rollout replicas to {what}; no answer from {late}"
             )
         waiting.look(late)
+    failed = [
+        (replica, error) for (replica, _), each in zip(calls, answers, strict=True) if (error := each.exception())
+    ]
+    if failed:
+        raise _of_all(failed)
     return [answer.result() for answer in answers]
+
+
+def _of_all(failed: Sequence[tuple[PartialRolloutReplica, BaseException]]) -> BaseException:
+    """The failure of the first replica; where others have failed too, an error of the same type that names each."""
+    error, first = failed[0][1], root_cause(failed[0][1])
+    if len(failed) == 1:
+        return error
+    told = "; ".join(f"{_name(replica)}: {root_cause(each)}" for replica, each in failed)
+    if not isinstance(first, PartialRolloutError):  # an error of another package is not made again
+        logger.error("%s", told)
+        return error
+    named = type(first)(told)
+    named.__cause__ = error
+    return named
 
 
 def _name(replica: PartialRolloutReplica) -> str:

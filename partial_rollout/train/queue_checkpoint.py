@@ -106,8 +106,10 @@ def restore_queue(
     call: Callable[[ray.ObjectRef], Any],
     manager: ActorHandle,
     partition_id: str,
-) -> int:
+) -> tuple[QueueSnapshot, int]:
     """Give the restored prompts to the manager, and clear TransferQueue's rows that belong to none of them.
+
+    Returns what was restored, and how many prompts that is.
 
     Such rows exist: verl saves TransferQueue before it clears the trained batch, and an unfinished prompt may have
     trajectories that had ended, which are generated again. A row that nobody clears would be trained or never leave.
@@ -137,7 +139,7 @@ def restore_queue(
         _bounded(lambda: tq.kv_clear(keys=orphaned, partition_id=partition_id), "clear rows nobody owns")
     statistics = call(manager.restore.remote(kept))
     logger.info("restored the prompt queue: %s", statistics)
-    return statistics.in_flight
+    return kept, statistics.in_flight
 
 
 def _plain(value: Any) -> int | float:

@@ -70,7 +70,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-from partial_rollout.errors import ActorLost, DataError, EngineDead
+from partial_rollout.errors import ActorLost, DataError, EngineDead, EnginesLost
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -250,7 +250,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.watch.bound_end(error)
             # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
             named = self.watch.explain(error)
-            self.ends_with = "" if isinstance(named, ActorLost) else f"{type(named).__name__}: {named}"
+            self.ends_with = "" if isinstance(named, ActorLost | EnginesLost) else f"{type(named).__name__}: {named}"
             self._save_last_checkpoint()
             if named is error:
                 raise
@@ -396,9 +396,10 @@ class PartialRolloutTrainer(PPOTrainer):
         snapshot = load_queue(self.config, step)
         tokens: Saved = {}
         if snapshot is not None:
+            snapshot, num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
+            # After the queue: nobody would ever claim a prompt that was dropped there, and forget its tokens.
             tokens = load_tokens(snapshot, self.config, step)
             logger.info("%d unfinished trajectories have tokens in the checkpoint", len(tokens))
-            num_prompts = restore_queue(snapshot, self._ask, self.manager, partition_id)
         if self._log is not None:
             tokens |= self._log.begin(step, snapshot, tokens)
         if tokens:
@@ -592,16 +593,16 @@ class PartialRolloutTrainer(PPOTrainer):
         )
         self._events.write(moved)
 
-    def _bring_back(self, ranks: list[int]) -> None:
+    def _bring_back(self, failed: dict[int, str]) -> None:
         """Relaunch engines that died while they generated; all engines are interrupted, and get the same weights."""
         doing, version = self.doing, self._version
         self._phase.begin(f"relaunched engines in step {self.global_steps}")
         started_s = time.monotonic()
         interrupted = self.fleet.drain()
         self._note_gate(is_open=False, seconds=time.monotonic() - started_s, interrupted=interrupted)
-        self.fleet.relaunch(ranks)
+        self.fleet.relaunch(failed)
         self.fleet.sleep()
-        self._send_weights(version, num_relaunched=len(ranks))
+        self._send_weights(version, num_relaunched=len(failed))
         self._resume()
         self._events.write(GateMoved(step=version, version=version, is_open=True))
         self._phase.begin(doing)

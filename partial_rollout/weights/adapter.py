@@ -23,7 +23,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from partial_rollout.errors import PartialRolloutError, WeightProtocolError, WeightUpdateError
-from partial_rollout.runtime.remote_call import answer_of
+from partial_rollout.runtime.remote_call import answer_of, root_cause
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.weights.fan_out import ENGINE_FAILURES
 from partial_rollout.weights.sender import ANSWER_SHARE, SENDER_SHARE, WeightSender
@@ -131,7 +131,8 @@ class ChannelAdapter(ServerAdapter):
         try:
             await action
         except ENGINE_FAILURES as error:
-            self.failure = error
+            logger.warning("replica %d does not take weights", self.replica_rank, exc_info=error)
+            self.failure = cast("Exception", root_cause(error))  # who reads its words has no use for remote tracebacks
 
     async def _give_up(self, failure: Exception) -> None:
         """Tell the server, whose call to the engine would otherwise wait for all workers, a stuck one included."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import RayTaskError
 
-from partial_rollout.errors import WaitTimeout, WeightUpdateError
+from partial_rollout.errors import EnginesLost, WaitTimeout, WeightUpdateError
 from partial_rollout.runtime.bounded import Wait
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ def update_engines(
     Args:
         send: starts the update on every training rank; a rank answers when it has finished its part.
         engines: all engines, of which those that failed are relaunched.
-        relaunches: how often engines that an update failed in are started again before the run gives up.
+        relaunches: how often engines that an update failed in are started again before this training gives up.
         timeout_s: the longest time that one update of all engines may take.
         sound_s: what one may take without a warning.
         before_resend: puts all engines into the state in which an update finds them.
 
     Raises:
-        WeightUpdateError: an update failed once too often, or not in an engine; names replicas and reasons.
+        EnginesLost: an update failed in an engine after a relaunch too; names replicas and reasons.
+        WeightUpdateError: an update failed where nothing may be relaunched, or not in an engine; names both as well.
         WaitTimeout: training ranks did not answer.
         Exception: what a rank raised that has nothing to do with engines.
     """
@@ -53,7 +54,8 @@ def update_engines(
         failed = engines.failed_updates()
         reasons = "; ".join(f"replica {rank}: {reason}" for rank, reason in failed.items()) or str(failure)
         if not (failed and attempts_left):
-            raise WeightUpdateError(
+            is_lost = failed and num_relaunched
+            raise (EnginesLost if is_lost else WeightUpdateError)(
                 f"{_subject(failed)} not taken weight version {version} ({num_relaunched} were relaunched, "
                 f"partial_rollout.weights.relaunches={relaunches}): {reasons}"
             ) from failure

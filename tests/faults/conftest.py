@@ -54,7 +54,7 @@ from tests.e2e.conftest import (
 from tests.faults.measured import NEVER_S, charges, cost_of, unconserved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     Texts = dict[tuple[str, bool], set[str]]
@@ -69,7 +69,7 @@ SAVING = "saving"
 SENDING = "sending weights"
 """From the checkpoint of the step on, which each step of such a job saves, until the gates open."""
 BRIEF = (SAVING, SENDING)
-"""Phases of a fraction of a second: a blow that comes after one fails its test."""
+"""Phases of a fraction of a second, after the step's training: a blow that comes after one fails its test."""
 STARTING_AGAIN = "starting again"
 """A new start of the same command has a Ray of its own, and no training workers yet."""
 STARTING = "starting"
@@ -170,7 +170,9 @@ class Struck:
         ends_s = [*self.at_s[1:], next_s][: len(self.at_s)]
         for blow, at_s, until_s in zip(self.blows, self.at_s, ends_s, strict=True):
             row = {"role": blow.role, "while": blow.phase, "step": blow.step, "signal": blow.number.name}
-            rows.append(row | ({"name": blow.name} if blow.name else {}) | asdict(cost_of(events, at_s, until_s)))
+            trained = blow.step if blow.phase in BRIEF else None
+            cost = asdict(cost_of(events, at_s, until_s, trained=trained))
+            rows.append(row | ({"name": blow.name} if blow.name else {}) | cost)
         return rows
 
     @property
@@ -195,9 +197,18 @@ def strike(task: Path, folder: Path, *overrides: str, blows: Sequence[Blow], lim
 
 
 def strike_command(
-    command: Sequence[str], folder: Path, *, blows: Sequence[Blow], limit_s: float = JOB_TIMEOUT_S, **environment: str
+    command: Sequence[str],
+    folder: Path,
+    *,
+    blows: Sequence[Blow],
+    limit_s: float = JOB_TIMEOUT_S,
+    at_once: Callable[[], object] = bool,
+    **environment: str,
 ) -> Struck:
-    """`strike` for any command that writes its events to `folder`/events and its checkpoints beside them."""
+    """`strike` for any command that writes its events to `folder`/events and its checkpoints beside them.
+
+    `at_once` is called when the command has ended, whatever else of it still runs.
+    """
     mark, at_s, pids, due, reader = uuid.uuid4().hex, [], [], list(blows), EventReader(folder / "events")
     late: list[Blow] = []
     reader.read()  # of earlier jobs
@@ -222,6 +233,7 @@ def strike_command(
             if job.poll() is None:  # else an error of this test would wait for the job's end
                 _kill_all(job, mark)
         ended_s = time.time()
+        at_once()
     text = log.read_text()
     assert not due, text[-4000:]
     assert not late, f"these came after their phase: {late}"

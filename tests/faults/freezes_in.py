@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 FREEZES = {"pause": 2, "release its memory": 4, "take its memory back": 6, "go on": 8}
 """By what the engine core is asked to do, in the order in which a step asks for it."""
+AFTER_TRAINING = ("take its memory back", "go on")
+"""What a step asks for when it has been trained."""
 
 
 def frozen(folder: Path, asked: str) -> Path:

@@ -38,7 +38,10 @@ class Cost:
     noticed_s: float | None
     """From the blow to the first event `fault`; None: nobody has noticed."""
     step_done_s: float | None
-    """From the blow to the end of the next step; None: no step has ended before the next blow."""
+    """From the blow to the end of the next step; None: no step has ended before the next blow.
+
+    The next step is the one that the blow came in, or the one after it where that one had been trained.
+    """
     tokens_lost: int
     """Response tokens that were there at the blow, and that the run generated again or threw away."""
     charged: int
@@ -58,11 +61,15 @@ def unconserved(events: Iterable[AnyEvent]) -> list[QueueMoved]:
     return [e for e in moments if e.admitted != e.pending + e.ongoing + e.deferred + e.done + e.taken + e.dropped]
 
 
-def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S) -> Cost:
-    """What the blow at `at_s` cost; `until_s` is the time of the next one."""
+def cost_of(events: Sequence[AnyEvent], at_s: float, until_s: float = NEVER_S, *, trained: int | None = None) -> Cost:
+    """What the blow at `at_s` cost; `until_s` is the time of the next one.
+
+    `trained` is the step that the blow came in, if its training had ended: all that follows of it is its report.
+    """
     later = [event for event in events if at_s <= event.t < until_s]
     noticed = [event.t for event in later if isinstance(event, Fault)]
-    ended = [event.t for event in later if isinstance(event, StepEnded)]
+    again_s = min((event.t for event in later if isinstance(event, StageBegan) and event.name == RAY), default=NEVER_S)
+    ended = [e.t for e in later if isinstance(e, StepEnded) and (e.step != trained or e.t > again_s)]
     return Cost(
         noticed_s=round(min(noticed) - at_s, 1) if noticed else None,
         step_done_s=round(min(ended) - at_s, 1) if ended else None,

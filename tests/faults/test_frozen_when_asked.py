@@ -13,7 +13,7 @@ import pytest
 
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from tests.faults.conftest import CORE, check_all_trained_once, check_same_texts, options, strike
-from tests.faults.freezes_in import FREEZES, frozen
+from tests.faults.freezes_in import AFTER_TRAINING, FREEZES, frozen
 from tests.faults.measured import NEVER_S, cost_of
 
 if TYPE_CHECKING:
@@ -48,13 +48,14 @@ def test_an_engine_that_freezes_when_it_is_asked_for_something_is_named_and_star
     ]  # fmt: skip
     struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[], limit_s=LIMIT_S)
     job, faults = struck.job, struck.faults
+    report["faults"] = [(fault.role, fault.text) for fault in faults]
     assert job.code == 0, job.output[-4000:]
     at_s = [frozen(tmp_path, asked).stat().st_mtime for asked in FREEZES]
     known_s = [round(fault.t - blow_s, 1) for fault, blow_s in zip(faults, at_s, strict=False)]
-    report |= {"known_s": known_s, "faults": [(fault.role, fault.text) for fault in faults]}
+    report["known_s"] = known_s
     report["blows"] = [
         {"role": ENGINE, "while": f"asked to {asked}", "step": step, "signal": signal.SIGSTOP.name, "name": CORE}
-        | asdict(cost_of(job.stream, blow_s, until_s))
+        | asdict(cost_of(job.stream, blow_s, until_s, trained=step if asked in AFTER_TRAINING else None))
         for (asked, step), blow_s, until_s in zip(FREEZES.items(), at_s, [*at_s[1:], NEVER_S], strict=True)
     ]
     assert [fault.role for fault in faults] == [ENGINE] * len(FREEZES)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from partial_rollout.errors import WaitTimeout, WeightUpdateError
+from partial_rollout.errors import EnginesLost, WaitTimeout, WeightUpdateError
 
 pytestmark = pytest.mark.ray
 
@@ -39,8 +39,8 @@ class Engines:
     def failed_updates(self) -> dict[int, str]:
         return self.failures.pop(0)
 
-    def relaunch(self, ranks) -> None:
-        self.events.append(f"relaunch {sorted(ranks)}")
+    def relaunch(self, failed: dict[int, str]) -> None:
+        self.events.append(f"relaunch {sorted(failed)}")
 
 
 @pytest.fixture
@@ -80,11 +80,9 @@ def test_only_the_engine_that_failed_is_relaunched_and_all_are_sent_everything_a
     assert engines.events == ["send", "relaunch [1]", "sleep", "send"]
 
 
-def test_a_second_failure_names_every_replica_and_reason(run):
+def test_engines_that_fail_after_a_relaunch_too_are_lost_and_the_error_names_every_replica_and_reason(run):
     engines = Engines({1: "first"}, {0: "no room", 1: "killed"})
-    with pytest.raises(
-        WeightUpdateError, match=r"version 7 .*1 were relaunched.*relaunches=1.*0: no room; .*1: killed"
-    ):
+    with pytest.raises(EnginesLost, match=r"version 7 .*1 were relaunched.*relaunches=1.*0: no room; .*1: killed"):
         run(engines, ["ok", "x"], ["x", "x"])
     assert engines.events == ["send", "relaunch [1]", "sleep", "send"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from msgspec import structs
@@ -22,8 +22,8 @@ from partial_rollout.observability.events import (
     Warned,
 )
 from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
-from tests.faults.conftest import SAVING, SENDING, SHUT, Blow, check_same_texts, misplaced
-from tests.faults.measured import unconserved
+from tests.faults.conftest import GENERATING, SAVING, SENDING, SHUT, TRAINING, Blow, Struck, check_same_texts, misplaced
+from tests.faults.measured import NEVER_S, unconserved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,3 +159,14 @@ def test_a_blow_to_shut_gates_is_due_when_those_of_the_batch_are_shut(tmp_path: 
     events: list[AnyEvent] = [GateMoved(t=9.0, step=2, version=1, is_open=False), taken]
     assert not blow.is_due(events, tmp_path)
     assert blow.is_due([*events, GateMoved(t=10.1, step=2, version=1, is_open=False)], tmp_path)
+
+
+@pytest.mark.parametrize(("phase", "step_done_s"), [(GENERATING, 1.0), (TRAINING, 1.0), (SAVING, 7.0), (SENDING, 7.0)])
+def test_a_blow_after_the_training_of_its_step_is_measured_to_the_end_of_the_step_after(
+    tmp_path: Path, phase: str, step_done_s: float
+) -> None:
+    writer = EventWriter(tmp_path / "events", "trainer")
+    for t, step in ((21.0, 2), (27.0, 3)):
+        writer.write(StepEnded(t=t, step=step, total=9, metrics={}))
+    struck = Struck(cast("Any", None), (Blow("x", 2, phase),), at_s=(20.0,), pids=(1,), ended_s=30.0, folder=tmp_path)
+    assert struck.measured(NEVER_S)[0]["step_done_s"] == step_done_s

@@ -107,6 +107,20 @@ def test_the_cost_of_a_blow_ends_with_the_next_one(until_s: float, charged: int)
     assert cost_of([], BLOW_S) == Cost(noticed_s=None, step_done_s=None, tokens_lost=0, charged=0, starts=0)
 
 
+@pytest.mark.parametrize(("trained", "step_done_s"), [(None, 1.0), (2, 7.0), (3, 1.0)])
+def test_the_report_of_a_step_that_was_trained_before_the_blow_is_not_the_next_step(
+    trained: int | None, step_done_s: float
+) -> None:
+    ended = [StepEnded(t=t, step=step, total=9, metrics={}) for t, step in ((21, 2), (27, 3), (29, 4))]
+    assert cost_of(ended, BLOW_S, trained=trained).step_done_s == step_done_s
+
+
+def test_a_step_that_a_new_start_trains_again_is_the_next_one() -> None:
+    start = StageBegan(t=23, number=2, total=5, name=RAY)
+    ended = [StepEnded(t=t, step=2, total=9, metrics={}) for t in (21, 26)]
+    assert cost_of([start, *ended], BLOW_S, trained=2).step_done_s == 6.0
+
+
 def test_new_starts_of_training_after_a_blow_are_counted() -> None:
     starts: list[AnyEvent] = [StageBegan(t=t, number=2, total=5, name=RAY) for t in (1, 22, 28)]
     others = [StageBegan(t=23, number=3, total=5, name=TRAINING)]

@@ -145,6 +145,11 @@ def test_a_kind_of_a_later_release_is_skipped() -> None:
     assert decode(msgspec.msgpack.encode({"kind": "of_tomorrow", "more": 1})) is None
 
 
+def test_a_record_that_does_not_say_how_many_prompts_had_been_admitted_is_refused() -> None:
+    with pytest.raises(DataError, match="admitted"):
+        decode(msgspec.msgpack.encode({"kind": "abandoned", "holds_through": 3}))
+
+
 @pytest.mark.parametrize("key", ["b_0", "a_1"])
 def test_a_record_of_another_trajectory_is_refused(key: str) -> None:
     payload = encode(finished("a"))

@@ -11,7 +11,15 @@ import psutil
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import ActorLost, ConfigError, TaskRunnerLost, WaitTimeout
+from partial_rollout.errors import (
+    ActorLost,
+    ConfigError,
+    EngineDead,
+    EnginesLost,
+    TaskRunnerLost,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from partial_rollout.observability.events import (
     CheckpointSaved,
     EventReader,
@@ -22,7 +30,7 @@ from partial_rollout.observability.events import (
 )
 from partial_rollout.observability.log import report_to
 from partial_rollout.runtime import run_restarts
-from partial_rollout.runtime.processes import TASK_RUNNER
+from partial_rollout.runtime.processes import ENGINE, TASK_RUNNER
 from partial_rollout.runtime.run_restarts import Failure, RunRestarts, end_left_over
 from partial_rollout.types import Death, Process
 
@@ -72,7 +80,27 @@ def test_a_run_without_a_checkpoint_is_started_again_once(run: Run, tmp_path: Pa
     assert not restarts.follows(RANK_DIED)
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), WaitTimeout("late"), InterruptedError()])
+@pytest.mark.parametrize("error", [EnginesLost("engines died 9 times in step 5; replica 0"), ActorLost("a rank")])
+def test_a_run_that_has_lost_its_engines_is_started_again_as_after_any_death(
+    run: Run, tmp_path: Path, error: Exception
+) -> None:
+    restarts = RunRestarts(1, tmp_path, "auto")
+    run.save(4)
+    in_ray = RayTaskError("run", "traceback", error)
+    assert restarts.follows(Failure.of(in_ray, NODE))
+    assert not restarts.follows(Failure.of(in_ray.as_instanceof_cause(), NODE))  # without a further checkpoint
+
+
+NO_DEATHS = [
+    ConfigError("no"),
+    WaitTimeout("late"),
+    InterruptedError(),
+    EngineDead("relaunches=0"),
+    WeightUpdateError("refused"),
+]
+
+
+@pytest.mark.parametrize("error", NO_DEATHS)
 def test_what_is_no_death_ends_the_command(run: Run, tmp_path: Path, error: Exception) -> None:
     restarts = RunRestarts(2, tmp_path, "auto")
     run.save(4)
@@ -127,6 +155,16 @@ def test_a_dead_task_runner_is_named_by_the_driver(run: Run, tmp_path: Path) -> 
         "training is started again from its last checkpoint (new start 1 of 1)",
         "training is not started again: new starts since the checkpoint of step 4: 1, which is the limit",
     ]
+
+
+@pytest.mark.usefixtures("driver")
+def test_lost_engines_are_told_of_with_what_follows(run: Run, tmp_path: Path) -> None:
+    restarts = RunRestarts(1, tmp_path, "auto")
+    run.save(4)
+    assert restarts.follows(Failure(EnginesLost("engines died 9 times in step 5"), NODE))
+    (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (fault.role, fault.text) == (ENGINE.role, "engines died 9 times in step 5")
+    assert fault.action == "training is started again from its last checkpoint (new start 1 of 1)"
 
 
 @pytest.mark.usefixtures("driver")

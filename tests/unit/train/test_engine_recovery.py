@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import EngineDead
+from partial_rollout.errors import EnginesLost
 from partial_rollout.train import engine_recovery
 from partial_rollout.train.engine_recovery import EngineRecovery
 from partial_rollout.train.restarts import MAX_RESTARTS_A_STEP
@@ -58,14 +58,14 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 class Run:
     def __init__(self, fleet: Fleet) -> None:
-        self.brought_back: list[list[int]] = []
+        self.brought_back: list[dict[int, str]] = []
         self.step = 1
         self._fleet: Any = fleet
         self.recovery = EngineRecovery(self._fleet, self._bring_back, step=lambda: self.step)
 
-    def _bring_back(self, ranks: list[int]) -> None:
-        self.brought_back.append(ranks)
-        self._fleet.failed -= set(ranks)
+    def _bring_back(self, failed: dict[int, str]) -> None:
+        self.brought_back.append(failed)
+        self._fleet.failed -= set(failed)
 
 
 def test_engines_that_died_are_brought_back_together_and_listened_to_again(
@@ -77,11 +77,11 @@ def test_engines_that_died_are_brought_back_together_and_listened_to_again(
     assert run.brought_back == []
     first, _ = fleet.die(2), fleet.die(0)
     run.recovery.look([first])  # Ray tells of one at a time
-    assert run.brought_back == [[0, 2]]
+    assert run.brought_back == [{0: "died", 2: "died"}]
     after = run.recovery.deaths
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True, False]
     run.recovery.look([fleet.die(0)])
-    assert run.brought_back == [[0, 2], [0]]
+    assert run.brought_back == [{0: "died", 2: "died"}, {0: "died"}]
     told = [record.getMessage()[:9] for record in caplog.records if record.levelno == logging.WARNING]
     assert told == ["replica 0", "replica 2", "replica 0"]
 
@@ -95,13 +95,13 @@ def test_an_engine_that_an_update_has_brought_back_is_only_listened_to_again(fle
     assert death not in run.recovery.deaths
 
 
-def test_engines_that_die_again_and_again_end_the_run_unless_steps_are_completed(fleet: Fleet) -> None:
+def test_engines_that_die_again_and_again_are_lost_unless_steps_are_completed(fleet: Fleet) -> None:
     run = Run(fleet)
     for step in (1, 2):
         run.step = step
         for _ in range(MAX_RESTARTS_A_STEP):
             run.recovery.look([fleet.die(0)])
-    with pytest.raises(EngineDead, match=r"engines died 9 times in step 2; replica 0 .*the engine died"):
+    with pytest.raises(EnginesLost, match=r"engines died 9 times in step 2; replica 0 .*the engine died"):
         run.recovery.look([fleet.die(0)])
     assert len(run.brought_back) == 2 * MAX_RESTARTS_A_STEP
 

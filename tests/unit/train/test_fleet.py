@@ -6,8 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
-from partial_rollout.errors import DrainTimeout, WaitTimeout
+from partial_rollout.errors import DrainTimeout, EngineDead, EnginesLost, WaitTimeout
 from partial_rollout.settings.block import TimeoutConfig
 from partial_rollout.train.fleet import ReplicaFleet
 
@@ -62,12 +63,45 @@ def test_a_drain_that_fails_names_its_requests():
         stuck.drain()
 
 
+class FailedReplica(Replica):
+    """Fails in its own way; Ray wraps what an actor raises."""
+
+    def __init__(self, rank: int, error: Exception, *, in_ray: bool = True) -> None:
+        super().__init__(0, rank)
+        self.error = RayTaskError("f", "traceback", error).as_instanceof_cause() if in_ray else error
+
+    async def abort_all_requests(self) -> dict[str, Any]:
+        raise self.error
+
+
+def test_where_several_replicas_fail_each_one_is_named_and_the_first_one_says_what_kind_of_failure_it_is() -> None:
+    failed = [
+        Replica(1),
+        FailedReplica(1, DrainTimeout("1 request is left")),
+        FailedReplica(2, EngineDead("the engine (pid 4711) died")),
+        FailedReplica(3, WaitTimeout("no answer"), in_ray=False),
+    ]
+    told = (
+        "^replica 1 at 10.0.0.1:80: 1 request is left; replica 2 at 10.0.0.2:80: the engine .pid 4711. died; "
+        "replica 3 at 10.0.0.3:80: no answer$"
+    )
+    with pytest.raises(DrainTimeout, match=told):
+        ReplicaFleet(cast("Any", failed), TimeoutConfig()).drain()
+
+
+def test_a_dead_server_stays_one_and_the_other_failures_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    failed = [FailedReplica(0, RayActorError(), in_ray=False), FailedReplica(1, EngineDead("pid 4711"))]
+    with pytest.raises(RayActorError):
+        ReplicaFleet(cast("Any", failed), TimeoutConfig()).drain()
+    assert "replica 1 at 10.0.0.1:80: pid 4711" in caplog.text
+
+
 class WeighedReplica(Replica):
-    """Has a rank, and perhaps a failed update."""
+    """Has perhaps a failed update."""
 
     def __init__(self, rank: int, failure: str | None) -> None:
-        super().__init__(0)
-        self.replica_rank, self.failure, self.is_relaunched = rank, failure, False
+        super().__init__(0, rank)
+        self.failure, self.is_relaunched = failure, False
 
     async def weights_failure(self) -> str | None:
         return self.failure
@@ -80,8 +114,44 @@ def test_only_the_replicas_a_weight_update_failed_in_are_named_and_relaunched():
     replicas = [WeighedReplica(0, None), WeighedReplica(1, "killed"), WeighedReplica(2, "late")]
     weighed = ReplicaFleet(cast("Any", replicas), TimeoutConfig())
     assert weighed.failed_updates() == {1: "killed", 2: "late"}
-    weighed.relaunch([2])
+    weighed.relaunch({2: "late"})
     assert [replica.is_relaunched for replica in replicas] == [False, False, True]
+
+
+class LostReplica(WeighedReplica):
+    """Does not start its engine again."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__(1, "the engine (pid 4711) died")
+        self.error = error
+
+    async def relaunch(self) -> None:
+        if self.error is None:
+            await asyncio.Event().wait()
+        raise self.error or AssertionError
+
+
+NOT_STARTED = "replica 1 node 0 did not start again: no memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "no answer from replica 1 at 10.0.0.1:80"),
+        (EngineDead(NOT_STARTED), NOT_STARTED),
+        (WaitTimeout("x"), "x"),
+    ],
+)
+def test_an_engine_that_does_not_start_again_is_lost_and_the_error_names_replica_node_and_pid(
+    error: Exception | None, told: str
+) -> None:
+    lost = ReplicaFleet(
+        cast("Any", [WeighedReplica(0, None), LostReplica(error)]), TimeoutConfig(resume_s=0.01, call_s=0.01)
+    )
+    with pytest.raises(EnginesLost) as caught:
+        lost.relaunch(lost.failed_updates())
+    assert told in str(caught.value)
+    assert "replica 1 at 10.0.0.1:80: the engine (pid 4711) died" in str(caught.value)
 
 
 CLAIM_S = 300.0
@@ -150,7 +220,7 @@ def test_of_many_replicas_the_one_whose_update_failed_is_named_when_all_have_ans
     all_of_them = ReplicaFleet(many(asked, asked.all), TimeoutConfig(call_s=5.0, resume_s=5.0))
     assert all_of_them.failed_updates() == {0: "out of memory"}
     assert asked.ranks == list(range(NUM_MANY))
-    all_of_them.relaunch([0])
+    all_of_them.relaunch({0: "out of memory"})
     assert asked.ranks[NUM_MANY:] == [0]
 
 
@@ -215,6 +285,25 @@ def test_a_silent_server_is_replaced_too_where_another_one_has_died_in_the_same_
     )
     assert fleet.statistics() == ["counts", "counts"]
     assert befores == [0, 1]
+
+
+def test_a_server_that_stays_silent_though_it_is_replaced_each_time_ends_the_call():
+    befores: list[int] = []
+
+    class Watch:
+        def num_replaced(self, kind: Kind) -> int:
+            return len(befores)
+
+        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
+            befores.append(before)
+            assert len(befores) <= NUM_TURNS  # or it would go on for ever
+            return True
+
+    replicas = [SilentReplica(num_unanswered=2 * NUM_TURNS), SilentReplica(num_unanswered=0)]
+    with pytest.raises(WaitTimeout, match="no answer from replica 0"):
+        ReplicaFleet(cast("Any", replicas), TimeoutConfig(call_s=0.01), cast("Any", Watch())).statistics()
+    assert befores == [0, 1]
+    assert replicas[0].num_asked == len(replicas) + 1
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

@@ -53,7 +53,9 @@ class Manager:
 
 
 def restore(snapshot: QueueSnapshot, manager: Manager) -> int:
-    return restore_queue(snapshot, lambda ref: cast("Any", ref), cast("Any", manager), "train")
+    kept, num_prompts = restore_queue(snapshot, lambda ref: cast("Any", ref), cast("Any", manager), "train")
+    assert num_prompts == len(kept.unfinished) + len(kept.done)
+    return num_prompts
 
 
 def rows(*uids: str) -> dict[str, dict[str, Any]]:

@@ -461,15 +461,25 @@ def test_no_checkpoint_is_saved_by_time_within_a_replay(is_replaying: bool) -> N
 
 
 def test_the_tokens_of_the_log_are_restored_in_place_of_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"load_queue": "queue", "load_tokens": {"a_0": "older", "b_0": "only"}, "restore_queue": 2}
-    for name, found in answers.items():
-        monkeypatch.setattr(trainer_module, name, lambda *_, found=found: found)
+    """Prompts that were dropped while the checkpoint was written are asked for in neither."""
+    saved = {"a_0": "older", "b_0": "only", "c_0": "nobody's"}
+    monkeypatch.setattr(trainer_module, "load_queue", lambda *_: "abc")
+    monkeypatch.setattr(trainer_module, "restore_queue", lambda *_: ("ab", 2))
+    monkeypatch.setattr(
+        trainer_module, "load_tokens", lambda queue, *_: {key: saved[key] for key in saved if key[0] in queue}
+    )
     restored: list[dict[str, str]] = []
     trainer = bare_trainer(global_steps=5, config=None, manager=None, _ask=None)
     trainer.agent_loop_manager = SimpleNamespace(restore_tokens=restored.append)
-    trainer._log = SimpleNamespace(begin=lambda step, snapshot, saved: {"a_0": "newer"})
+    told: list[str] = []
+
+    def begin(step: int, snapshot: str, saved: dict[str, str]) -> dict[str, str]:
+        told.append(snapshot)
+        return {"a_0": "newer"}
+
+    trainer._log = SimpleNamespace(begin=begin)
     assert trainer._reissue_inflight_prompts() == 2
-    assert restored == [{"a_0": "newer", "b_0": "only"}]
+    assert (restored, told) == ([{"a_0": "newer", "b_0": "only"}], ["ab"])
 
 
 @pytest.mark.parametrize(("step", "is_replaying", "saves"), [(5, True, False), (5, False, True), (9, True, True)])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from ray.exceptions import RayTaskError
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
@@ -72,6 +73,15 @@ async def test_an_engine_call_that_fails_ends_the_wait_for_its_worker_and_all_is
     assert str(adapter.failure) == "must be relaunched"
     assert len(gathered) == 3
     assert adapter._server.give_up_update.calls == [{"update_number": 1, "reason": "must be relaunched"}]
+
+
+async def test_the_words_of_a_failure_are_those_of_the_server_without_rays_traceback(channels):
+    adapter = make_adapter(channels)
+    raised = RayTaskError("f", "File x, line 3", EngineDead("replica 0: the engine (pid 4711) died"))
+    adapter._server.receive_weights.answer.set_exception(raised.as_instanceof_cause())
+    await adapter.update_weights(iter(make_weights(1)), global_steps=3)
+    (told,) = adapter._server.give_up_update.calls
+    assert told["reason"] == str(adapter.failure) == "replica 0: the engine (pid 4711) died"
 
 
 async def test_the_server_is_told_of_an_error_without_a_text_by_its_name(channels):
