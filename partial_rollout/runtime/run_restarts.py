@@ -4,7 +4,7 @@
 
 The new start is what typing the command again would be: with `trainer.resume_mode=auto` it goes on from the last
 checkpoint. A run that dies before it has completed a step is not started again, since it would die again. Neither is
-one that dies again and again without a further checkpoint: it would take the same steps for ever.
+one that dies again and again without a further step: it would take the same steps for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
-from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.observability.events import EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
 from partial_rollout.runtime.remote_call import root_cause
 
@@ -37,8 +37,6 @@ RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
 NEVER = "that needs async_training.partial_rollout=True, partial_rollout.events, and partial_rollout.restarts above 0"
 """Why a command never starts training again."""
-WITHOUT_CHECKPOINT = 1
-"""New starts of a command that has saved nothing yet: they may begin with the first step."""
 WRITERS = ("trainer", "task_runner", "server", "driver")
 """Processes that write the events which are read here; the workers' files are large."""
 
@@ -64,36 +62,30 @@ class Failure:
 
 
 class RestartBudget:
-    """How often a run may be started again without a further checkpoint in between.
+    """How often a run may be started again without a further step in between.
 
     >>> budget = RestartBudget(2)
-    >>> [budget.take(saved_step=step) for step in (0, 0, 7, 7, 7)]
-    [1, 0, 1, 2, 0]
-    >>> [budget.take(saved_step=step) for step in (8, 8)]
+    >>> [budget.take(step=step) for step in (1, 1, 7, 7, 7)]
+    [1, 2, 1, 2, 0]
+    >>> [budget.take(step=step) for step in (8, 8)]
     [1, 2]
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._saved_step = self._used = 0
+        self.limit = limit
+        self._step = self._used = 0
 
-    def take(self, saved_step: int) -> int:
-        """The number of the new start that follows, from 1; 0: none. `saved_step` is that of the latest checkpoint.
+    def take(self, step: int) -> int:
+        """The number of the new start that follows, from 1; 0: none. `step` is the highest one that was completed.
 
-        Checkpoints of steps that a new start has taken again are no further ones, so a run that dies in the same step
-        each time ends.
+        Steps that a new start has taken again are no further ones, so a run that dies in the same step each time ends.
         """
-        if saved_step > self._saved_step:
-            self._saved_step, self._used = saved_step, 0
+        if step > self._step:
+            self._step, self._used = step, 0
         if self._used >= self.limit:
             return 0
         self._used += 1
         return self._used
-
-    @property
-    def limit(self) -> int:
-        """New starts from the same checkpoint."""
-        return self._limit if self._saved_step else min(self._limit, WITHOUT_CHECKPOINT)
 
 
 class RunRestarts:
@@ -129,12 +121,11 @@ class RunRestarts:
         """The number of the new start, from 1; or 0 and why none follows."""
         if self._resume_mode != RESUME_MODE:
             return 0, f"trainer.resume_mode={self._resume_mode} would not go on from the last checkpoint"
-        if not any(isinstance(event, StepEnded) for event in told):
+        step = max((event.step for event in told if isinstance(event, StepEnded)), default=0)
+        if not step:
             return 0, "the command has completed no step, so it would die again"
-        saved_step = max((event.step for event in told if isinstance(event, CheckpointSaved)), default=0)
-        number = self._budget.take(saved_step)
-        since = f"since the checkpoint of step {saved_step}" if saved_step else "of a command that saved no checkpoint"
-        return number, f"new starts {since}: {self._budget.limit}, which is the limit"
+        number = self._budget.take(step)
+        return number, f"new starts since step {step}: {self._budget.limit}, which is the limit"
 
 
 def end_left_over(found: Iterable[ProcessFound], node: str, *, gone_s: float) -> list[int]:

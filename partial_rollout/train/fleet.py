@@ -91,7 +91,9 @@ class ReplicaFleet:
             self._ask_all("relaunch their engines", lambda r: r.relaunch(), limit_s, asked)
         except (EngineDead, WaitTimeout) as error:
             reasons = "; ".join(f"{_name(replica)}: {failed[replica.replica_rank]}" for replica in asked)
-            raise EnginesLost(f"engines were not started again ({error}), which had to be: {reasons}") from error
+            raise EnginesLost(
+                f"engines were not started again ({root_cause(error)}), which had to be: {reasons}"
+            ) from error
 
     @property
     def ranks(self) -> list[int]:

@@ -61,23 +61,15 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_a_run_is_started_again_so_often_without_a_further_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_a_run_is_started_again_so_often_without_a_further_step(run: Run, tmp_path: Path) -> None:
     restarts = RunRestarts(2, tmp_path, "auto")
-    run.save(4)
+    run.complete(4)
     assert [restarts.follows(RANK_DIED) for _ in range(3)] == [True, True, False]
-    run.save(4)  # taken again from a checkpoint of step 3
-    run.complete(5)  # a further step, which the next start would take again
+    run.complete(3)
+    run.save(4)  # taken again from a checkpoint of step 2
     assert not restarts.follows(RANK_DIED)
-    run.save(6)
-    assert restarts.follows(RANK_DIED)
-
-
-def test_a_run_without_a_checkpoint_is_started_again_once(run: Run, tmp_path: Path) -> None:
-    restarts = RunRestarts(3, tmp_path, "auto")
-    run.complete(400)
-    assert [restarts.follows(RANK_DIED) for _ in range(2)] == [True, False]
-    run.complete(401)
-    assert not restarts.follows(RANK_DIED)
+    run.complete(5)
+    assert [restarts.follows(RANK_DIED) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("error", [EnginesLost("engines died 9 times in step 5; replica 0"), ActorLost("a rank")])
@@ -88,7 +80,7 @@ def test_a_run_that_has_lost_its_engines_is_started_again_as_after_any_death(
     run.save(4)
     in_ray = RayTaskError("run", "traceback", error)
     assert restarts.follows(Failure.of(in_ray, NODE))
-    assert not restarts.follows(Failure.of(in_ray.as_instanceof_cause(), NODE))  # without a further checkpoint
+    assert not restarts.follows(Failure.of(in_ray.as_instanceof_cause(), NODE))  # without a further step
 
 
 NO_DEATHS = [
@@ -153,7 +145,7 @@ def test_a_dead_task_runner_is_named_by_the_driver(run: Run, tmp_path: Path) -> 
     assert faults[0].text == f"task runner (pid 4711 on node {NODE}) died: its worker was killed; it trained step 3"
     assert [fault.action for fault in faults] == [
         "training is started again from its last checkpoint (new start 1 of 1)",
-        "training is not started again: new starts since the checkpoint of step 4: 1, which is the limit",
+        "training is not started again: new starts since step 4: 1, which is the limit",
     ]
 
 

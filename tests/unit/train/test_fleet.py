@@ -139,6 +139,7 @@ NOT_STARTED = "replica 1 node 0 did not start again: no memory"
     [
         (None, "no answer from replica 1 at 10.0.0.1:80"),
         (EngineDead(NOT_STARTED), NOT_STARTED),
+        (RayTaskError("relaunch", "traceback", EngineDead(NOT_STARTED)).as_instanceof_cause(), f"({NOT_STARTED})"),
         (WaitTimeout("x"), "x"),
     ],
 )
