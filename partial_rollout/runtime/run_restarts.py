@@ -19,7 +19,7 @@ import psutil
 from ray.exceptions import RayActorError
 
 from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
-from partial_rollout.observability.events import EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
 from partial_rollout.runtime.remote_call import root_cause
 
@@ -121,7 +121,8 @@ class RunRestarts:
         """The number of the new start, from 1; or 0 and why none follows."""
         if self._resume_mode != RESUME_MODE:
             return 0, f"trainer.resume_mode={self._resume_mode} would not go on from the last checkpoint"
-        step = max((event.step for event in told if isinstance(event, StepEnded)), default=0)
+        # A step that was saved is complete, also where a death kept it from being told of.
+        step = max((event.step for event in told if isinstance(event, StepEnded | CheckpointSaved)), default=0)
         if not step:
             return 0, "the command has completed no step, so it would die again"
         number = self._budget.take(step)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 NUM_STEPS, STRUCK_IN = 6, 3
 LIMIT_S = 1200.0
-LONG_LIMIT_S = 3600.0
-"""Limit of a run that starts training sixteen times again, each time from its last checkpoint."""
+LONG_LIMIT_S = 7200.0
+"""Limit of a run that starts training twelve times again, each time from its last checkpoint."""
 KINDS = [kind for _ in range(2) for kind in processes.SURVIVED]
 FIRST = 2
 """The step in which the first of them dies; a further one dies in each step that follows."""
@@ -97,6 +97,7 @@ def test_the_quickstart_ends_with_all_its_steps_though_every_kind_of_process_die
     assert job.code == 0, job.output[-4000:]
     assert len({event.step for event in ended}) == ended[-1].step == ended[-1].total
     assert all(is_conserved(event.metrics) for event in ended)
+    assert len(starts) == 1 + sum(kind.then is processes.Then.STARTS_AGAIN for kind in KINDS)
     # The witness tells of nobody: it is started again by those who miss it.
     missed = {processes.WITNESS.role}
     assert Counter(fault.role for fault in struck.faults) >= Counter(b.role for b in blows if b.role not in missed)

@@ -15,7 +15,7 @@ from partial_rollout.rollout.ends_with_server import VARIABLE, end_with_parent, 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-LIMIT_S = 60.0
+LIMIT_S, LIVES_S = 60.0, 1.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -49,6 +49,8 @@ def test_an_engine_core_ends_with_its_server_and_that_of_another_program_lives_o
     started.kill()
     started.join(LIMIT_S)
     if not is_ours:
+        with pytest.raises(psutil.TimeoutExpired):
+            found.wait(LIVES_S)
         tell.send("end")
         assert from_core.poll(LIMIT_S)
         assert from_core.recv() == "ended by itself"

@@ -51,8 +51,9 @@ class Run:
     def complete(self, step: int) -> None:
         self._writer.write(StepEnded(step=step, total=9, metrics={}))
 
-    def save(self, step: int) -> None:
-        self.complete(step)
+    def save(self, step: int, *, is_told: bool = True) -> None:
+        if is_told:
+            self.complete(step)
         self._writer.write(CheckpointSaved(step=step, seconds=0.1))
 
 
@@ -70,6 +71,8 @@ def test_a_run_is_started_again_so_often_without_a_further_step(run: Run, tmp_pa
     assert not restarts.follows(RANK_DIED)
     run.complete(5)
     assert [restarts.follows(RANK_DIED) for _ in range(3)] == [True, True, False]
+    run.save(6, is_told=False)  # it died before the gates opened
+    assert restarts.follows(RANK_DIED)
 
 
 @pytest.mark.parametrize("error", [EnginesLost("engines died 9 times in step 5; replica 0"), ActorLost("a rank")])
