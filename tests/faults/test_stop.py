@@ -23,16 +23,19 @@ MARGIN_S = 20.0
 """For the end of Ray itself, beside other jobs."""
 
 
-@pytest.mark.parametrize(("phase", "saved"), [(GENERATING, 2), (TRAINING, 3)])
-def test_a_run_that_is_told_to_terminate_loses_no_step(
-    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str, saved: int
+@pytest.mark.parametrize(
+    ("phase", "saved", "number"),
+    [(GENERATING, 2, signal.SIGTERM), (TRAINING, 3, signal.SIGTERM), (GENERATING, 2, signal.SIGINT)],
+)
+def test_a_run_that_is_told_to_end_loses_no_step(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], phase: str, saved: int, number: signal.Signals
 ) -> None:
     """`phase` is that of step 3. A step that trains ends first; one that generates does not."""
     steps = [*options(task, tmp_path), "trainer.save_freq=-1", "trainer.total_training_steps=5"]
-    blow = Blow(DRIVER, 3, phase, signal.SIGTERM)
+    blow = Blow(DRIVER, 3, phase, number)
     struck = strike(task, tmp_path, *steps, blows=[blow])
     job = struck.job
-    report |= {"signal": "SIGTERM", "while": phase, "code": job.code, "ended_s": round(struck.seconds_to_end, 1)}
+    report |= {"signal": number.name, "while": phase, "code": job.code, "ended_s": round(struck.seconds_to_end, 1)}
     assert job.code == INTERRUPTED_CODE, job.output[-4000:]
     assert struck.seconds_to_end < STOP_S + MARGIN_S
     assert f"step {saved} is saved" in job.output
