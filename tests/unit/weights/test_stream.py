@@ -25,6 +25,7 @@ from tests.unit.weights.support import (
 )
 
 ANYWHERE = "tcp://127.0.0.1:*"
+NUM_MANY = 64
 
 
 def exchange_over(sender, address, weights, before=lambda: None):
@@ -92,18 +93,22 @@ def test_bytes_that_are_not_as_many_as_announced_are_an_error_on_both_ends(chann
 # ---- several engines at once ----
 
 
-def fan_out(channels, receive, *, timeout_s=LONG_S, weights=None):
-    """Engine 0 has two workers, engine 1 and 2 have one; `receive` by worker takes the place of a healthy one's."""
-    patience, places = Patience(timeout_s), [(0, 0), (0, 1), (1, 0), (2, 0)]
+THREE = ((0, 0), (0, 1), (1, 0), (2, 0))
+"""Workers, each with its engine first: engine 0 has two."""
+
+
+def fan_out(channels, receive, *, places=THREE, timeout_s=LONG_S, weights=None):
+    """Send to these workers; `receive` by worker takes the place of a healthy one's."""
+    patience = Patience(timeout_s)
     senders = {
         place: make_sender(channels.address, endpoint=ANYWHERE, timeout_s=timeout_s, patience=patience)
         for place in places
     }
     for sender in senders.values():
         sender.__enter__()
-    by_engine = {rank: [senders[place] for place in places if place[0] == rank] for rank in range(3)}
+    by_engine = {rank: [senders[place] for place in places if place[0] == rank] for rank, _ in places}
     sending = FanOut(by_engine, patience)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(len(places)) as pool:
         received = {
             place: pool.submit(receive.get(place, receive_all), channels.address, endpoint=sender.endpoint)
             for place, sender in senders.items()
@@ -159,6 +164,27 @@ def test_silent_engines_cost_a_healthy_one_nothing_and_each_later_one_a_share(ch
         f"silent for {seconds:g} s; we waited for a free buffer" for seconds in (1, 1 / 8)
     ]
     assert len(received[2, 0]) == 8
+
+
+def test_of_64_engines_the_silent_one_is_left_out_alone_and_a_slow_one_gets_all(channels):
+    """The last one takes nothing until the first one has been given up."""
+    silent, second, slow = (0, 0), (1, 0), (NUM_MANY - 1, 0)
+    is_given_up = threading.Event()
+
+    def collect(address, each, options):
+        with make_receiver(address, **options) as receiver:
+            return [tensor for tensor in receiver.tensors() if each() or True]
+
+    receive = {
+        silent: Stuck(),
+        second: lambda address, **options: collect(address, is_given_up.set, options),  # its turn comes after
+        slow: lambda address, **options: collect(address, lambda: is_given_up.wait(LONG_S), options),
+    }
+    places = [(rank, 0) for rank in range(NUM_MANY)]
+    sending, received = fan_out(channels, receive, places=places, timeout_s=5 * SHORT_S)
+    assert list(sending.failures) == [0]
+    assert "was silent for 1 s" in str(sending.failures[0])
+    assert [len(received[place]) for place in places[1:]] == [8] * (NUM_MANY - 1)
 
 
 def test_a_failure_of_the_gathering_reaches_every_engine(channels):
