@@ -60,6 +60,7 @@ LEARNED_AGE, HALF_LEARNED_AGE = 1.6, 3.2
 """Mean ages, in updates, of what jobs of a real model trained: with the first the job learned as `sync` did, with the
 second one of two seeds did (docs/results/gpu.md, "Old tokens, up to 148 steps")."""
 FROM_STEP = 3
+SEEN = "A small model took 1.6 and 1.9 times as long (docs/results/gpu.md): so a split may be faster than is said here"
 OF_LENGTHS = ("curve", "group", "column", "tokenizer", "gpus", "train_s")
 """Options that say something of response lengths, or of what trains on them; a curve alone has neither."""
 
@@ -141,8 +142,9 @@ def _told(training: Training, options: argparse.Namespace) -> str:
     """What is taken of the seconds of training, and from where."""
     scaling = f"{training.scaling_s:.1f} s of training take twice as long on half of the GPUs"
     if options.train_s is not None:
-        return f"assumed: all {scaling} (--train-s)"
-    return f"assumed: {scaling} (log-probs and update of {options.source}), {training.fixed_s:.1f} s do not (the rest)"
+        return f"assumed: all {scaling} (--train-s). {SEEN}"
+    rest = f"{training.fixed_s:.1f} s do not (the rest)"
+    return f"assumed: {scaling} (log-probs and update of {options.source}), {rest}. {SEEN}"
 
 
 def advice(rows: dict[str, dict[str, float]], found: Lengths, engine: dict[str, Any], load: Workload) -> list[str]:

@@ -262,7 +262,7 @@ ROWS = (
         "`tests/e2e/test_separate.py`, `tests/nodes/test_separate.py`",
         has_own_devices,
         {"partial_rollout.placement": "separate"},
-        also="on a CPU; seen once on two H100s",
+        also="on a CPU; seen on two GPUs, in two jobs",
     ),
     Row(
         "engine",

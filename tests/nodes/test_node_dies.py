@@ -29,7 +29,7 @@ DIES_IN = 4
 """The step in which the node dies: one after a step that no checkpoint has."""
 SAVE_FREQ = 2
 KNOWN_S = 120.0
-"""Ray calls a node dead that does not answer; seen after 13 to 30 s."""
+"""Ray calls a node dead that does not answer; seen after 12 to 64 s."""
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
