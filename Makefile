@@ -56,7 +56,7 @@ test: tell-time test-omni ## everything that needs no GPU: unit, ray, engine, om
 	$(PYTEST) -m "not gpu and not omni and not faults" $(IN_PARALLEL) $(ARGS)
 
 tell-time:
-	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 20 minutes on 2 quiet cores; it ends with what it did not run"
+	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 40 minutes on 2 cores; it ends with what it did not run"
 
 test-unit: setup ## two minutes, no Ray and no engine
 	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults and not nodes and not slow" $(IN_PARALLEL) $(ARGS)
@@ -77,7 +77,7 @@ test-smollm2: setup ## the problems of the SmolLM2 recipe with the real reasonin
 e2e: setup ## whole training runs
 	$(PYTEST) -m "e2e and not gpu" $(ARGS)
 
-faults: setup ## training runs whose processes are killed or frozen, about 80 minutes; times in outputs/faults/measured.jsonl
+faults: setup ## training runs whose processes are killed or frozen, about two hours; times in outputs/faults/measured.jsonl
 	$(PYTEST) -m faults -s $(ARGS)
 
 nodes: setup setup-nodes ## training over two nodes in Linux namespaces, a quarter of an hour; as root
