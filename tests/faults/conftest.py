@@ -133,6 +133,17 @@ class Blow:
         return self.phase == SENDING and any(e.t < at_s for e in opened)
 
 
+def twice_each(first: int) -> list[Blow]:
+    """Every kind of process whose death a command survives dies, then each once more: one a step, from `first` on."""
+    return [blow_at(kind, step) for step, kind in enumerate(2 * processes.SURVIVED, start=first)]
+
+
+def check_all_told(struck: Struck) -> None:
+    """Each blow has a fault, but those to the witness, which is started again by who misses it."""
+    roles = (blow.role for blow in struck.blows if blow.role != processes.WITNESS.role)
+    assert Counter(fault.role for fault in struck.faults) >= Counter(roles)
+
+
 def blow_at(kind: processes.Kind, step: int, phase: str = GENERATING) -> Blow:
     """What kills a process of this kind. An engine's processes have one role in the events, and a name each."""
     names = {processes.ENGINE: CORE, processes.ENGINE_WORKER: WORKER}
@@ -254,6 +265,16 @@ def check_all_trained_once(job: Job, num_steps: int) -> None:
     uids = Counter(uid for event in job.events for uid in event["uids"])
     assert set(uids.values()) == {1}
     assert job.survivors == []
+
+
+def check_nothing_lost(job: Job, folder: Path, calm: Texts) -> None:
+    """No prompt was lost, dropped or trained twice, texts are those of an undisturbed job, and no process is left."""
+    ended = [event for event in job.stream if isinstance(event, StepEnded)]
+    assert all(is_conserved(event.metrics) for event in ended)
+    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
+    assert set(times_trained(job.stream).values()) == {1}
+    assert job.survivors == []
+    check_same_texts(folder, calm)
 
 
 def misplaced(events: Sequence[AnyEvent], queue: QueueSnapshot) -> dict[str, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
-from tests.e2e.conftest import is_conserved, saved_step, times_trained
+from tests.e2e.conftest import saved_step, times_trained
 from tests.faults.conftest import (
     CORE,
     SAVING,
@@ -18,6 +18,7 @@ from tests.faults.conftest import (
     Blow,
     blow_at,
     check_all_trained_once,
+    check_nothing_lost,
     check_same_texts,
     options,
     strike,
@@ -59,14 +60,9 @@ def test_a_run_survives_deaths_while_it_saves_or_sends_weights(
     untold = {blow.step for blow, kind in zip(blows, KINDS, strict=True) if kind.then is processes.Then.STARTS_AGAIN}
     wanted = set(range(1, NUM_STEPS + 1)) - (untold if phase == SENDING else set())
     assert {event.step for event in ended} >= wanted
-    assert all(is_conserved(event.metrics) for event in ended)
-    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
-    batches = times_trained(job.stream)
-    assert set(batches.values()) == {1}
-    assert len(batches) == 8 * NUM_STEPS
+    assert len(times_trained(job.stream)) == 8 * NUM_STEPS
     assert saved_step(tmp_path) == NUM_STEPS
-    assert job.survivors == []
-    check_same_texts(tmp_path, calm)
+    check_nothing_lost(job, tmp_path, calm)
 
 
 ON_THE_WAY_S = 1.0

@@ -10,8 +10,17 @@ import pytest
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
 from partial_rollout.runtime.run_watch import POLL_S
-from tests.e2e.conftest import is_conserved, times_trained
-from tests.faults.conftest import GENERATING, RAYLET, TRAINING, Blow, check_same_texts, options, strike
+from tests.e2e.conftest import is_conserved
+from tests.faults.conftest import (
+    GENERATING,
+    RAYLET,
+    TRAINING,
+    Blow,
+    check_nothing_lost,
+    check_same_texts,
+    options,
+    strike,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,14 +83,10 @@ def test_a_run_survives_the_silence_of_its_processes(
     assert all("no sign of life" in fault.text or "not answered in time" in fault.text for fault in faults)
     assert all(fault.pid for fault in faults)
     assert [event.step for event in ended] == list(range(1, num_steps + 1))
-    assert all(is_conserved(event.metrics) for event in ended)
-    assert ended[-1].metrics["partial_rollout/queue/num_dropped"] == 0
-    assert set(times_trained(job.stream).values()) == {1}
     for fault, at_s in zip(faults, struck.at_s, strict=False):
         limit_s = POLL_S + CALL_S if fault.role == processes.PROMPT_MANAGER.role else CLAIM_S
         assert fault.t - at_s < limit_s + MARGIN_S
-    assert job.survivors == []
-    check_same_texts(tmp_path, calm)
+    check_nothing_lost(job, tmp_path, calm)
 
 
 def test_a_frozen_engine_server_that_the_trainer_asks_is_replaced_when_the_call_has_run_out(

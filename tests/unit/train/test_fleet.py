@@ -267,43 +267,38 @@ def test_an_engine_whose_silent_server_was_replaced_while_engines_release_their_
     assert [replica.num_asked for replica in replicas] == [1, 2, 1]
 
 
+class ReplacingWatch:
+    """Says of each silence that a server was replaced since."""
+
+    def __init__(self) -> None:
+        self.befores: list[int] = []
+        """How many servers had been replaced before each of them."""
+
+    def num_replaced(self, kind: Kind) -> int:
+        return len(self.befores)
+
+    def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
+        self.befores.append(before)
+        assert len(self.befores) <= NUM_TURNS  # or it would go on for ever
+        return True
+
+
 def test_a_silent_server_is_replaced_too_where_another_one_has_died_in_the_same_call():
-    befores: list[int] = []
-
-    class Watch:
-        """The first time the death of another server counts, the second time the silent one is killed."""
-
-        def num_replaced(self, kind: Kind) -> int:
-            return len(befores)
-
-        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
-            befores.append(before)
-            return True
-
+    watch = ReplacingWatch()  # the first time the death of another server counts, then the silent one is killed
     silent = SilentReplica(num_unanswered=2)
     fleet = ReplicaFleet(
-        cast("Any", [silent, SilentReplica(num_unanswered=0)]), TimeoutConfig(call_s=0.01), cast("Any", Watch())
+        cast("Any", [silent, SilentReplica(num_unanswered=0)]), TimeoutConfig(call_s=0.01), cast("Any", watch)
     )
     assert fleet.statistics() == ["counts", "counts"]
-    assert befores == [0, 1]
+    assert watch.befores == [0, 1]
 
 
 def test_a_server_that_stays_silent_though_it_is_replaced_each_time_ends_the_call():
-    befores: list[int] = []
-
-    class Watch:
-        def num_replaced(self, kind: Kind) -> int:
-            return len(befores)
-
-        def has_replaced(self, kind: Kind, error: WaitTimeout, before: int, claim_s: float) -> bool:
-            befores.append(before)
-            assert len(befores) <= NUM_TURNS  # or it would go on for ever
-            return True
-
+    watch = ReplacingWatch()
     replicas = [SilentReplica(num_unanswered=2 * NUM_TURNS), SilentReplica(num_unanswered=0)]
     with pytest.raises(WaitTimeout, match="no answer from replica 0"):
-        ReplicaFleet(cast("Any", replicas), TimeoutConfig(call_s=0.01), cast("Any", Watch())).statistics()
-    assert befores == [0, 1]
+        ReplicaFleet(cast("Any", replicas), TimeoutConfig(call_s=0.01), cast("Any", watch)).statistics()
+    assert watch.befores == [0, 1]
     assert replicas[0].num_asked == len(replicas) + 1
 
 
