@@ -14,7 +14,7 @@ from partial_rollout.advise.workload import Workload
 from partial_rollout.errors import DataError
 from partial_rollout.observability.events import BatchTaken, EventReader, TrajectoryEnded
 from partial_rollout.observability.record import dump_lines, events_folder_of, load, metrics_steps
-from partial_rollout.observability.step_line import ROLLOUT_GPUS, STEP_SECONDS
+from partial_rollout.observability.step_line import PARTS, ROLLOUT_GPUS, STEP_SECONDS, seconds_by_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,9 +24,8 @@ SIGMA = 0.9
 """Spread that is assumed where only the mean is known: that of the log-normal trace that GPUs were measured with."""
 FEW = 200
 """Responses below which the tail is a guess: its share of the longest 1 % would be one or two of them."""
-SCALING = tuple(f"timing_s/{name}" for name in ("old_log_prob", "ref", "values", "update_critic", "update_actor"))
-"""verl's timers of what is divided among the training GPUs."""
-WAIT = "timing_s/gen"
+SCALING = tuple(name for part in ("log-probs", "update") for name in PARTS[part] if name != "timing_s/adv")
+"""verl's timers of what is divided among the training GPUs: not the advantages, which the trainer computes alone."""
 MEAN, LONGEST, CUT = "response_length/mean", "response_length/max", "response_length/clip_ratio"
 
 
@@ -86,7 +85,7 @@ def read_training(run: Path) -> Training:
     if any(step.get(ROLLOUT_GPUS) for step in steps):
         raise DataError(f"in {run} engines had GPUs of their own; what is needed is a run with shared GPUs")
     scaling_s = [sum(step.get(name, 0.0) for name in SCALING) for step in steps]
-    whole_s = [step[STEP_SECONDS] - step.get(WAIT, 0.0) for step in steps]
+    whole_s = [step[STEP_SECONDS] - seconds_by_part(step).get("generation", 0.0) for step in steps]
     mean_s = float(np.mean(scaling_s))
     return Training(mean_s, max(0.0, float(np.mean(whole_s)) - mean_s))
 

@@ -4,7 +4,8 @@ More prompts in flight fill free slots and make tokens older: each further batch
 deeper only after slots were free for several steps for want of prompts, which is when more prompts help; and it goes
 back when the KV cache is full, since prompts in flight keep KV. A slot that a trajectory takes is not free, also where
 no engine runs its request: an engine that starts slowly, a tool, responses that end together and are scored and stored.
-And an engine with devices of its own may wait for training: then batches are whole when the trainer wants them.
+Engines with devices of their own also have free slots because training is slower: then each batch is whole before the
+trainer wants it, and more prompts gain nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FREE_BELOW = 0.9
 """Mean share of the slots that trajectories take below which some are free for want of prompts: 0.85 of the slots were
-to run a request, and trajectories take about 0.05 more (docs/design/0010-auto.md)."""
+to run a request, and trajectories take some more outside of the engines (docs/design/0010-auto.md)."""
 WAITED = 0.05
 """Share of a step that the trainer's wait for its batch must have, in most steps, for more prompts to gain anything."""
 PATIENCE = 5

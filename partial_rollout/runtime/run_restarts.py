@@ -93,7 +93,7 @@ class RunRestarts:
 
     def __init__(self, limit: int, events: Path | None, resume_mode: str) -> None:
         """`events` is the folder of the run's event stream, which says how far the run has come."""
-        self._budget, self._limit = RestartBudget(limit), limit
+        self._budget = RestartBudget(limit)
         self._events, self._resume_mode, self._since_s = events, resume_mode, time.time()
 
     def follows(self, failure: Failure) -> bool:
@@ -101,7 +101,7 @@ class RunRestarts:
         if not failure.is_death:
             return False
         number, why_not = 0, NEVER
-        if self._events is not None and self._limit:
+        if self._events is not None and self._budget.limit:
             told = [event for event in EventReader(self._events, WRITERS).read() if event.t >= self._since_s]
             end_left_over([event for event in told if isinstance(event, ProcessFound)], failure.node, gone_s=GONE_S)
             number, why_not = self._decide(told)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from partial_rollout.core.depth import DepthDecision
     from partial_rollout.rollout.engine_process import RolloutStatistics
-    from partial_rollout.types import ManagerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +68,19 @@ class DepthTuner:
         self._looked_s = self._clock()
 
     def look(
-        self, statistics: Sequence[RolloutStatistics], status: ManagerStatus, *, num_slots: int, kv_usage: float = 0.0
+        self,
+        statistics: Sequence[RolloutStatistics],
+        *,
+        taken: float,
+        pending: int,
+        num_slots: int,
+        kv_usage: float = 0.0,
     ) -> None:
         """Tell the queue another capacity if there is a reason.
 
-        `statistics` are the servers' while their gates are still open, `status` the manager's, `num_slots` the slots
-        at present, and `kv_usage` the highest usage of a KV cache that was seen in this step.
+        `statistics` are the servers' while their gates are still open, `taken` the share of the slots at the start that
+        trajectories took, `pending` the prompts that wait, `num_slots` the slots at present, and `kv_usage` the highest
+        usage of a KV cache that was seen in this step.
 
         Raises:
             WaitTimeout: the prompt manager did not answer.
@@ -86,14 +92,11 @@ class DepthTuner:
         is_full = bool(preempted) or max(kv_usage, load.kv_usage) >= KV_HIGH
         # More slots than at the start give way first.
         is_full = is_full and num_slots <= self._num_slots
-        taken = status.mean_slots_in_use / self._num_slots
         now_s = self._clock()
         passed_s = now_s - self._looked_s
-        waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
+        self.waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
         self._looked_s = now_s
-        self.waited = waited
-        seen = StepLoad(taken, status.queue.pending, is_full, waited)
-        decision = self._controller.observe(seen)
+        decision = self._controller.observe(StepLoad(taken, pending, is_full, self.waited))
         if decision.after != decision.before:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)
             self._set_capacity(groups_in_flight(decision.after, self._batch))

@@ -549,11 +549,14 @@ class PartialRolloutTrainer(PPOTrainer):
         if self.depth_tuner is not None:
             metrics["partial_rollout/depth"] = self.depth_tuner.depth
             status = self._ask(self.manager.status.remote())
-            metrics["partial_rollout/slots_taken"] = status.mean_slots_in_use / self.settings.num_slots
+            taken = status.mean_slots_in_use / self.settings.num_slots
+            metrics["partial_rollout/slots_taken"] = taken
             if is_replayed:
                 self.depth_tuner.pass_over()
             else:
-                self.depth_tuner.look(statistics, status, num_slots=slots, kv_usage=kv_usage)
+                self.depth_tuner.look(
+                    statistics, taken=taken, pending=status.queue.pending, num_slots=slots, kv_usage=kv_usage
+                )
                 metrics["partial_rollout/waited"] = self.depth_tuner.waited
 
     def _make_depth_tuner(self) -> DepthTuner | None:

@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.exceptions import RayTaskError
 
 from partial_rollout.errors import EnginesLost, WaitTimeout, WeightUpdateError
 from partial_rollout.runtime.bounded import Wait
+from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -98,6 +98,5 @@ def _failure(ref: ray.ObjectRef[Any]) -> WeightUpdateError | None:
     try:
         ray.get(ref)
     except WeightUpdateError as error:
-        # Ray's wrapper has the remote traceback in its text.
-        return cast("WeightUpdateError", error.cause) if isinstance(error, RayTaskError) else error
+        return cast("WeightUpdateError", root_cause(error))  # Ray's wrapper has the remote traceback in its text
     return None

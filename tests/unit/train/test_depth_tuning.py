@@ -50,11 +50,10 @@ class Run:
             summaries = [TrajectorySummary(f"{claim.uid}_{n}", 3, 5, 0, 0) for n in range(GROUP)]
             self.queue.finish(claim, summaries)
         engines: Any = [SimpleNamespace(load=EngineLoad(**load)) for _ in range(2)]
-        status: Any = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=taken)
         self.now_s += 6
         self.tuner.begin_wait()
         self.now_s += waits_s
-        self.tuner.look(engines, status, num_slots=num_slots)
+        self.tuner.look(engines, taken=taken / SLOTS, pending=0, num_slots=num_slots)
         assert len(self.queue.take(BATCH).groups) == BATCH
         assert self.queue.statistics().conserved
         return in_flight
