@@ -101,18 +101,20 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "step_s", "tokens_off"),
+    ("name", "mode", "ratio", "step_s", "tokens_off"),
     [  # copying KV to the host is not predicted
-        ("jobs_8b_flag", 1.04, 2.8, 0.03),
-        ("jobs_8b_flag_released", 1.10, 6.6, 0.03),
-        ("jobs_8b_released", 1.05, 4.0, 0.16),
+        ("jobs_8b_four", "flag", 1.01, 4.7, 0.16),
+        ("jobs_8b_four", "flag_released", 1.125, 11.1, 0.06),
+        ("jobs_8b_flag_released", "flag_released", 1.09, 6.6, 0.03),
+        ("jobs_8b_released", "flag_released", 1.05, 4.0, 0.16),
     ],
 )
-def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(repository, name, most, step_s, tokens_off):
+def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
+    repository, name, mode, ratio, step_s, tokens_off
+):
     """Batches in flight and slots of each step are those that the run chose."""
     curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
-    load, job = Workload(**result["workload"]), result["jobs"][0]
-    assert job["mode"].startswith("flag")
+    load, (job,) = Workload(**result["workload"]), [job for job in result["jobs"] if job["mode"] == mode]
     prompts = (Group(row.tolist()) for row in cycle(primed_lengths(load, load.num_prompts)))
     usual = job_modes(load.batch * load.group, load.group)["partial_reuse_kv"]
     rollout, found = Rollout(usual, fit(curve["curve"]), load, PROMPT_TOKENS, prompts), []
@@ -123,22 +125,26 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(reposi
         predicted = rollout.step()
         found.append((predicted["seconds"], step["timing_s/gen"], predicted["tokens"], tokens))
     predicted, measured, predicted_tokens, tokens = np.array(found)[1:].T
-    assert 1 < sum(measured) / sum(predicted) < most
+    assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.005)
     assert measured == pytest.approx(predicted, abs=step_s)
     assert predicted_tokens == pytest.approx(tokens, rel=tokens_off)
     assert sum(predicted_tokens) == pytest.approx(sum(tokens), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "ratio"), [("jobs_8b_flag_second", COLOCATED, 1.0), ("jobs_8b_released", RELEASED, 0.97)]
+    ("name", "mode", "ratio", "step_s"),
+    [
+        ("jobs_8b_released", RELEASED, 0.97, 10),  # it looks every 2 s
+        ("jobs_8b_four", "sync", 0.995, 2),
+        ("jobs_8b_four", COLOCATED, 1.04, 35),  # its long and short steps became even, those predicted do not
+    ],
 )
-def test_it_agrees_with_verl_s_mode_on_a_later_machine(repository, name, mode, ratio):
+def test_it_agrees_with_verl_s_modes_on_a_later_machine(repository, name, mode, ratio, step_s):
     curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
-    (job,) = predict_jobs(result, fit(curve["curve"]))
+    (job,) = (job for job in predict_jobs(result, fit(curve["curve"])) if job["mode"] == mode)
     predicted, measured = np.array(job["seconds"]).T
-    assert job["mode"] == mode
     assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
-    assert measured == pytest.approx(predicted, abs=10)  # it looks every 2 s
+    assert measured == pytest.approx(predicted, abs=step_s)
 
 
 def test_the_names_are_those_of_jobs():

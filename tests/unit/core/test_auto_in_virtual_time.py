@@ -144,17 +144,19 @@ def test_adaptive_slots_gain_nothing_where_contexts_are_computed_again(trace: st
     assert rate(adaptive) < 1.02 * rate(fixed)
 
 
-def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository: Path):
+@pytest.mark.parametrize("mode", ["flag", "flag_released"])
+def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository: Path, mode: str):
     """The steps' slots and queue, given to the controller step by step, make the depths that the job had.
 
-    Its KV cache was never full. Slots that were taken were not counted then: those in use stand for them.
+    Its KV cache was never full.
     """
-    job = read_result(repository / "benchmarks/results/gpu/jobs_8b_flag_h200.json")["jobs"][0]
-    steps, controller, slots = job["first_steps"] + job["steps"], DepthController(LEAST, MOST), 256
+    stored = read_result(repository / "benchmarks/results/gpu/jobs_8b_four_h200.json")["jobs"]
+    (job,) = (job for job in stored if job["mode"] == mode)
+    steps, controller = job["first_steps"] + job["steps"], DepthController(LEAST, MOST)
     found = [controller.depth]
     for step in steps[:-1]:
-        running, pending = step["partial_rollout/mean_running"], int(step["partial_rollout/queue/pending"])
-        seen = StepLoad(running / slots, pending, is_kv_full=False, waited=1.0)
+        taken, waited = step["partial_rollout/slots_taken"], step["partial_rollout/waited"]
+        seen = StepLoad(taken, int(step["partial_rollout/queue/pending"]), is_kv_full=False, waited=waited)
         found.append(controller.observe(seen).after)
     assert found == [step["partial_rollout/depth"] for step in steps]
     assert (found[0], found[5], found[10], found[-1]) == (LEAST, 2.5, MOST, MOST)
