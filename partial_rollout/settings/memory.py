@@ -39,7 +39,7 @@ LEAST_OF_NEED = 0.25
 """Below this share of all slots' KV, with all responses at their limit, much of what is stored would be evicted."""
 MORE_OF_NEED = 0.6
 """Three batches with slots that were added leave up to 1.6 times as much as two, for which a third of all slots' KV was
-enough (docs/results/gpu.md, the flag alone with engine memory released)."""
+enough (docs/results/gpu.md, a pool that is too small)."""
 STATE_BYTES = 12
 """Bytes of a parameter in host memory while a checkpoint is written, or for good where training offloads it: the
 float32 weight and the optimizer's two moments."""
