@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
+from partial_rollout.errors import ActorLost, EngineDead, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
 from partial_rollout.runtime.remote_call import root_cause
@@ -58,7 +58,7 @@ class Failure:
     @property
     def is_death(self) -> bool:
         """Whether a process has died, or several have, that the run does not go on without."""
-        return isinstance(self.error, ActorLost | EnginesLost | RayActorError)
+        return isinstance(self.error, ActorLost | EngineDead | EnginesLost | RayActorError)
 
 
 class RestartBudget:
@@ -112,7 +112,7 @@ class RunRestarts:
         fault = None
         if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
             fault = Fault.of(failure.error.death.process, text=str(failure.error), action=action)
-        elif isinstance(failure.error, EnginesLost):  # of each of them it was told that it is started again
+        elif isinstance(failure.error, EngineDead | EnginesLost):  # of none of them was told what follows here
             fault = Fault(role=ENGINE.role, name=ENGINE.role, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0
