@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
+from partial_rollout.agent_loop.log_reading import Left, read_left
 from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
@@ -150,7 +151,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def restart(self, rank: int) -> str:
         """Start a worker again that has died, under a new id; its prompts are pending again. Returns the new id.
 
-        Its tokens are lost. Call this from one thread at a time.
+        They go on from what the dead one has logged. Call this from one thread at a time.
         """
         dead = self.worker_ids[rank]
         # First, so that the living workers generate its prompts while the new one starts.
@@ -200,13 +201,67 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _give_back(self, worker_id: str) -> None:
         """Let others generate the prompts of a dead worker, after the rows that it has written are gone.
 
-        A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone.
+        A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone. Workers
+        get what it has logged before they can claim the prompts.
         """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
         limit_s = manager_limit_s(call_s)
         uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
         clear_trajectories(uids, call_s)
-        wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
+        left = self._left_by(worker_id, uids)
+        self._hand_on(left)
+        released = self._prompt_manager.release_worker.remote(worker_id, left.uids)
+        wait_for(released, timeout_s=limit_s, who_waits=who)
+
+    def _left_by(self, worker_id: str, uids: Sequence[str]) -> Left:
+        folder = self._log_folder
+        if folder is None or not uids:
+            return Left({}, {})
+        path = folder.file(worker_id)
+        try:
+            return call_bounded(
+                lambda: read_left(path, folder.number, uids),
+                timeout_s=self._settings.timeouts.call_s,
+                who_waits=f"the run waits for what {worker_id} has logged in {path}",
+            )
+        except WaitTimeout as error:
+            logger.warning("what %s had is generated again: %s", worker_id, error)
+            return Left({}, {})
+
+    def _hand_on(self, left: Left) -> None:
+        """Give what a dead worker had to all workers, and to those that are started again later."""
+        if not left.uids:
+            return
+        ref = ray.put(left)
+        while True:
+            known = self._known
+            change = self._joined(known, left)
+            with self._swapped:
+                if known is not self._known:
+                    continue  # workers were told something else meanwhile
+                self._known = known._replace(**change)
+                self._restored = frozenset(self.worker_ids)
+                calls = [worker.take_over.remote(ref) for worker in self.agent_loop_workers]
+                break
+        self._inform(calls, "take over what a dead worker had")
+
+    def _joined(self, known: _Known, left: Left) -> dict[str, Any]:
+        """What a worker that is started again later is told, with what a dead one had."""
+        tokens, missing = self._unclaimed_tokens()
+        try:
+            places = {} if known.places is None else ray.get(known.places, timeout=TOKENS_TIMEOUT_S)
+        except (GetTimeoutError, ObjectLostError) as error:
+            places, missing = {}, [*missing, f"places of logged responses: {error}"]
+        if missing:
+            logger.warning("workers that are started again have nothing of what it had: %s", "; ".join(missing))
+            return {}
+        unclaimed = known.unclaimed | left.tokens.keys()
+        tokens |= left.tokens
+        return {
+            "places": ray.put(places | left.places),
+            "tokens": ray.put(tokens) if tokens else None,
+            "unclaimed": unclaimed,
+        }
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
+from partial_rollout.agent_loop.log_reading import read_frames
 from partial_rollout.core.rollout_log import (
     FORMAT_VERSION,
     Finished,
@@ -119,6 +119,10 @@ class WorkerLog:
         """Replay these trajectories when they are claimed, and no others."""
         self._places = dict(places)
 
+    def replay_also(self, places: Mapping[str, Place]) -> None:
+        """Replay these trajectories too."""
+        self._places |= places
+
     def write(
         self, trajectory: Trajectory, outputs: Sequence[Any], found: Sequence[TrajectorySummary]
     ) -> list[TrajectorySummary]:
@@ -157,7 +161,7 @@ class WorkerLog:
     async def read(self, trajectory: Trajectory) -> Replayed | None:
         """The trajectory as an earlier start has logged it; None if it is to be generated."""
         place = self._places.pop(trajectory.key, None)
-        # A further attempt replays nothing: what the first one returned was refused, or lost with its worker.
+        # A further attempt replays nothing: what the first one returned was refused.
         if place is None or not trajectory.may_go_on:
             return None
         try:
@@ -230,12 +234,6 @@ def _encode_output(output: Any) -> Output:
         log_probs=None if log_probs is None else pack_log_probs(log_probs),
         rest=_ENCODER.encode(rest),
     )
-
-
-def read_frames(places: Sequence[Place]) -> list[bytes]:
-    """The frames at places of one file. Raises OSError."""
-    with Path(places[0].path).open("rb") as file:
-        return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 
 
 def _to_plain(value: Any) -> Any:

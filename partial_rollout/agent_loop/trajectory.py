@@ -53,7 +53,7 @@ class Trajectory:
     """
 
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
-        """`session` numbers the trajectories of a prompt; `saved` are folded generate calls of an earlier start.
+        """`session` numbers the trajectories of a prompt; `saved` are folded generate calls of an earlier claim.
 
         Raises:
             DataError: they do not follow each other.
@@ -94,7 +94,7 @@ class Trajectory:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether tokens of an earlier start count: no further attempt goes on from what the first one had."""
+        """Whether tokens from before this claim count: of further attempts only those that follow a lost worker."""
         return self.claim.goes_on or self.claim.attempt == 1
 
     @property
@@ -180,6 +180,10 @@ class Trajectories:
         """Let trajectories go on from `saved`, but those of further attempts; other workers have the same calls."""
         self._saved = dict(saved)
 
+    def restore_also(self, saved: Mapping[str, list[GenerationState]]) -> None:
+        """Let further trajectories go on from `saved`, which is newer than what there was of them."""
+        self._saved |= saved
+
     def go_back(self, keys: AbstractSet[str], before: Mapping[str, list[GenerationState]]) -> None:
         """Let trajectories of `keys` that have not started here go on from `before`; without these, afresh."""
         again = {key: calls for key, calls in before.items() if key in self._saved}
@@ -227,6 +231,10 @@ class Trajectories:
         """The records of ended trajectories whose groups have not ended."""
         trajectories = (each for group in self._running.values() for each in group.values())
         return [each.record_bytes for each in trajectories if each.record_bytes]
+
+    def unended(self) -> list[Trajectory]:
+        """Trajectories that still run."""
+        return [each for group in self._running.values() for each in group.values() if not each.has_ended]
 
     def unclaimed(self) -> frozenset[str]:
         """Saved trajectories that have not started again here."""

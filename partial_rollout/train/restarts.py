@@ -88,7 +88,7 @@ class Restarts:
             rank = self._agent_loops.worker_ids.index(death.process.name)
             worker_id = self._agent_loops.restart(rank)
             self._trainer.watch.watch([(death.process.role, worker_id, self._agent_loops.agent_loop_workers[rank])])
-        return f"it was started again as {worker_id}; its unfinished prompts are generated again, by any worker"
+        return f"it was started again as {worker_id}; any worker goes on with its prompts, from what it has logged"
 
     def reward_worker(self, death: Death) -> str:
         """Start a reward worker again, as verl has started it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,13 +13,17 @@ from ray.exceptions import RayActorError
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as manager_module
-from partial_rollout.agent_loop.rollout_log import LogFolder
-from partial_rollout.errors import ActorLost, EngineDead
+from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
+from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
+from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
+from tests.unit.agent_loop.test_unfinished_log import interrupted_trajectory
+from tests.unit.agent_loop.test_worker_log import LONG_S, ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 
@@ -77,7 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
     prompts = SimpleNamespace(
         fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or ["u1", "a_b"]),
-        release_worker=SimpleNamespace(remote=lambda name: calls.append(f"release {name}") or ["u1", "a_b"]),
+        release_worker=SimpleNamespace(
+            remote=lambda name, going_on: calls.append(f"release {name}, {going_on} go on") or ["u1", "a_b"]
+        ),
     )
     manager = make_workers([Worker("w0", calls), Worker("w1", calls, DEAD)], prompt_manager=prompts)
     spawned: Callable[..., Any] = lambda rank, node, share: Worker(f"new{rank}:{share}", calls)  # noqa: E731
@@ -96,7 +103,7 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     assert calls == [
         "fence agent_loop_worker_1",
         "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
-        "release agent_loop_worker_1",
+        "release agent_loop_worker_1, [] go on",
         "new1:8.ping()",
         "new1:8.keep_unclaimed(frozenset(),)",
         "new1:8.hold([], 7)",
@@ -154,6 +161,83 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     calls.clear()
     manager.restart(1)
     assert told_before_run(calls) == ["replay({},)", "keep_unclaimed(frozenset(),)"]
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> LogFolder:
+    """A log in which worker 1 has a trajectory that has ended, and one that has not."""
+    folder = LogFolder(str(tmp_path), 2, 7)
+    log = WorkerLog("agent_loop_worker_1", LONG_S)
+    log.begin(folder, [])
+    log.write(*ended("u1"), [])
+    log.write_interrupted(interrupted_trajectory(make_claim("a_b")))
+    log.write_interrupted(interrupted_trajectory(make_claim("another workers")))
+    log.close(LONG_S)
+    return folder
+
+
+def test_all_workers_know_what_a_dead_one_has_logged_before_one_of_them_can_claim_it(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+) -> None:
+    manager.replay(cast("Any", {"c_0": "place"}))
+    manager.restore_tokens({"d_0": [], "e_0": []})
+    keep(manager, "d_0")
+    manager.begin_log(left)
+    manager.start()
+    calls.clear()
+    manager.restart(1)
+    before = calls[: calls.index("release agent_loop_worker_1, ['a_b', 'u1'] go on")]
+    (told,) = [call for call in before if call.startswith("w0.take_over")]
+    assert re.findall(r"'(\w+_\d)'", told) == ["u1_0", "a_b_0"]
+    replayed, restored, unclaimed = told_before_run(calls)
+    assert re.findall(r"'(\w+_\d)'", replayed) == ["c_0", "u1_0"]
+    assert re.findall(r"'(\w+_\d)'", restored) == ["d_0", "a_b_0"]
+    assert sorted(re.findall(r"'(\w+_\d)'", unclaimed)) == ["a_b_0", "d_0"]
+    assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
+    keep(manager)  # both are claimed
+    assert manager._known.tokens is None
+
+
+def test_what_others_are_told_while_a_dead_ones_tokens_are_joined_is_not_undone(
+    manager: PartialRolloutAgentLoopManager, left: LogFolder
+) -> None:
+    manager.replay(cast("Any", {"c_0": "place"}))
+    manager.begin_log(left)
+    join, told = manager._joined, []
+
+    def join_and_break_off(known: Any, left: Any) -> Any:
+        change = join(known, left)
+        if not told:
+            told.append(manager.replay({}))
+        return change
+
+    manager._joined = join_and_break_off  # type: ignore[method-assign]
+    manager.restart(1)
+    assert list(cast("Any", manager._known.places)) == ["u1_0"]
+
+
+@pytest.mark.parametrize("why", ["no file", "a disk that stands still"])
+def test_without_the_dead_ones_file_its_prompts_begin_afresh(
+    manager: PartialRolloutAgentLoopManager,
+    calls: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    bounded = manager_module.call_bounded
+
+    def call(read: Callable[[], Any], *, who_waits: str, **limits: Any) -> Any:
+        if why != "no file" and "has logged" in who_waits:
+            raise WaitTimeout("the disk")
+        return bounded(read, who_waits=who_waits, **limits)
+
+    monkeypatch.setattr(manager_module, "call_bounded", call)
+    manager.begin_log(LogFolder(str(tmp_path), 1, 7))
+    manager.restart(1)
+    assert "release agent_loop_worker_1, [] go on" in calls
+    assert not any("take_over" in call for call in calls)
+    assert ("is generated again: the disk" if why != "no file" else "cannot be read on") in caplog.text
 
 
 def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(

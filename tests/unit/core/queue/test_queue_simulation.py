@@ -214,7 +214,7 @@ class Run:
         self.clear([key for key in self.rows if key.rpartition("_")[0].rpartition("_")[0] in uids])
         if self.draw.random() < 0.5:
             return  # clearing takes its time, and repeating it is allowed
-        self.queue.release_worker(name)
+        self.queue.release_worker(name, [uid for uid in uids if self.draw.random() < 0.5])
         self.start_worker()
         self.dying = None
 
