@@ -35,8 +35,7 @@ FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
 SHORT_FORM = "test_node_dies.py"
-"""The file of that folder which runs in every whole run: as the first, since it takes longest and unit tests need little
-beside it."""
+"""The file of that folder which runs in every whole run; as the first, since it takes longest."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
 """Files whose tests start all their processes themselves, and share none."""
