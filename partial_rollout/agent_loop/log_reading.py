@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,23 +23,35 @@ if TYPE_CHECKING:
     from partial_rollout.core.rollout_log import AnyRecord
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ANY_VERSION = sys.maxsize
 """A step after all weights that have sampled anything."""
 
 
 class Left(NamedTuple):
-    """What the log has of a dead worker's prompts."""
+    """What the log has of the prompts of a dead worker."""
 
+    uids: frozenset[str]
+    """All of its prompts: nothing older counts of any of them."""
     places: dict[str, Place]
     """Records of trajectories that have ended."""
     tokens: Saved
     """Tokens of the others."""
 
+    def newest(self, known: Mapping[str, T], found: Mapping[str, T]) -> dict[str, T]:
+        """What was known of all trajectories, with what was `found` in place of all of this worker's prompts."""
+        return {key: each for key, each in known.items() if prompt_of(key) not in self.uids} | dict(found)
+
     @property
-    def uids(self) -> list[str]:
+    def going_on(self) -> list[str]:
         """Prompts of which there is something."""
-        return sorted({key.rpartition("_")[0] for key in (*self.places, *self.tokens)})
+        return sorted({prompt_of(key) for key in (*self.places, *self.tokens)})
+
+
+def prompt_of(key: str) -> str:
+    """The prompt's uid of a trajectory, `{uid}_{session}`."""
+    return key.rpartition("_")[0]
 
 
 def read_frames(places: Sequence[Place]) -> list[bytes]:
@@ -48,16 +60,17 @@ def read_frames(places: Sequence[Place]) -> list[bytes]:
         return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 
 
-def read_left(path: Path, number: int, uids: Collection[str]) -> Left:
-    """What a worker that has died had written of these prompts since the last checkpoint.
+def read_left(paths: Sequence[Path], uids: Collection[str]) -> Left:
+    """What a worker that has died had written of its prompts, `uids`; `paths` are its files, the oldest first.
 
-    `path` is its file, of the start `number` of training.
+    A file that is not there has nothing: a checkpoint that is whole removes the one before.
     """
     history = History()
-    for place, record in read_records(path):
-        history.tell_of_worker(record, number, place)
+    for number, path in enumerate(paths, 1):
+        for place, record in read_records(path) if path.exists() else ():
+            history.tell_of_worker(record, number, place)
     plan = history.plan(ANY_VERSION, first=0, unfinished=uids, done=())
-    return Left(plan.places, read_tokens(plan.unfinished))
+    return Left(frozenset(uids), plan.places, read_tokens(plan.unfinished))
 
 
 def read_records(path: Path) -> Iterator[tuple[Place, AnyRecord]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from partial_rollout.agent_loop.log_reading import Left
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
     from partial_rollout.types import Claim, ContextSpan, VersionSpan
 
@@ -180,9 +181,9 @@ class Trajectories:
         """Let trajectories go on from `saved`, but those of further attempts; other workers have the same calls."""
         self._saved = dict(saved)
 
-    def restore_also(self, saved: Mapping[str, list[GenerationState]]) -> None:
-        """Let further trajectories go on from `saved`, which is newer than what there was of them."""
-        self._saved |= saved
+    def take_over(self, left: Left) -> None:
+        """Let trajectories go on from the tokens of a dead worker, and from nothing older of its prompts."""
+        self._saved = left.newest(self._saved, left.tokens)
 
     def go_back(self, keys: AbstractSet[str], before: Mapping[str, list[GenerationState]]) -> None:
         """Let trajectories of `keys` that have not started here go on from `before`; without these, afresh."""

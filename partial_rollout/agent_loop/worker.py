@@ -224,7 +224,7 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
         """Write the log of rollouts into this folder from now on."""
         self._log.begin(folder, self._trajectories.records())
         for trajectory in self._trajectories.unended():
-            self._log.write_interrupted(trajectory)
+            self._log.write_interrupted(trajectory, between_calls=True)
 
     async def replay(self, places: Mapping[str, Place]) -> None:
         """Let these trajectories, and no others, be what the log of an earlier start says."""
@@ -232,8 +232,8 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
 
     async def take_over(self, left: Left) -> None:
         """Let the trajectories of a dead worker be what it had logged, and go on from its tokens."""
-        self._log.replay_also(left.places)
-        self._trajectories.restore_also(left.tokens)
+        self._log.take_over(left)
+        self._trajectories.take_over(left)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.

@@ -28,7 +28,8 @@ def folder_of_one_command(folder: Path, setting: str) -> Iterator[None]:
     """Keep other commands out of `folder`, the value of `setting`, until the block ends or this process dies.
 
     The lock is the kernel's and this process's alone: nothing of it is left after a kill, also where children go on.
-    Where the folder's file system has no locks a warning says so.
+    Closing the file anywhere in this process frees it, so nothing else opens `command.lock`. Where the folder's file
+    system has no locks a warning says so.
 
     Raises:
         ConfigError: another command has the folder; names its host and pid.
@@ -55,7 +56,8 @@ def _lock(file: int, folder: Path, setting: str) -> None:
             holder = os.pread(file, 256, 0).decode(errors="replace").strip()
             raise ConfigError(
                 f"another command ({holder}) runs in {setting}={folder}, and both would write their checkpoints and "
-                f"logged responses there. Wait for its end or end it, or set another folder in {setting}"
+                f"logged responses there. Wait for its end or end it, or set another folder in {setting}. If its "
+                f"machine is gone and a file server still holds its lock, remove {folder / NAME}"
             ) from error
         logger.warning("another command in %s=%s would not be noticed: %s", setting, folder, error)
         return

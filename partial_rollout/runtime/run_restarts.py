@@ -37,6 +37,8 @@ RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
 NEVER = "that needs async_training.partial_rollout=True, partial_rollout.events, and partial_rollout.restarts above 0"
 """Why a command never starts training again."""
+DEATHS = (ActorLost, EngineDead, EnginesLost, RayActorError)
+"""What says that a process has died, or several have, that the run does not go on without."""
 WRITERS = ("trainer", "task_runner", "server", "driver")
 """Processes that write the events which are read here; the workers' files are large."""
 
@@ -57,8 +59,8 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether a process has died, or several have, that the run does not go on without."""
-        return isinstance(self.error, ActorLost | EngineDead | EnginesLost | RayActorError)
+        """Whether it is one of `DEATHS`."""
+        return isinstance(self.error, DEATHS)
 
 
 class RestartBudget:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-from partial_rollout.agent_loop.log_reading import read_frames, read_records, read_tokens
+from partial_rollout.agent_loop.log_reading import prompt_of, read_frames, read_records, read_tokens
 from partial_rollout.agent_loop.rollout_log import LogFolder
 from partial_rollout.core.replay import History, Place, Plan
 from partial_rollout.core.rollout_log import (
@@ -265,8 +265,8 @@ class RunLog:
             return
         coming = {uid for uid, number in self._coming.items() if number >= self._num_admitted}
         waiting = coming | {prompt.uid for prompt in snapshot.unfinished}
-        left = {key: (place,) for key, place in self._plan.places.items() if _uid(key) in waiting}
-        left |= {key: places for key, places in self._plan.unfinished.items() if _uid(key) in coming}
+        left = {key: (place,) for key, place in self._plan.places.items() if prompt_of(key) in waiting}
+        left |= {key: places for key, places in self._plan.unfinished.items() if prompt_of(key) in coming}
         self._num_left = len(left)
         if not left or not self._writer.is_on:
             return
@@ -379,10 +379,6 @@ def step_bytes(config: DictConfig) -> int:
     """Bytes of the records of a step whose responses are all as long as they may be."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
     return data.train_batch_size * n * (data.max_prompt_length + data.max_response_length) * BYTES_A_TOKEN
-
-
-def _uid(key: str) -> str:
-    return key.rpartition("_")[0]
 
 
 def read_payloads(places: Sequence[Place]) -> list[bytes]:

@@ -104,7 +104,7 @@ class PromptQueue:
         self._num_unreplaced = 0  # the plan has seen that they are gone
         for entry in resumed:
             if entry.claim is None:
-                # The prompt's worker was lost, or the run was restarted: nobody holds the prompt's tokens.
+                # The prompt's worker was lost, or the run was restarted: nobody holds the prompt.
                 entry.move(Event.RESTART)
                 self._rounds.rejoin(entry)
             else:

@@ -100,9 +100,11 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     manager.resize(16)
     calls.clear()
     assert manager.restart(1) == "agent_loop_worker_1_again_1"
-    assert calls == [
+    assert [re.sub(r"take_over\(.*", "take_over", call) for call in calls] == [
         "fence agent_loop_worker_1",
         "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
+        "w0.take_over",
+        "w1.take_over",
         "release agent_loop_worker_1, [] go on",
         "new1:8.ping()",
         "new1:8.keep_unclaimed(frozenset(),)",
@@ -152,7 +154,7 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     manager.restart(1)
     assert told_before_run(calls) == [
         f"replay({places},)",
-        f"restore_tokens({saved},)",
+        "restore_tokens({'b_0': []},)",
         "keep_unclaimed(frozenset({'b_0'}),)",
     ]
     assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
@@ -160,7 +162,7 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     keep(manager)
     calls.clear()
     manager.restart(1)
-    assert told_before_run(calls) == ["replay({},)", "keep_unclaimed(frozenset(),)"]
+    assert told_before_run(calls) == ["keep_unclaimed(frozenset(),)"]
 
 
 @pytest.fixture
@@ -177,43 +179,83 @@ def left(tmp_path: Path) -> LogFolder:
 
 
 def test_all_workers_know_what_a_dead_one_has_logged_before_one_of_them_can_claim_it(
-    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager.replay(cast("Any", {"c_0": "place"}))
-    manager.restore_tokens({"d_0": [], "e_0": []})
-    keep(manager, "d_0")
+    settle = manager._settle
+    monkeypatch.setattr(
+        manager, "_settle", lambda refs, what, timeout_s: calls.append(what) or settle(refs, what, timeout_s)
+    )
+    manager.replay(cast("Any", {"c_0": "place", "u1_0": "older", "a_b_1": "older"}))
+    manager.restore_tokens({"d_0": [], "e_0": [], "u1_1": []})
+    keep(manager, "d_0", "u1_1")
     manager.begin_log(left)
     manager.start()
     calls.clear()
     manager.restart(1)
     before = calls[: calls.index("release agent_loop_worker_1, ['a_b', 'u1'] go on")]
-    (told,) = [call for call in before if call.startswith("w0.take_over")]
-    assert re.findall(r"'(\w+_\d)'", told) == ["u1_0", "a_b_0"]
+    assert before.index("take over what a dead worker had") > before.index(only(before, "w0.take_over"))
+    assert sorted(re.findall(r"'(\w+_\d)'", only(before, "w0.take_over"))) == ["a_b_0", "u1_0"]
     replayed, restored, unclaimed = told_before_run(calls)
-    assert re.findall(r"'(\w+_\d)'", replayed) == ["c_0", "u1_0"]
-    assert re.findall(r"'(\w+_\d)'", restored) == ["d_0", "a_b_0"]
+    assert sorted(re.findall(r"'(\w+_\d)'", replayed)) == ["c_0", "u1_0"]
+    assert "older" not in replayed
+    assert sorted(re.findall(r"'(\w+_\d)'", restored)) == ["a_b_0", "d_0"]
     assert sorted(re.findall(r"'(\w+_\d)'", unclaimed)) == ["a_b_0", "d_0"]
+
+
+def only(calls: list[str], beginning: str) -> str:
+    (found,) = [call for call in calls if call.startswith(beginning)]
+    return found
+
+
+def test_tokens_of_a_dead_worker_are_forgotten_as_restored_ones_are_when_they_are_claimed(
+    manager: PartialRolloutAgentLoopManager, left: LogFolder
+) -> None:
+    manager.begin_log(left)
+    manager.restart(1)
+    assert manager._known.unclaimed == {"a_b_0"}
     assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
-    keep(manager)  # both are claimed
+    keep(manager)
     assert manager._known.tokens is None
 
 
-def test_what_others_are_told_while_a_dead_ones_tokens_are_joined_is_not_undone(
-    manager: PartialRolloutAgentLoopManager, left: LogFolder
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_worker_that_dies_while_a_checkpoint_begins_has_logged_in_the_folder_before(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder, tmp_path: Path, is_begun: bool
 ) -> None:
-    manager.replay(cast("Any", {"c_0": "place"}))
+    new = LogFolder(str(tmp_path / "after_step_9"), 1, 9)
     manager.begin_log(left)
-    join, told = manager._joined, []
-
-    def join_and_break_off(known: Any, left: Any) -> Any:
-        change = join(known, left)
-        if not told:
-            told.append(manager.replay({}))
-        return change
-
-    manager._joined = join_and_break_off  # type: ignore[method-assign]
+    manager.begin_log(new)
+    if is_begun:  # its new file says that an attempt has failed
+        log = WorkerLog("agent_loop_worker_1", LONG_S)
+        log.begin(new, [])
+        log.give_up("u1", make_claim("u1").claim_id)
+        log.close(LONG_S)
     manager.restart(1)
-    assert list(cast("Any", manager._known.places)) == ["u1_0"]
+    assert f"release agent_loop_worker_1, {['a_b'] if is_begun else ['a_b', 'u1']} go on" in calls
+
+
+def test_what_a_dead_worker_had_is_not_handed_on_while_the_trainer_asks_for_what_there_is(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+) -> None:
+    manager.begin_log(left)
+    ask, gives_back = manager._ask_unclaimed, threading.Thread(target=manager._give_back, args=("agent_loop_worker_1",))
+
+    def ask_while_it_is_given_back(asked: Any) -> list[Any]:
+        gives_back.start()
+        answers = ask(asked)
+        assert not any("take_over" in call for call in calls)
+        return answers
+
+    manager._ask_unclaimed = ask_while_it_is_given_back  # type: ignore[method-assign]
+    manager._restored = frozenset(manager.worker_ids)
+    manager.agent_loop_workers[1] = cast("Any", Worker("w1", calls))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_keep", lambda asked, answers: frozenset())
+        manager.forget_claimed()
+    gives_back.join(LONG_S)
+    told = [call.partition("(")[0] for call in calls if "w0." in call]
+    assert told.index("w0.keep_unclaimed") < told.index("w0.take_over")
+    assert manager._known.unclaimed == {"a_b_0"}
 
 
 @pytest.mark.parametrize("why", ["no file", "a disk that stands still"])
@@ -236,8 +278,8 @@ def test_without_the_dead_ones_file_its_prompts_begin_afresh(
     manager.begin_log(LogFolder(str(tmp_path), 1, 7))
     manager.restart(1)
     assert "release agent_loop_worker_1, [] go on" in calls
-    assert not any("take_over" in call for call in calls)
-    assert ("is generated again: the disk" if why != "no file" else "cannot be read on") in caplog.text
+    assert all("places={}, tokens={}" in call for call in calls if "take_over" in call)
+    assert ("is generated again: the disk" in caplog.text) == (why != "no file")
 
 
 def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import worker as worker_module
-from partial_rollout.agent_loop.log_reading import read_left, read_tokens
+from partial_rollout.agent_loop.log_reading import Left, read_left, read_tokens
 from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
 from partial_rollout.agent_loop.trajectory import Saved, Trajectories, Trajectory
 from partial_rollout.core.interrupt import FRESH, Context
@@ -295,33 +295,73 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
 
 
+def session(claim: Claim, number: int) -> Trajectory:
+    """A trajectory of the claim's prompt that was interrupted after two tokens."""
+    trajectory, call = Trajectory(claim, number), ResumableGeneration(PROMPT, BUDGET)
+    trajectory.record(call)
+    interrupt(call, 8, 9)
+    return trajectory
+
+
+AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
+
+
 async def test_what_a_dead_worker_has_logged_is_taken_over_by_another_one(worker: Any, tmp_path: Path) -> None:
     dead, path = WorkerLog("dead", LONG_S), folder(tmp_path).file("dead")
     dead.begin(folder(tmp_path), [])
     dead.write_interrupted(interrupted_trajectory(make_claim("a")))
     dead.write(*ended("b"), [])
     dead.write_interrupted(interrupted_trajectory(make_claim("c")))
+    dead.write(*ended("c", 1), [])
     dead.give_up("c", make_claim("c").claim_id)
     dead.write_interrupted(interrupted_trajectory(make_claim("d")))
     dead.close(LONG_S)
-    left = read_left(path, 1, ["a", "b", "c"])
-    assert (sorted(left.tokens), sorted(left.places), left.uids) == (["a_0"], ["b_0"], ["a", "b"])
+    left = read_left([path.with_name("is not there"), path], ["a", "b", "c"])
+    assert (sorted(left.tokens), sorted(left.places), left.going_on) == (["a_0"], ["b_0"], ["a", "b"])
     await worker.restore_tokens({"e_0": interrupted_trajectory(make_claim("e")).states()})
+    await worker.replay({"f_0": left.places["b_0"]})
     await worker.take_over(left)
-    after_a_loss = {"attempt": 2, "goes_on": True}
-    assert await generate(worker, replace(make_claim("a"), **after_a_loss), [1]) == [8, 9, 1]
-    assert await generate(worker, replace(make_claim("b"), **after_a_loss)) is None  # no agent loop ran
+    assert await generate(worker, replace(make_claim("a"), **AFTER_A_LOSS), [1]) == [8, 9, 1]
+    assert await generate(worker, replace(make_claim("b"), **AFTER_A_LOSS)) is None  # no agent loop ran
     assert await generate(worker, replace(make_claim("c"), attempt=2), [1]) == [1]
     assert await generate(worker, make_claim("e"), [1]) == [8, 9, 1]
+    assert list(worker._log._places) == ["f_0"]
 
 
-async def test_a_new_file_has_the_tokens_of_what_still_runs(worker: Any, tmp_path: Path) -> None:
+async def test_nothing_older_is_taken_over_of_a_dead_workers_prompts(worker: Any, tmp_path: Path) -> None:
+    """Another worker had lost the first attempt, which the dead one had given up, before it began the next."""
+    await worker.take_over(
+        Left(frozenset("a"), {"a_1": cast("Any", "place")}, {"a_0": session(make_claim("a"), 0).states()})
+    )
+    await worker.take_over(Left(frozenset("a"), {}, {"a_2": session(make_claim("a"), 2).states()}))
+    assert worker._log._places == {}
+    assert await generate(worker, replace(make_claim("a"), **AFTER_A_LOSS), [1]) == [1]
+
+
+@pytest.mark.parametrize("is_between_calls", [True, False])
+async def test_a_new_file_has_the_tokens_of_what_still_runs(
+    worker: Any, tmp_path: Path, is_between_calls: bool
+) -> None:
     running = worker._trajectories.start(make_claim("a"), 0)
     worker._trajectories.record(running, call := ResumableGeneration(PROMPT, BUDGET))
-    interrupt(call, 8, 9)
+    call.add(Segment([8], [-0.5], STOPPED if is_between_calls else ABORTED, 3, 3, Context(3, FRESH)))
     await worker.begin_log(folder(tmp_path))
     worker._log.close(LONG_S)
-    assert list(read_left(folder(tmp_path).file("worker-0"), 1, ["a"]).tokens) == ["a_0"]
+    left = read_left([folder(tmp_path).file("worker-0")], ["a"])
+    assert [state.token_ids for state in left.tokens["a_0"]] == [[8]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(LIVES, st.floats(0, 1), st.floats(0, 1) | st.none())
+def test_whatever_is_left_of_a_dead_workers_file_leads_to_the_text_of_an_undisturbed_run(
+    life: Life, lost: float, wrong: float | None
+) -> None:
+    text, _ = lived(UNDISTURBED)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        if world.live(replace(life, lost=lost, wrong=wrong, checkpoint_at=None)) is None:
+            world.saved = read_left([world.file], ["a"]).tokens
+            assert world.live(UNDISTURBED) == text
 
 
 async def test_the_tokens_of_the_log_are_newer_than_those_of_the_checkpoint(worker: Any, tmp_path: Path) -> None:
