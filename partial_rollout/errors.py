@@ -147,7 +147,10 @@ class EngineError(PartialRolloutError):
 
 
 class EngineDead(EngineError):
-    """The engine process is gone or refuses requests for good."""
+    """The engine process is gone or refuses requests for good.
+
+    Where nobody starts it again in this run, training is started again as after the death of any other process.
+    """
 
 
 class EnginesLost(EngineError):

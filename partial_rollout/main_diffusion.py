@@ -22,6 +22,7 @@ from partial_rollout.observability.events import Choice, CommandEnded, EventWrit
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
 from partial_rollout.observability.step_line import REWARD
+from partial_rollout.runtime.folder_lock import folder_of_one_command
 from partial_rollout.runtime.termination import INTERRUPTED_CODE, heed_termination
 
 if TYPE_CHECKING:
@@ -44,18 +45,20 @@ GAP = 2
 @hydra.main(config_path=str(CONFIGS), config_name="diffusion", version_base=None)
 def main(config: DictConfig) -> None:
     """Train; a user's mistake ends in one line and exit code 2, Ctrl-C and SIGTERM in exit code 130."""
-    ended, events, folder = CommandEnded(code=1, text="see the command's output"), EventWriter(None, "trainer"), None
+    ended, events = CommandEnded(code=1, text="see the command's output"), EventWriter(None, "trainer")
+    stream: Path | None = None
     try:
         settings = DiffusionConfig.from_mapping(read_block(config))
         from partial_rollout.diffusion.launch import launched
 
         folder = Path(settings.trainer.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        events = EventWriter(folder / EVENTS, "trainer", keep_all=True)
-        report_to(events)
-        begin("engines", events)
-        with launched(settings, events) as job:
-            asyncio.run(train_until_stopped(job, settings.trainer, events))
+        with folder_of_one_command(folder, "trainer.output_dir"):
+            stream = folder / EVENTS
+            events = EventWriter(stream, "trainer", keep_all=True)
+            report_to(events)
+            begin("engines", events)
+            with launched(settings, events) as job:
+                asyncio.run(train_until_stopped(job, settings.trainer, events))
         ended = CommandEnded(code=0)
     except RunStopped as stop:
         ended = CommandEnded(code=INTERRUPTED_CODE, text=str(stop))
@@ -68,8 +71,8 @@ def main(config: DictConfig) -> None:
         ended = CommandEnded(code=INTERRUPTED_CODE, text="interrupted before the training, or while the run ended")
     finally:
         events.write(ended)
-        if folder is not None:
-            report_at_end(folder / EVENTS)
+        if stream is not None:
+            report_at_end(stream)
     if ended.code:
         print(f"error: {ended.text}", file=sys.stderr)
         sys.exit(ended.code)

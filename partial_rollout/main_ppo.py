@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
@@ -21,6 +22,7 @@ from partial_rollout.observability.choices import tell, tell_proposals
 from partial_rollout.observability.events import CommandEnded, EventWriter, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.report import report_at_end
+from partial_rollout.runtime.folder_lock import folder_of_one_command
 from partial_rollout.runtime.termination import INTERRUPTED_CODE
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import check_overrides
@@ -29,8 +31,6 @@ from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from partial_rollout.settings.prepare import Prepared
@@ -46,10 +46,12 @@ def main(config: DictConfig) -> None:
     events: Path | None = None
     try:
         prepared = prepare(config, ByHand.read(HydraConfig.get().overrides.task))
-        events = _begin(prepared)
-        from partial_rollout.launch import launch  # imports Ray, verl and torch: what is refused was refused before
+        folder = Path(prepared.config.trainer.default_local_dir)
+        with folder_of_one_command(folder, "trainer.default_local_dir"):
+            events = _begin(prepared)
+            from partial_rollout.launch import launch  # imports Ray, verl and torch: what is refused was refused before
 
-        code, text = launch(prepared)
+            code, text = launch(prepared)
     except (UserError, OmegaConfBaseException) as error:
         code, text = 2, str(error)
     except KeyboardInterrupt:

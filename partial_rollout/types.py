@@ -40,7 +40,7 @@ class Claim:
     attempt: int
     """1 at first; one more after each failure, loss of its worker, or loss of its tokens to the staleness bound."""
     goes_on: bool = False
-    """Whether the trajectories may go on from the tokens of a checkpoint: of the first claim after it was loaded."""
+    """Whether the trajectories may go on from tokens that a checkpoint has kept, or the log of a lost worker."""
     source_index: str = ""
     """The data set's own index of the row, as in `PromptMeta`."""
 

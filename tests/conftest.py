@@ -35,7 +35,7 @@ FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
 SHORT_FORM = "test_node_dies.py"
-"""The file of that folder which runs in every whole run."""
+"""The file of that folder which runs in every whole run; as the first, since it takes longest."""
 CLUSTER_FOLDERS = ("ray", "engine")
 ONE_JOB_EACH = ("tests/e2e/test_training.py", "tests/engine/test_benchmarks.py")
 """Files whose tests start all their processes themselves, and share none."""
@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> tuple[int, int]:
     folder = FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1
+    if item.path.name == SHORT_FORM:
+        folder = -2
     long = [place for place, name in enumerate(LONGEST_FIRST) if name in item.nodeid]
     return folder, long[0] if long else len(LONGEST_FIRST)
 

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
+from partial_rollout.agent_loop.log_reading import Left, read_left
 from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
@@ -89,7 +90,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self._validations: list[_Validation] = []
         self.loops: dict[ray.ObjectRef, str] = {}
         self._oldest_version: int | None = None
-        self._log_folder: LogFolder | None = None
+        self._log_folders: tuple[LogFolder, ...] = ()
+        """Where workers write the log, and before it where they wrote until the last checkpoint began."""
         self._is_running = False
         self.worker_ids = [f"agent_loop_worker_{rank}" for rank in range(len(self._slot_shares))]
         self._restored: frozenset[str] = frozenset()
@@ -100,6 +102,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Brings engines back that die in validation; the trainer sets it."""
         self._swapped = threading.Condition()
         """Guards what a restart changes; notified when a worker has taken a dead one's place."""
+        self._telling = threading.RLock()
+        """Held by who changes what workers may go on from, from when it asks what they have until all know."""
 
     async def _init_agent_loop_workers(self) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
@@ -150,7 +154,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def restart(self, rank: int) -> str:
         """Start a worker again that has died, under a new id; its prompts are pending again. Returns the new id.
 
-        Its tokens are lost. Call this from one thread at a time.
+        They go on from what the dead one has logged. Call this from one thread at a time.
         """
         dead = self.worker_ids[rank]
         # First, so that the living workers generate its prompts while the new one starts.
@@ -181,8 +185,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
                     self._restored |= {self.worker_ids[rank]}
                 # Before `run`: the claim loop must not begin what this step holds back.
                 calls = [worker.hold.remote([], self._oldest_version), worker.resize.remote(self._slot_shares[rank])]
-                if self._log_folder is not None:
-                    calls.append(worker.begin_log.remote(self._log_folder))
+                if self._log_folders:
+                    calls.append(worker.begin_log.remote(self._log_folders[-1]))
                 if self._is_running:
                     self.loops = {**self.loops, worker.run.remote(): f"agent-loop worker {rank}"}
                 self._swapped.notify_all()
@@ -200,13 +204,62 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _give_back(self, worker_id: str) -> None:
         """Let others generate the prompts of a dead worker, after the rows that it has written are gone.
 
-        A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone.
+        A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone. Workers
+        get what it has logged before they can claim the prompts.
         """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
         limit_s = manager_limit_s(call_s)
         uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
         clear_trajectories(uids, call_s)
-        wait_for(self._prompt_manager.release_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
+        left = self._left_by(worker_id, uids)
+        self._hand_on(left)
+        released = self._prompt_manager.release_worker.remote(worker_id, left.going_on)
+        wait_for(released, timeout_s=limit_s, who_waits=who)
+
+    def _left_by(self, worker_id: str, uids: Sequence[str]) -> Left:
+        paths = [folder.file(worker_id) for folder in self._log_folders]
+        try:
+            return call_bounded(
+                lambda: read_left(paths, uids),
+                timeout_s=self._settings.timeouts.call_s,
+                who_waits=f"the run waits for what {worker_id} has logged in {' and '.join(map(str, paths))}",
+            )
+        except WaitTimeout as error:
+            logger.warning("what %s had is generated again: %s", worker_id, error)
+            return Left(frozenset(uids), {}, {})
+
+    def _hand_on(self, left: Left) -> None:
+        """Give what a dead worker had to all workers, and to those that are started again later."""
+        if not left.uids:
+            return
+        ref = ray.put(left)
+        with self._telling:
+            change = self._joined(left)
+            # In one piece, as in `resize`.
+            with self._swapped:
+                self._known = self._known._replace(**change)
+                if left.tokens:
+                    self._restored = frozenset(self.worker_ids)
+                calls = [worker.take_over.remote(ref) for worker in self.agent_loop_workers]
+            self._inform(calls, "take over what a dead worker had")
+
+    def _joined(self, left: Left) -> dict[str, Any]:
+        """What a worker that is started again later is told, with what a dead one had."""
+        known = self._known
+        tokens, missing = self._unclaimed_tokens()
+        try:
+            places = {} if known.places is None else ray.get(known.places, timeout=TOKENS_TIMEOUT_S)
+        except (GetTimeoutError, ObjectLostError) as error:
+            places, missing = {}, [*missing, f"places of logged responses: {error}"]
+        if missing:
+            logger.warning("workers that are started again have nothing of what it had: %s", "; ".join(missing))
+            return {}
+        tokens, places = left.newest(tokens, left.tokens), left.newest(places, left.places)
+        return {
+            "places": ray.put(places) if places else None,
+            "tokens": ray.put(tokens) if tokens else None,
+            "unclaimed": frozenset(tokens),
+        }
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
@@ -281,22 +334,23 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         worker sends it too, and that answer counts.
         A worker that is dead or silent costs its own tokens only: the second value says who, and why.
         """
-        asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
-        answers = self._ask_unclaimed(asked)
-        kept = self._keep(asked, answers)
-        living = [each for each, answer in zip(asked, answers, strict=True) if not is_missing(answer)]
-        calls = [worker.tokens_in_flight.remote(kept) for _, worker in living]
-        found = self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S)
-        self._note_told(living, found)
-        sent = dict(zip((name for name, _ in living), found, strict=True))
-        merged, missing = self._unclaimed_tokens()
-        for (name, _), answer in zip(asked, answers, strict=True):
-            tokens = sent.get(name, answer)
-            if is_missing(tokens):
-                missing.append(f"{name}: {tokens}")
-            else:
-                merged |= tokens
-        return merged, missing
+        with self._telling:
+            asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
+            answers = self._ask_unclaimed(asked)
+            kept = self._keep(asked, answers)
+            living = [each for each, answer in zip(asked, answers, strict=True) if not is_missing(answer)]
+            calls = [worker.tokens_in_flight.remote(kept) for _, worker in living]
+            found = self._settle(calls, "hand over their tokens", TOKENS_TIMEOUT_S)
+            self._note_told(living, found)
+            sent = dict(zip((name for name, _ in living), found, strict=True))
+            merged, missing = self._unclaimed_tokens()
+            for (name, _), answer in zip(asked, answers, strict=True):
+                tokens = sent.get(name, answer)
+                if is_missing(tokens):
+                    missing.append(f"{name}: {tokens}")
+                else:
+                    merged |= tokens
+            return merged, missing
 
     def _unclaimed_tokens(self) -> tuple[Saved, list[str]]:
         """Restored tokens that no worker had taken, and why they are missing.
@@ -314,13 +368,14 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def restore_tokens(self, saved: Saved) -> None:
         """Give every worker the tokens of an earlier start: any of them may claim the prompt."""
-        # Put once: as an argument, the tokens of the whole checkpoint would be copied for each worker.
-        ref = ray.put(saved)
-        with self._swapped:
-            self._known = self._known._replace(tokens=ref if saved else None, unclaimed=frozenset(saved))
-            self._restored = frozenset(self.worker_ids) if saved else frozenset()
-            calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
-        self._ask_living(calls, "take over tokens", TOKENS_TIMEOUT_S)
+        with self._telling:
+            # Put once: as an argument, the tokens of the whole checkpoint would be copied for each worker.
+            ref = ray.put(saved)
+            with self._swapped:
+                self._known = self._known._replace(tokens=ref if saved else None, unclaimed=frozenset(saved))
+                self._restored = frozenset(self.worker_ids) if saved else frozenset()
+                calls = [worker.restore_tokens.remote(ref) for worker in self.agent_loop_workers]
+            self._ask_living(calls, "take over tokens", TOKENS_TIMEOUT_S)
 
     def go_back(self, keys: Collection[str], before: Saved) -> None:
         """Let trajectories of `keys`, `{uid}_{session}` each, go on from `before`, not from what was restored since.
@@ -331,39 +386,41 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         All restored tokens that nobody has claimed are read and put once more then, since a stored object cannot be
         changed: no more than `restore_tokens` has put, a few MB for most runs.
         """
-        saved, missing = self._unclaimed_tokens()
-        change: dict[str, Any]
-        if missing:
-            # The others stay: the next checkpoint reads them again. A worker that is started again has none of `keys`.
-            logger.warning(
-                "workers that are started again have none of the tokens replaced now: %s", "; ".join(missing)
-            )
-            change = {"unclaimed": self._known.unclaimed.difference(keys)}
-        else:
-            kept = {key: calls for key, calls in saved.items() if key not in keys}
-            kept |= {key: calls for key, calls in before.items() if key in self._known.unclaimed}
-            change = {"unclaimed": frozenset(kept), "tokens": ray.put(kept) if kept else None}
-        replaced = ray.put(before)
-        # In one piece, as in `resize`.
-        with self._swapped:
-            self._known = self._known._replace(**change)
-            calls = [each.go_back.remote(frozenset(keys), replaced) for each in self.agent_loop_workers]
-        self._inform(calls, "go back to the tokens of the checkpoint")
+        with self._telling:
+            saved, missing = self._unclaimed_tokens()
+            change: dict[str, Any]
+            if missing:
+                # The others stay: the next checkpoint reads them again. Workers started again have none of `keys`.
+                logger.warning(
+                    "workers that are started again have none of the tokens replaced now: %s", "; ".join(missing)
+                )
+                change = {"unclaimed": self._known.unclaimed.difference(keys)}
+            else:
+                kept = {key: calls for key, calls in saved.items() if key not in keys}
+                kept |= {key: calls for key, calls in before.items() if key in self._known.unclaimed}
+                change = {"unclaimed": frozenset(kept), "tokens": ray.put(kept) if kept else None}
+            replaced = ray.put(before)
+            # In one piece, as in `resize`.
+            with self._swapped:
+                self._known = self._known._replace(**change)
+                calls = [each.go_back.remote(frozenset(keys), replaced) for each in self.agent_loop_workers]
+            self._inform(calls, "go back to the tokens of the checkpoint")
 
     def forget_claimed(self) -> None:
         """Let all workers forget the restored tokens of trajectories that one of them has started, until none is left.
 
         Without it each worker would keep all of a checkpoint's tokens where no further checkpoint follows.
         """
-        if not self._restored:
-            return
-        asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
-        answers = self._ask_unclaimed(asked)
-        if any(map(is_missing, answers)):
-            return  # after the next step again
-        kept = self._keep(asked, answers)
-        calls = [worker.keep_unclaimed.remote(kept) for _, worker in asked]
-        self._note_told(asked, self._settle(calls, "forget tokens", HOLD_TIMEOUT_S))
+        with self._telling:
+            if not self._restored:
+                return
+            asked = list(zip(self.worker_ids, self.agent_loop_workers, strict=True))
+            answers = self._ask_unclaimed(asked)
+            if any(map(is_missing, answers)):
+                return  # after the next step again
+            kept = self._keep(asked, answers)
+            calls = [worker.keep_unclaimed.remote(kept) for _, worker in asked]
+            self._note_told(asked, self._settle(calls, "forget tokens", HOLD_TIMEOUT_S))
 
     def _keep(self, asked: Sequence[tuple[str, ActorHandle]], answers: Sequence[Any]) -> frozenset[str]:
         """Note and return which restored trajectories no worker has started; their tokens go once there are none.
@@ -391,7 +448,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def begin_log(self, folder: LogFolder) -> None:
         """Let all workers write the log of rollouts into this folder from now on."""
         with self._swapped:
-            self._log_folder = folder
+            self._log_folders = (*self._log_folders[-1:], folder)
             calls = [worker.begin_log.remote(folder) for worker in self.agent_loop_workers]
         for answer in self._settle(calls, "begin a file of the log", LOG_TIMEOUT_S):
             if is_missing(answer):
@@ -399,16 +456,17 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
 
     def replay(self, places: Mapping[str, Place]) -> None:
         """Tell all workers which trajectories are replayed: any of them may claim the prompt."""
-        ref = ray.put(places)
-        # In one piece, as in `resize`.
-        with self._swapped:
-            self._known = self._known._replace(places=ref)
-            calls = [each.replay.remote(ref) for each in self.agent_loop_workers]
-        # A worker takes both in their order only if it has answered before it is told that there is nothing.
-        if places:
-            self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
-        else:
-            self._inform(calls, "replay nothing more")
+        with self._telling:
+            ref = ray.put(places)
+            # In one piece, as in `resize`.
+            with self._swapped:
+                self._known = self._known._replace(places=ref)
+                calls = [each.replay.remote(ref) for each in self.agent_loop_workers]
+            # A worker takes both in their order only if it has answered before it is told that there is nothing.
+            if places:
+                self._ask_living(calls, "replay", TOKENS_TIMEOUT_S)
+            else:
+                self._inform(calls, "replay nothing more")
 
     def raise_if_ended(self, ready: Sequence[ray.ObjectRef]) -> None:
         """Raise what ended a claim loop, if one of `ready` is such a loop."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
+from partial_rollout.agent_loop.log_reading import read_frames
 from partial_rollout.core.rollout_log import (
     FORMAT_VERSION,
     Finished,
@@ -40,6 +40,7 @@ from partial_rollout.runtime.log_writer import LogWriter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from partial_rollout.agent_loop.log_reading import Left
     from partial_rollout.agent_loop.trajectory import Trajectory
     from partial_rollout.core.replay import Place
     from partial_rollout.types import TrajectorySummary
@@ -103,7 +104,7 @@ class WorkerLog:
     def begin(self, folder: LogFolder, unfinished: Iterable[bytes]) -> None:
         """Write into this folder from now on; first the records of trajectories whose groups have not ended.
 
-        Of a trajectory that has not ended the new file has nothing, until it is interrupted again.
+        Of a trajectory that has not ended the new file has nothing, until `write_interrupted`.
         """
         self._written.clear()
         self._writer.open(folder.file(self._worker_id))
@@ -118,6 +119,10 @@ class WorkerLog:
     def replay(self, places: Mapping[str, Place]) -> None:
         """Replay these trajectories when they are claimed, and no others."""
         self._places = dict(places)
+
+    def take_over(self, left: Left) -> None:
+        """Replay what a dead worker had ended, and nothing older of its prompts."""
+        self._places = left.newest(self._places, left.places)
 
     def write(
         self, trajectory: Trajectory, outputs: Sequence[Any], found: Sequence[TrajectorySummary]
@@ -136,14 +141,19 @@ class WorkerLog:
         """Write a replayed trajectory into the log of this start."""
         return self._append(trajectory, replayed.payload, replayed.summaries)
 
-    def write_interrupted(self, trajectory: Trajectory) -> None:
-        """Write what an unfinished trajectory has, if an interruption has brought tokens that the file lacks."""
+    def write_interrupted(self, trajectory: Trajectory, *, between_calls: bool = False) -> None:
+        """Write what an unfinished trajectory has, if an interruption has brought tokens that the file lacks.
+
+        `between_calls`: also if none of its generate calls is unfinished.
+        """
         # While saved calls are ahead, the record that has them is the better one.
         if not self._writer.is_on or trajectory.num_ahead:
             return
         written = self._written.setdefault(trajectory, Written())
         try:
-            payload = written.more(trajectory.key, trajectory.claim.claim_id, trajectory.generations)
+            payload = written.more(
+                trajectory.key, trajectory.claim.claim_id, trajectory.generations, between_calls=between_calls
+            )
         except (TypeError, ValueError, OverflowError) as error:
             self._warn(f"tokens of {trajectory.claim.prompt_name} are not in the log of rollouts: {error}")
             return
@@ -157,7 +167,7 @@ class WorkerLog:
     async def read(self, trajectory: Trajectory) -> Replayed | None:
         """The trajectory as an earlier start has logged it; None if it is to be generated."""
         place = self._places.pop(trajectory.key, None)
-        # A further attempt replays nothing: what the first one returned was refused, or lost with its worker.
+        # A further attempt replays nothing: what the first one returned was refused.
         if place is None or not trajectory.may_go_on:
             return None
         try:
@@ -230,12 +240,6 @@ def _encode_output(output: Any) -> Output:
         log_probs=None if log_probs is None else pack_log_probs(log_probs),
         rest=_ENCODER.encode(rest),
     )
-
-
-def read_frames(places: Sequence[Place]) -> list[bytes]:
-    """The frames at places of one file. Raises OSError."""
-    with Path(places[0].path).open("rb") as file:
-        return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 
 
 def _to_plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from partial_rollout.agent_loop.log_reading import Left
     from partial_rollout.core.resume import GenerationState, ResumableGeneration
     from partial_rollout.types import Claim, ContextSpan, VersionSpan
 
@@ -53,7 +54,7 @@ class Trajectory:
     """
 
     def __init__(self, claim: Claim, session: int, saved: Sequence[GenerationState] = ()) -> None:
-        """`session` numbers the trajectories of a prompt; `saved` are folded generate calls of an earlier start.
+        """`session` numbers the trajectories of a prompt; `saved` are folded generate calls of an earlier claim.
 
         Raises:
             DataError: they do not follow each other.
@@ -94,7 +95,7 @@ class Trajectory:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether tokens of an earlier start count: no further attempt goes on from what the first one had."""
+        """Whether tokens from before this claim count: of further attempts only those that follow a lost worker."""
         return self.claim.goes_on or self.claim.attempt == 1
 
     @property
@@ -180,6 +181,10 @@ class Trajectories:
         """Let trajectories go on from `saved`, but those of further attempts; other workers have the same calls."""
         self._saved = dict(saved)
 
+    def take_over(self, left: Left) -> None:
+        """Let trajectories go on from the tokens of a dead worker, and from nothing older of its prompts."""
+        self._saved = left.newest(self._saved, left.tokens)
+
     def go_back(self, keys: AbstractSet[str], before: Mapping[str, list[GenerationState]]) -> None:
         """Let trajectories of `keys` that have not started here go on from `before`; without these, afresh."""
         again = {key: calls for key, calls in before.items() if key in self._saved}
@@ -227,6 +232,10 @@ class Trajectories:
         """The records of ended trajectories whose groups have not ended."""
         trajectories = (each for group in self._running.values() for each in group.values())
         return [each.record_bytes for each in trajectories if each.record_bytes]
+
+    def unended(self) -> list[Trajectory]:
+        """Trajectories that still run."""
+        return [each for group in self._running.values() for each in group.values() if not each.has_ended]
 
     def unclaimed(self) -> frozenset[str]:
         """Saved trajectories that have not started again here."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from partial_rollout.agent_loop.log_reading import Left
     from partial_rollout.agent_loop.rollout_log import LogFolder, Replayed
     from partial_rollout.core.replay import Place
     from partial_rollout.core.resume import ResumableGeneration, Segment
@@ -222,10 +223,17 @@ class PartialRolloutAgentLoopWorker(AgentLoopWorkerTQBase):
     async def begin_log(self, folder: LogFolder) -> None:
         """Write the log of rollouts into this folder from now on."""
         self._log.begin(folder, self._trajectories.records())
+        for trajectory in self._trajectories.unended():
+            self._log.write_interrupted(trajectory, between_calls=True)
 
     async def replay(self, places: Mapping[str, Place]) -> None:
         """Let these trajectories, and no others, be what the log of an earlier start says."""
         self._log.replay(places)
+
+    async def take_over(self, left: Left) -> None:
+        """Let the trajectories of a dead worker be what it had logged, and go on from its tokens."""
+        self._log.take_over(left)
+        self._trajectories.take_over(left)
 
     async def validate(self, batch: TensorDict) -> None:
         """Run verl's own validation path for `batch` and return when all of it is in TransferQueue.

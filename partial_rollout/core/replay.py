@@ -101,7 +101,7 @@ class History:
         self.unfinished: dict[str, dict[Order, list[Piece]]] = {}
         """By `{uid}_{session}` and claim: the records of the trajectory before its end."""
         self._given_up: dict[str, Order] = {}
-        """By uid: the last claim whose unfinished trajectories are void."""
+        """By uid: the last claim whose trajectories are void, but for those that were trained."""
         self._of_start: set[int] = set()
         """Steps of which the start that is being read has told."""
 
@@ -159,7 +159,7 @@ class History:
             pieces.append(piece)
 
     def given_up(self, record: GivenUp, number: int) -> None:
-        """Unfinished trajectories of a prompt are void."""
+        """Trajectories of a prompt are void, since their attempt has failed or was lost."""
         self._given_up[record.uid] = max(self._given_up.get(record.uid, (0, 0)), (number, record.claim_id))
 
     def _forget_after(self, step: int) -> None:
@@ -213,12 +213,16 @@ class History:
             uid = key.rpartition("_")[0]
             if uid not in uids or key in plan.places:
                 continue
-            void = self._given_up.get(uid, (0, 0))
+            void = self._void(uid)
             known = {order: _up_to(plan.through, pieces) for order, pieces in claims.items() if order > void}
             latest = max((order for order, pieces in known.items() if pieces), default=None)
             if latest is not None:
                 plan.unfinished[key] = tuple(piece.place for piece in known[latest])
                 plan.num_unfinished_tokens += sum(piece.num_tokens for piece in known[latest])
+
+    def _void(self, uid: str) -> Order:
+        """The last claim of the prompt from which nothing is taken over."""
+        return self._given_up.get(uid, (0, 0))
 
     def _members(
         self, batches: Iterable[Iterable[Group]], unfinished: Collection[str], done: Collection[str]
@@ -242,7 +246,11 @@ class History:
         """Ended trajectories that no batch has, as far as weights have sampled them that there will be again."""
         latest: dict[str, Logged] = {}
         for key, records in self.trajectories.items():
-            fit = [each for each in records.values() if each.uid in uids and each.newest_version <= through]
+            fit = [
+                each
+                for each in records.values()
+                if each.uid in uids and each.newest_version <= through and each.order > self._void(each.uid)
+            ]
             if fit:
                 latest[key] = max(fit, key=lambda each: each.order)
         return latest

@@ -169,11 +169,11 @@ class Interrupted(Record, frozen=True, tag="interrupted"):
 
 
 class GivenUp(Record, frozen=True, tag="given_up"):
-    """Unfinished trajectories are void, because their attempt has failed or ended; a record of a worker's file."""
+    """Trajectories that were not trained are void: their attempt has failed or was lost. Of a worker's file."""
 
     uid: str
     claim_id: int
-    """The last claim of the prompt whose unfinished trajectories are void; those of earlier claims are void too."""
+    """The last claim of the prompt whose trajectories are void; those of earlier claims are void too."""
 
 
 AnyRecord = Opened | Abandoned | Admitted | Taken | Finished | Interrupted | GivenUp

@@ -57,14 +57,19 @@ class Written:
         self._last = 0
         """Checksum of the last record."""
 
-    def more(self, key: str, claim_id: int, calls: Sequence[ResumableGeneration]) -> bytes | None:
+    def more(
+        self, key: str, claim_id: int, calls: Sequence[ResumableGeneration], *, between_calls: bool = False
+    ) -> bytes | None:
         """The record to write now; None if no unfinished call has tokens that the file lacks.
+
+        `between_calls`: an ended call counts too.
 
         Raises:
             TypeError, ValueError, OverflowError: a token or log-prob that no record can hold.
         """
         num_known = [num for num, _ in self._calls] + [0] * (len(calls) - len(self._calls))
-        if not any(len(call.token_ids) > num and not call.finished for call, num in zip(calls, num_known, strict=True)):
+        lacks = (len(call.token_ids) > num for call, num in zip(calls, num_known, strict=True))
+        if not any(lack and (between_calls or not call.finished) for call, lack in zip(calls, lacks, strict=True)):
             return None
         now = [(len(call.token_ids), call.finished) for call in calls]
         changed = [number for number in range(len(calls)) if self._calls[number : number + 1] != [now[number]]]

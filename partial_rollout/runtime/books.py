@@ -127,10 +127,10 @@ class Books:
         self.desk.last_failure = f"{claim.prompt_name}: {reason}"
         return given_back
 
-    def release_worker(self, worker_id: str) -> list[str]:
+    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
         """Release a worker in the queue; the worker owes no sign of life any more."""
         self.forget(worker_id)
-        return self.queue.release_worker(worker_id)
+        return self.queue.release_worker(worker_id, going_on)
 
     # ---- changes beside the queue ----
 

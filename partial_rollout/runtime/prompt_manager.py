@@ -338,8 +338,11 @@ class RolloutPromptManager:
         """Refuse the late reports of a lost worker from now on; returns the uids of its prompts, oldest claim first."""
         return self._do(PromptQueue.fence_worker, worker_id)
 
-    async def release_worker(self, worker_id: str) -> list[str]:
-        """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids."""
+    async def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
+        """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids.
+
+        Workers have been given tokens of the prompts `going_on`, from which their next claims go on.
+        """
         async with self._changing(wake_claims=True):
             # Ends a long poll of the worker that is parked in `claim`.
             self._num_releases[worker_id] += 1
@@ -348,7 +351,7 @@ class RolloutPromptManager:
             self._note_slots(worker_id, 0)
             self._workers.pop(worker_id, None)
             self._silence.forget(worker_id)
-            return self._do(Books.release_worker, worker_id)
+            return self._do(Books.release_worker, worker_id, going_on)
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics; those of a worker that was released are known to be none."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ActorLost, EnginesLost, TaskRunnerLost
+from partial_rollout.errors import ActorLost, EngineDead, EnginesLost, TaskRunnerLost
 from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
 from partial_rollout.runtime.processes import ENGINE
 from partial_rollout.runtime.remote_call import root_cause
@@ -37,6 +37,8 @@ RESUME_MODE = "auto"
 """With any other `trainer.resume_mode` a new start would not go on from where the run was."""
 NEVER = "that needs async_training.partial_rollout=True, partial_rollout.events, and partial_rollout.restarts above 0"
 """Why a command never starts training again."""
+DEATHS = (ActorLost, EngineDead, EnginesLost, RayActorError)
+"""What says that a process has died, or several have, that the run does not go on without."""
 WRITERS = ("trainer", "task_runner", "server", "driver")
 """Processes that write the events which are read here; the workers' files are large."""
 
@@ -57,8 +59,8 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether a process has died, or several have, that the run does not go on without."""
-        return isinstance(self.error, ActorLost | EnginesLost | RayActorError)
+        """Whether it is one of `DEATHS`."""
+        return isinstance(self.error, DEATHS)
 
 
 class RestartBudget:
@@ -112,7 +114,7 @@ class RunRestarts:
         fault = None
         if isinstance(failure.error, TaskRunnerLost):  # what else dies is named by the task runner
             fault = Fault.of(failure.error.death.process, text=str(failure.error), action=action)
-        elif isinstance(failure.error, EnginesLost):  # of each of them it was told that it is started again
+        elif isinstance(failure.error, EngineDead | EnginesLost):  # of none of them was told what follows here
             fault = Fault(role=ENGINE.role, name=ENGINE.role, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
         return number > 0

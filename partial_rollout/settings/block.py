@@ -432,9 +432,8 @@ class WeightsConfig(_Block):
     relaunches: int = _key(
         1,
         "Engines that an update failed in are started again and sent all weights, at most so often in one update; then "
-        "training starts again. With 0 an engine that dies while it generates is not started again either: the run "
-        "ends.",
-        who="0: whoever wants to look at a failed engine",
+        "training starts again. With 0 it starts again after each death of an engine, also while it generates.",
+        who="0, with restarts=0: whoever wants to look at a failed engine",
         evidence="tests with killed engines; docs/design/0005",
         ge=0,
     )

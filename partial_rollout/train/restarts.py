@@ -31,7 +31,7 @@ class Restarts:
     engine server:     died -> started again by Ray, without an engine -> watched -> given an engine by the trainer
     load balancer:     died -> started again by Ray, with its servers -> watched
     prompt manager:    died -> started again by Ray, with its queue -> told whom to watch
-    agent-loop worker: died -> its rows cleared, its prompts pending again -> started again, under a new id -> watched
+    agent-loop worker: died -> its rows cleared, its log handed on, its prompts pending -> started again -> watched
     """
 
     def __init__(self, trainer: Any, agent_loops: Any, step: Callable[[], int | None]) -> None:
@@ -88,7 +88,7 @@ class Restarts:
             rank = self._agent_loops.worker_ids.index(death.process.name)
             worker_id = self._agent_loops.restart(rank)
             self._trainer.watch.watch([(death.process.role, worker_id, self._agent_loops.agent_loop_workers[rank])])
-        return f"it was started again as {worker_id}; its unfinished prompts are generated again, by any worker"
+        return f"it was started again as {worker_id}; any worker goes on with its prompts"
 
     def reward_worker(self, death: Death) -> str:
         """Start a reward worker again, as verl has started it."""

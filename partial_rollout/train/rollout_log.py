@@ -24,42 +24,35 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 from omegaconf import OmegaConf
 
-from partial_rollout.agent_loop.rollout_log import LogFolder, read_frames
+from partial_rollout.agent_loop.log_reading import prompt_of, read_frames, read_records, read_tokens
+from partial_rollout.agent_loop.rollout_log import LogFolder
 from partial_rollout.core.replay import History, Place, Plan
 from partial_rollout.core.rollout_log import (
     HEADER,
     TRAINER,
     Abandoned,
     Admitted,
-    End,
-    FrameReader,
     Group,
     Opened,
     Taken,
     checksum,
-    decode,
     encode,
     frame,
-    read_interrupted,
 )
-from partial_rollout.core.saved_calls import unfold
-from partial_rollout.core.unfinished import join
-from partial_rollout.errors import DataError, WaitTimeout
+from partial_rollout.errors import WaitTimeout
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.memory import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from omegaconf import DictConfig
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
     from partial_rollout.agent_loop.trajectory import Saved
-    from partial_rollout.core.rollout_log import AnyRecord
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.types import FinishedGroup, QueueSnapshot
 
@@ -272,8 +265,8 @@ class RunLog:
             return
         coming = {uid for uid, number in self._coming.items() if number >= self._num_admitted}
         waiting = coming | {prompt.uid for prompt in snapshot.unfinished}
-        left = {key: (place,) for key, place in self._plan.places.items() if _uid(key) in waiting}
-        left |= {key: places for key, places in self._plan.unfinished.items() if _uid(key) in coming}
+        left = {key: (place,) for key, place in self._plan.places.items() if prompt_of(key) in waiting}
+        left |= {key: places for key, places in self._plan.unfinished.items() if prompt_of(key) in coming}
         self._num_left = len(left)
         if not left or not self._writer.is_on:
             return
@@ -388,10 +381,6 @@ def step_bytes(config: DictConfig) -> int:
     return data.train_batch_size * n * (data.max_prompt_length + data.max_response_length) * BYTES_A_TOKEN
 
 
-def _uid(key: str) -> str:
-    return key.rpartition("_")[0]
-
-
 def read_payloads(places: Sequence[Place]) -> list[bytes]:
     """The records of one trajectory, without their frames; none if one of them is not what was written."""
     try:
@@ -411,28 +400,6 @@ def write_frames(path: Path, payloads: Iterable[bytes]) -> None:
             file.write(frame(payload))
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_tokens(unfinished: Mapping[str, Sequence[Place]]) -> Saved:
-    """The generate calls of unfinished trajectories from their records, folded as a checkpoint has them.
-
-    One that cannot be read is left out, and the first of these is warned of.
-    """
-    found: Saved = {}
-    unread: list[str] = []
-    for key, places in unfinished.items():
-        try:
-            calls = join(read_interrupted(read_frames(places), key, [place.checksum for place in places]))
-            unfold(calls)  # raises if they do not follow each other
-            found[key] = calls
-        except (OSError, DataError, msgspec.DecodeError) as error:
-            unread.append(f"trajectory {key} in {places[0].path}: {error}")
-    if unread:
-        said = (
-            "the tokens that the log has of %d unfinished responses cannot be read, and are generated again; first: %s"
-        )
-        logger.warning(said, len(unread), unread[0])
-    return found
 
 
 def describe(plan: Plan, base_step: int) -> str:
@@ -461,7 +428,7 @@ def read_history(folder: Path, base_step: int, now: Mapping[str, str]) -> tuple[
     history, why_not = History(), ""
     for number in sorted(starts):
         of_trainer = [path for path in starts[number] if path.name.endswith(f"-{TRAINER}.log")]
-        records = [record for path in of_trainer for _, record in _records(path)]
+        records = [record for path in of_trainer for _, record in read_records(path)]
         opened = records[0] if records else None
         if not isinstance(opened, Opened) or opened.base_step != base_step:
             continue  # it ended before it had begun
@@ -473,7 +440,7 @@ def read_history(folder: Path, base_step: int, now: Mapping[str, str]) -> tuple[
             history.tell(record)
         why_not = ""
         for path in set(starts[number]) - set(of_trainer):
-            for place, record in _records(path):
+            for place, record in read_records(path):
                 history.tell_of_worker(record, number, place)
     return history, max(starts, default=0) + 1, why_not
 
@@ -485,18 +452,3 @@ def _why_not(opened: Opened, now: Mapping[str, str]) -> str:
         was, is_now = opened.world.get(key, "unknown"), now.get(key, "unknown")
         return f"they were generated with {key}={was[:200]}, and now it is {is_now[:200]}"
     return ""
-
-
-def _records(path: Path) -> Iterator[tuple[Place, AnyRecord]]:
-    """The records of a file up to the first that is not whole."""
-    try:
-        with path.open("rb") as file:
-            reader = FrameReader(file)
-            for offset, payload in reader:
-                record = decode(payload)
-                if record is not None:
-                    yield Place(str(path), offset, HEADER.size + len(payload), checksum(payload)), record
-        if reader.end is End.DAMAGED:
-            logger.warning("%s is damaged: what follows in it is not used", path)
-    except (OSError, DataError) as error:
-        logger.warning("%s cannot be read on: what follows in it is not used (%s)", path, error)

@@ -70,7 +70,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-from partial_rollout.errors import ActorLost, DataError, EngineDead, EnginesLost
+from partial_rollout.errors import DataError, EngineDead
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -97,6 +97,7 @@ from partial_rollout.runtime.processes import (
 )
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.remote_call import wait_for
+from partial_rollout.runtime.run_restarts import DEATHS
 from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
 from partial_rollout.settings.auto import DEPTH_KEY
 from partial_rollout.settings.block import BLOCK
@@ -250,7 +251,7 @@ class PartialRolloutTrainer(PPOTrainer):
             self.watch.bound_end(error)
             # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
             named = self.watch.explain(error)
-            self.ends_with = "" if isinstance(named, ActorLost | EnginesLost) else f"{type(named).__name__}: {named}"
+            self.ends_with = "" if isinstance(named, DEATHS) else f"{type(named).__name__}: {named}"
             self._save_last_checkpoint()
             if named is error:
                 raise

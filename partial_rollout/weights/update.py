@@ -40,8 +40,8 @@ def update_engines(
         before_resend: puts all engines into the state in which an update finds them.
 
     Raises:
-        EnginesLost: an update failed in an engine after a relaunch too; names replicas and reasons.
-        WeightUpdateError: an update failed where nothing may be relaunched, or not in an engine; names both as well.
+        EnginesLost: an update failed in an engine after the last relaunch; names replicas and reasons.
+        WeightUpdateError: an update failed, but in no engine.
         WaitTimeout: training ranks did not answer.
         Exception: what a rank raised that has nothing to do with engines.
     """
@@ -54,8 +54,7 @@ def update_engines(
         failed = engines.failed_updates()
         reasons = "; ".join(f"replica {rank}: {reason}" for rank, reason in failed.items()) or str(failure)
         if not (failed and attempts_left):
-            is_lost = failed and num_relaunched
-            raise (EnginesLost if is_lost else WeightUpdateError)(
+            raise (EnginesLost if failed else WeightUpdateError)(
                 f"{_subject(failed)} not taken weight version {version} ({num_relaunched} were relaunched, "
                 f"partial_rollout.weights.relaunches={relaunches}): {reasons}"
             ) from failure

@@ -83,11 +83,12 @@ def test_groups_past_the_bound_are_dropped_and_an_agent_loop_that_always_fails_e
     assert saved_step(tmp_path) == job.steps[-1]["training/global_step"]
 
 
-def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_relaunched_ends_the_run_with_its_name(
+def test_groups_past_the_bound_begin_again_and_the_end_of_a_run_without_restarts_names_the_engine_that_was_killed(
     task: Path, tmp_path: Path
 ) -> None:
     rows = with_lengths(task, tmp_path, _lengths(64))
-    options = [*_options("restart"), *rows, "trainer.total_training_steps=30", "partial_rollout.weights.relaunches=0"]
+    never = ["partial_rollout.weights.relaunches=0", "partial_rollout.restarts=0"]
+    options = [*_options("restart"), *rows, "trainer.total_training_steps=30", *never]
     engine = {"process": "VLLM::EngineCore", "number": signal.SIGKILL}
     job = run_job_and_signal(task, tmp_path, *options, after=f"step:{STEPS} ", **engine)
     _check(job)
@@ -99,6 +100,6 @@ def test_groups_past_the_bound_begin_again_and_a_killed_engine_that_may_not_be_r
     assert job.code == 1
     # The kill may meet the engine while it generates, or while it takes new weights.
     named = re.search(
-        r"error: training failed: .*(EngineDead|WeightUpdateError): replica 0 .*engine \(pid \d+", job.output, re.DOTALL
+        r"error: training failed: .*(EngineDead|EnginesLost): replica 0 .*engine \(pid \d+", job.output, re.DOTALL
     )
     assert named, job.output[-4000:]

@@ -12,7 +12,7 @@ from partial_rollout.observability.events import Fault, StageBegan, StepEnded
 from partial_rollout.runtime import processes
 from partial_rollout.train.restarts import MAX_RESTARTS_A_STEP
 from tests.e2e.conftest import saved_step, times_trained
-from tests.faults.conftest import blow_at, check_nothing_lost, options, strike
+from tests.faults.conftest import TRAINING, blow_at, check_nothing_lost, options, strike
 from tests.faults.dies_in import STEP
 
 if TYPE_CHECKING:
@@ -58,6 +58,31 @@ def test_training_is_started_again_when_engines_cannot_be_brought_back(
     # A step whose checkpoint is whole is not trained again, so nobody tells of its end.
     untold = {STEP} if scheduler == "DiesInEachUpdate" else set[int]()
     assert {event.step for event in ended} == set(range(1, NUM_STEPS + 1)) - untold
+    assert len(times_trained(job.stream)) == 8 * NUM_STEPS
+    assert saved_step(tmp_path) == NUM_STEPS
+    check_nothing_lost(job, tmp_path, calm)
+
+
+@pytest.mark.timeout(LIMIT_S + 300)
+def test_training_is_started_again_after_each_death_of_an_engine_that_nobody_starts_again(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
+    settings = [
+        f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=1",
+        "partial_rollout.weights.backend=verl", "partial_rollout.tail.interrupt_mode=abort",
+    ]  # fmt: skip
+    blows = [blow_at(processes.ENGINE, 2), blow_at(processes.ENGINE, 4, TRAINING)]
+    struck = strike(task, tmp_path, *options(task, tmp_path), *settings, blows=blows, limit_s=LIMIT_S)
+    job = struck.job
+    starts = [event for event in job.stream if isinstance(event, StageBegan) and event.name == stages.RAY]
+    report |= {"code": job.code, "starts": len(starts), "survivors": job.survivors}
+    report |= {"faults": [(fault.role, fault.text[:300], fault.action) for fault in struck.faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert len(starts) == 3
+    lost = [fault for fault in struck.faults if _says_lost(fault)]
+    assert [fault.role for fault in lost] == [processes.ENGINE.role] * 2
+    for fault, pid in zip(lost, struck.pids, strict=True):
+        assert re.search(rf"replica 0 .*pid {pid}\b", fault.text), fault.text
     assert len(times_trained(job.stream)) == 8 * NUM_STEPS
     assert saved_step(tmp_path) == NUM_STEPS
     check_nothing_lost(job, tmp_path, calm)

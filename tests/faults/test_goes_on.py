@@ -22,6 +22,7 @@ from tests.faults.conftest import (
     options,
     strike,
 )
+from tests.faults.measured import NEVER_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
     Blow(processes.AGENT_LOOP_WORKER.role, 3),
     Blow(processes.REWARD_WORKER.role, 4, TRAINING),
-    Blow(processes.AGENT_LOOP_WORKER.role, 5, TRAINING),
+    Blow(processes.AGENT_LOOP_WORKER.role, 5, SHUT),
 ]
 NUM_STEPS = 6
 MORE_STEPS = 10
@@ -58,6 +59,8 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(
     assert job.code == 0, job.output[-4000:]
     assert [fault.role for fault in struck.faults] == roles
     assert max(report["known_and_replaced_s"]) < processes.REPLACED_S
+    # Responses of the last one had been interrupted, so the log has them: others go on from there.
+    assert struck.measured(NEVER_S)[-1]["tokens_lost"] == 0
     check_all_trained_once(job, NUM_STEPS)
     check_same_texts(tmp_path, calm)
     assert "failed (" not in job.output  # no attempt was charged to a prompt

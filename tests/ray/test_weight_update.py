@@ -89,7 +89,7 @@ def test_engines_that_fail_after_a_relaunch_too_are_lost_and_the_error_names_eve
 
 def test_without_relaunches_the_first_failure_is_the_last(run):
     engines = Engines({0: "killed"})
-    with pytest.raises(WeightUpdateError, match=r"^replica 0 has not taken weight version 7 .*replica 0: killed$"):
+    with pytest.raises(EnginesLost, match=r"^replica 0 has not taken weight version 7 .*replica 0: killed$"):
         run(engines, ["x"], relaunches=0)
     assert engines.events == ["send"]
 

@@ -56,7 +56,7 @@ class ClaimBook:
     def start(self, entry: Entry, worker_id: str) -> Claim:
         """Give `worker_id` a claim on the prompt."""
         entry.ongoing_since_s, entry.ongoing_before_s, entry.was_called_long = self._clock(), 0.0, False
-        # Only a prompt that a checkpoint has restored has begun before it is claimed: its tokens are saved.
+        # A prompt that has begun before it is claimed has tokens: of a checkpoint, or of a worker that was lost.
         goes_on = entry.begun is not None
         if entry.begun is None:
             entry.begun = self.ages.begin(None)

@@ -52,7 +52,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ONGOING, Event.GIVE_BACK): State.PENDING,
     (State.ONGOING, Event.DROP): State.DROPPED,
     # A deferred prompt keeps its claim and its tokens. One without a claim (its worker was lost, or the run was
-    # restarted) has no tokens: it starts again.
+    # restarted) waits for another one.
     (State.ONGOING, Event.DEFER): State.DEFERRED,
     (State.DEFERRED, Event.RESUME): State.ONGOING,
     (State.DEFERRED, Event.RESTART): State.PENDING,

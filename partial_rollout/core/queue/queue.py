@@ -104,7 +104,7 @@ class PromptQueue:
         self._num_unreplaced = 0  # the plan has seen that they are gone
         for entry in resumed:
             if entry.claim is None:
-                # The prompt's worker was lost, or the run was restarted: nobody holds the prompt's tokens.
+                # The prompt's worker was lost, or the run was restarted: nobody holds the prompt.
                 entry.move(Event.RESTART)
                 self._rounds.rejoin(entry)
             else:
@@ -240,13 +240,20 @@ class PromptQueue:
         """
         return [claim.uid for claim in self._claims.fence(worker_id)]
 
-    def release_worker(self, worker_id: str) -> list[str]:
-        """Give back all claims of a lost worker; returns their uids in claim order."""
+    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
+        """Give back all claims of a lost worker; returns their uids in claim order.
+
+        Tokens of the prompts `going_on` were found elsewhere: their next claims go on from these.
+        """
         self._claims.unfence(worker_id)
         claims = self._claims.of_worker(worker_id)
         for claim in claims:
-            self._claims.entry(claim).losses += 1
+            entry = self._claims.entry(claim)
+            entry.losses += 1
+            begun = entry.begun
             self.give_back(claim)
+            if claim.uid in going_on:
+                entry.begun = self._claims.ages.begin(begun)
         return [claim.uid for claim in claims]
 
     # ---- what may happen next ----

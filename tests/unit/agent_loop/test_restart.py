@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,13 +13,17 @@ from ray.exceptions import RayActorError
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as manager_module
-from partial_rollout.agent_loop.rollout_log import LogFolder
-from partial_rollout.errors import ActorLost, EngineDead
+from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
+from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
+from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
+from tests.unit.agent_loop.test_unfinished_log import interrupted_trajectory
+from tests.unit.agent_loop.test_worker_log import LONG_S, ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 
@@ -77,7 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
     prompts = SimpleNamespace(
         fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or ["u1", "a_b"]),
-        release_worker=SimpleNamespace(remote=lambda name: calls.append(f"release {name}") or ["u1", "a_b"]),
+        release_worker=SimpleNamespace(
+            remote=lambda name, going_on: calls.append(f"release {name}, {going_on} go on") or ["u1", "a_b"]
+        ),
     )
     manager = make_workers([Worker("w0", calls), Worker("w1", calls, DEAD)], prompt_manager=prompts)
     spawned: Callable[..., Any] = lambda rank, node, share: Worker(f"new{rank}:{share}", calls)  # noqa: E731
@@ -93,10 +100,12 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     manager.resize(16)
     calls.clear()
     assert manager.restart(1) == "agent_loop_worker_1_again_1"
-    assert calls == [
+    assert [re.sub(r"take_over\(.*", "take_over", call) for call in calls] == [
         "fence agent_loop_worker_1",
         "clear ['a_b_0_1', 'u1_0_0', 'u1_1_0']",
-        "release agent_loop_worker_1",
+        "w0.take_over",
+        "w1.take_over",
+        "release agent_loop_worker_1, [] go on",
         "new1:8.ping()",
         "new1:8.keep_unclaimed(frozenset(),)",
         "new1:8.hold([], 7)",
@@ -145,7 +154,7 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     manager.restart(1)
     assert told_before_run(calls) == [
         f"replay({places},)",
-        f"restore_tokens({saved},)",
+        "restore_tokens({'b_0': []},)",
         "keep_unclaimed(frozenset({'b_0'}),)",
     ]
     assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
@@ -153,7 +162,124 @@ def test_a_new_worker_replays_and_goes_on_as_the_others_do_until_they_forget(
     keep(manager)
     calls.clear()
     manager.restart(1)
-    assert told_before_run(calls) == ["replay({},)", "keep_unclaimed(frozenset(),)"]
+    assert told_before_run(calls) == ["keep_unclaimed(frozenset(),)"]
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> LogFolder:
+    """A log in which worker 1 has a trajectory that has ended, and one that has not."""
+    folder = LogFolder(str(tmp_path), 2, 7)
+    log = WorkerLog("agent_loop_worker_1", LONG_S)
+    log.begin(folder, [])
+    log.write(*ended("u1"), [])
+    log.write_interrupted(interrupted_trajectory(make_claim("a_b")))
+    log.write_interrupted(interrupted_trajectory(make_claim("another workers")))
+    log.close(LONG_S)
+    return folder
+
+
+def test_all_workers_know_what_a_dead_one_has_logged_before_one_of_them_can_claim_it(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = manager._settle
+    monkeypatch.setattr(
+        manager, "_settle", lambda refs, what, timeout_s: calls.append(what) or settle(refs, what, timeout_s)
+    )
+    manager.replay(cast("Any", {"c_0": "place", "u1_0": "older", "a_b_1": "older"}))
+    manager.restore_tokens({"d_0": [], "e_0": [], "u1_1": []})
+    keep(manager, "d_0", "u1_1")
+    manager.begin_log(left)
+    manager.start()
+    calls.clear()
+    manager.restart(1)
+    before = calls[: calls.index("release agent_loop_worker_1, ['a_b', 'u1'] go on")]
+    assert before.index("take over what a dead worker had") > before.index(only(before, "w0.take_over"))
+    assert sorted(re.findall(r"'(\w+_\d)'", only(before, "w0.take_over"))) == ["a_b_0", "u1_0"]
+    replayed, restored, unclaimed = told_before_run(calls)
+    assert sorted(re.findall(r"'(\w+_\d)'", replayed)) == ["c_0", "u1_0"]
+    assert "older" not in replayed
+    assert sorted(re.findall(r"'(\w+_\d)'", restored)) == ["a_b_0", "d_0"]
+    assert sorted(re.findall(r"'(\w+_\d)'", unclaimed)) == ["a_b_0", "d_0"]
+
+
+def only(calls: list[str], beginning: str) -> str:
+    (found,) = [call for call in calls if call.startswith(beginning)]
+    return found
+
+
+def test_tokens_of_a_dead_worker_are_forgotten_as_restored_ones_are_when_they_are_claimed(
+    manager: PartialRolloutAgentLoopManager, left: LogFolder
+) -> None:
+    manager.begin_log(left)
+    manager.restart(1)
+    assert manager._known.unclaimed == {"a_b_0"}
+    assert manager._restored == {"agent_loop_worker_0", "agent_loop_worker_1_again_1"}
+    keep(manager)
+    assert manager._known.tokens is None
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_worker_that_dies_while_a_checkpoint_begins_has_logged_in_the_folder_before(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder, tmp_path: Path, is_begun: bool
+) -> None:
+    new = LogFolder(str(tmp_path / "after_step_9"), 1, 9)
+    manager.begin_log(left)
+    manager.begin_log(new)
+    if is_begun:  # its new file says that an attempt has failed
+        log = WorkerLog("agent_loop_worker_1", LONG_S)
+        log.begin(new, [])
+        log.give_up("u1", make_claim("u1").claim_id)
+        log.close(LONG_S)
+    manager.restart(1)
+    assert f"release agent_loop_worker_1, {['a_b'] if is_begun else ['a_b', 'u1']} go on" in calls
+
+
+def test_what_a_dead_worker_had_is_not_handed_on_while_the_trainer_asks_for_what_there_is(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+) -> None:
+    manager.begin_log(left)
+    ask, gives_back = manager._ask_unclaimed, threading.Thread(target=manager._give_back, args=("agent_loop_worker_1",))
+
+    def ask_while_it_is_given_back(asked: Any) -> list[Any]:
+        gives_back.start()
+        answers = ask(asked)
+        assert not any("take_over" in call for call in calls)
+        return answers
+
+    manager._ask_unclaimed = ask_while_it_is_given_back  # type: ignore[method-assign]
+    manager._restored = frozenset(manager.worker_ids)
+    manager.agent_loop_workers[1] = cast("Any", Worker("w1", calls))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_keep", lambda asked, answers: frozenset())
+        manager.forget_claimed()
+    gives_back.join(LONG_S)
+    told = [call.partition("(")[0] for call in calls if "w0." in call]
+    assert told.index("w0.keep_unclaimed") < told.index("w0.take_over")
+    assert manager._known.unclaimed == {"a_b_0"}
+
+
+@pytest.mark.parametrize("why", ["no file", "a disk that stands still"])
+def test_without_the_dead_ones_file_its_prompts_begin_afresh(
+    manager: PartialRolloutAgentLoopManager,
+    calls: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    bounded = manager_module.call_bounded
+
+    def call(read: Callable[[], Any], *, who_waits: str, **limits: Any) -> Any:
+        if why != "no file" and "has logged" in who_waits:
+            raise WaitTimeout("the disk")
+        return bounded(read, who_waits=who_waits, **limits)
+
+    monkeypatch.setattr(manager_module, "call_bounded", call)
+    manager.begin_log(LogFolder(str(tmp_path), 1, 7))
+    manager.restart(1)
+    assert "release agent_loop_worker_1, [] go on" in calls
+    assert all("places={}, tokens={}" in call for call in calls if "take_over" in call)
+    assert ("is generated again: the disk" in caplog.text) == (why != "no file")
 
 
 def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(

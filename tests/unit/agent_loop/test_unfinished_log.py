@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import worker as worker_module
+from partial_rollout.agent_loop.log_reading import Left, read_left, read_tokens
 from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
 from partial_rollout.agent_loop.trajectory import Saved, Trajectories, Trajectory
 from partial_rollout.core.interrupt import FRESH, Context
 from partial_rollout.core.resume import ABORTED, STOPPED, ResumableGeneration, Segment
 from partial_rollout.core.rollout_log import Finished, FrameReader, GivenUp, Taken, decode, encode
 from partial_rollout.runtime.log_writer import LogWriter
-from partial_rollout.train.rollout_log import read_history, read_tokens
+from partial_rollout.train.rollout_log import read_history
 from partial_rollout.types import Claim
 from tests.fake_worker import make_claim
-from tests.unit.agent_loop.test_worker_log import LONG_S, folder, output, worker
+from tests.unit.agent_loop.test_worker_log import LONG_S, ended, folder, output, worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,11 +193,13 @@ def interrupt(call: ResumableGeneration, *tokens: int, version: int = 3) -> None
     call.add(Segment(list(tokens), log_probs, ABORTED, version, version, Context(version, FRESH)))
 
 
-async def generate(worker: Any, claim: Claim, *segments: list[int]) -> list[int]:
-    """The tokens of a response that is interrupted after each of these segments."""
-    call = ResumableGeneration(PROMPT, BUDGET)
+async def generate(worker: Any, claim: Claim, *segments: list[int]) -> list[int] | None:
+    """The tokens of a response that is interrupted after each of these segments; None: no agent loop has asked."""
+    call, has_run = ResumableGeneration(PROMPT, BUDGET), False
 
     async def agent_loop(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        has_run = True
         client = worker.llm_client
         client.on_generation(call)
         await client.before_segment()
@@ -212,7 +215,7 @@ async def generate(worker: Any, claim: Claim, *segments: list[int]) -> list[int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module.AgentLoopWorkerTQBase, "_agent_loop_postprocess", store)
         await worker.generate(claim, {"index": 3, "raw_prompt": "p", "uid": "a", "global_steps": 5}, 0)
-    return call.token_ids
+    return call.token_ids if has_run else None
 
 
 def unfinished(folder: LogFolder) -> dict[str, tuple[Place, ...]]:
@@ -290,6 +293,75 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     await worker.restore_tokens(read_tokens(places))
     assert await generate(worker, make_claim("a"), [1]) == [1]
     assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
+
+
+def session(claim: Claim, number: int) -> Trajectory:
+    """A trajectory of the claim's prompt that was interrupted after two tokens."""
+    trajectory, call = Trajectory(claim, number), ResumableGeneration(PROMPT, BUDGET)
+    trajectory.record(call)
+    interrupt(call, 8, 9)
+    return trajectory
+
+
+AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
+
+
+async def test_what_a_dead_worker_has_logged_is_taken_over_by_another_one(worker: Any, tmp_path: Path) -> None:
+    dead, path = WorkerLog("dead", LONG_S), folder(tmp_path).file("dead")
+    dead.begin(folder(tmp_path), [])
+    dead.write_interrupted(interrupted_trajectory(make_claim("a")))
+    dead.write(*ended("b"), [])
+    dead.write_interrupted(interrupted_trajectory(make_claim("c")))
+    dead.write(*ended("c", 1), [])
+    dead.give_up("c", make_claim("c").claim_id)
+    dead.write_interrupted(interrupted_trajectory(make_claim("d")))
+    dead.close(LONG_S)
+    left = read_left([path.with_name("is not there"), path], ["a", "b", "c"])
+    assert (sorted(left.tokens), sorted(left.places), left.going_on) == (["a_0"], ["b_0"], ["a", "b"])
+    await worker.restore_tokens({"e_0": interrupted_trajectory(make_claim("e")).states()})
+    await worker.replay({"f_0": left.places["b_0"]})
+    await worker.take_over(left)
+    assert await generate(worker, replace(make_claim("a"), **AFTER_A_LOSS), [1]) == [8, 9, 1]
+    assert await generate(worker, replace(make_claim("b"), **AFTER_A_LOSS)) is None  # no agent loop ran
+    assert await generate(worker, replace(make_claim("c"), attempt=2), [1]) == [1]
+    assert await generate(worker, make_claim("e"), [1]) == [8, 9, 1]
+    assert list(worker._log._places) == ["f_0"]
+
+
+async def test_nothing_older_is_taken_over_of_a_dead_workers_prompts(worker: Any, tmp_path: Path) -> None:
+    """Another worker had lost the first attempt, which the dead one had given up, before it began the next."""
+    await worker.take_over(
+        Left(frozenset("a"), {"a_1": cast("Any", "place")}, {"a_0": session(make_claim("a"), 0).states()})
+    )
+    await worker.take_over(Left(frozenset("a"), {}, {"a_2": session(make_claim("a"), 2).states()}))
+    assert worker._log._places == {}
+    assert await generate(worker, replace(make_claim("a"), **AFTER_A_LOSS), [1]) == [1]
+
+
+@pytest.mark.parametrize("is_between_calls", [True, False])
+async def test_a_new_file_has_the_tokens_of_what_still_runs(
+    worker: Any, tmp_path: Path, is_between_calls: bool
+) -> None:
+    running = worker._trajectories.start(make_claim("a"), 0)
+    worker._trajectories.record(running, call := ResumableGeneration(PROMPT, BUDGET))
+    call.add(Segment([8], [-0.5], STOPPED if is_between_calls else ABORTED, 3, 3, Context(3, FRESH)))
+    await worker.begin_log(folder(tmp_path))
+    worker._log.close(LONG_S)
+    left = read_left([folder(tmp_path).file("worker-0")], ["a"])
+    assert [state.token_ids for state in left.tokens["a_0"]] == [[8]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(LIVES, st.floats(0, 1), st.floats(0, 1) | st.none())
+def test_whatever_is_left_of_a_dead_workers_file_leads_to_the_text_of_an_undisturbed_run(
+    life: Life, lost: float, wrong: float | None
+) -> None:
+    text, _ = lived(UNDISTURBED)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        if world.live(replace(life, lost=lost, wrong=wrong, checkpoint_at=None)) is None:
+            world.saved = read_left([world.file], ["a"]).tokens
+            assert world.live(UNDISTURBED) == text
 
 
 async def test_the_tokens_of_the_log_are_newer_than_those_of_the_checkpoint(worker: Any, tmp_path: Path) -> None:

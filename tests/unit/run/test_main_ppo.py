@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
+from partial_rollout.runtime.folder_lock import folder_of_one_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,10 +38,21 @@ MAIN = (
     ],
 )
 def test_a_mistake_is_told_before_anything_heavy_is_imported(words: list[str], message: str, tmp_path: Path):
+    check_refused(words, message, tmp_path)
+
+
+def test_a_second_command_in_the_same_folder_is_told_before_anything_heavy_is_imported(tmp_path: Path):
+    words = [FLAG, f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
+    with folder_of_one_command(tmp_path / "checkpoints", "trainer.default_local_dir"):
+        check_refused(words, f"another command (host {platform.node()}, pid {os.getpid()}) runs in trainer.", tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["command.lock"]
+
+
+def check_refused(words: list[str], message: str, folder: Path) -> None:
     for name in ("train.parquet", "model"):
-        (tmp_path / name).touch()
-    paths = [f"{key}={tmp_path / 'train.parquet'}" for key in ("data.train_files", "data.val_files")]
-    paths += [f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"hydra.run.dir={tmp_path}"]
+        (folder / name).touch()
+    paths = [f"{key}={folder / 'train.parquet'}" for key in ("data.train_files", "data.val_files")]
+    paths += [f"actor_rollout_ref.model.path={folder / 'model'}", f"hydra.run.dir={folder}"]
     done = subprocess.run(
         [sys.executable, "-c", MAIN, "--config-name", "quickstart_cpu", *paths, *words],
         capture_output=True,

@@ -68,7 +68,7 @@ class Calls:
             lambda: ("report_step", (self.version, self.version, draw.choice(["open", "closed"]))),
             lambda: ("set_capacity", (draw.choice([4, 6, 8]),)),
             lambda: ("fence_worker", (draw.choice(WORKERS),)),
-            lambda: ("release_worker", (draw.choice(WORKERS),)),
+            lambda: ("release_worker", (draw.choice(WORKERS), [f"p{draw.randrange(self.num_admitted + 1)}"])),
             lambda: (draw.choice(["beats", "forget"]), (draw.choice(WORKERS),)),
             *[lambda: ("admit", (self._prompts(),))] * 3,
             *[lambda: ("claim", (draw.choice(WORKERS), slots))] * 4,

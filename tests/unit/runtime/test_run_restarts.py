@@ -90,7 +90,6 @@ NO_DEATHS = [
     ConfigError("no"),
     WaitTimeout("late"),
     InterruptedError(),
-    EngineDead("relaunches=0"),
     WeightUpdateError("refused"),
 ]
 
@@ -153,12 +152,13 @@ def test_a_dead_task_runner_is_named_by_the_driver(run: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("driver")
-def test_lost_engines_are_told_of_with_what_follows(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [EngineDead, EnginesLost])
+def test_lost_engines_are_told_of_with_what_follows(run: Run, tmp_path: Path, kind: type[Exception]) -> None:
     restarts = RunRestarts(1, tmp_path, "auto")
     run.save(4)
-    assert restarts.follows(Failure(EnginesLost("engines died 9 times in step 5"), NODE))
+    assert restarts.follows(Failure(kind("replica 0 died in step 5"), NODE))
     (fault,) = [event for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
-    assert (fault.role, fault.text) == (ENGINE.role, "engines died 9 times in step 5")
+    assert (fault.role, fault.text) == (ENGINE.role, "replica 0 died in step 5")
     assert fault.action == "training is started again from its last checkpoint (new start 1 of 1)"
 
 

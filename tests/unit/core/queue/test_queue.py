@@ -124,6 +124,19 @@ def test_released_worker_loses_only_its_own_claims() -> None:
     assert [(claim.uid, claim.attempt) for claim in claim_all(queue)] == [("a", 2), ("b", 2)]
 
 
+def test_a_prompt_whose_lost_worker_has_left_tokens_goes_on_from_them_and_is_as_old_as_they_are() -> None:
+    queue = make_queue("a", "b")
+    queue.claim("lost", 2 * GROUP)
+    queue.version = 3
+    queue.release_worker("lost", ["a"])
+    assert queue.snapshot().begun == {"a": 0}
+    assert [(claim.uid, claim.goes_on) for claim in claim_all(queue)] == [("a", True), ("b", False)]
+    assert queue.snapshot().begun == {"a": 0, "b": 3}
+    queue.release_worker("w0")  # the next loss finds none
+    assert queue.snapshot().begun == {}
+    assert not any(claim.goes_on for claim in claim_all(queue))
+
+
 @pytest.mark.parametrize("change", [{"uid": "b"}, {"worker_id": "other"}, {"attempt": 9}])
 def test_claim_that_was_not_handed_out_is_refused(change: dict[str, Any]) -> None:
     queue = make_queue("a", "b")

@@ -95,10 +95,10 @@ class QueueMachine(RuleBasedStateMachine):
                 report()
         assert self.queue.snapshot() == before
 
-    @rule(worker=st.sampled_from(["w0", "w1"]))
-    def release(self, worker: str) -> None:
+    @rule(worker=st.sampled_from(["w0", "w1"]), goes_on=st.booleans())
+    def release(self, worker: str, goes_on: bool) -> None:
         lost = [claim for claim in self.claims if claim.worker_id == worker]
-        assert self.queue.release_worker(worker) == uids(lost)
+        assert self.queue.release_worker(worker, uids(lost) if goes_on else []) == uids(lost)
         for claim in lost:
             self.end(claim, "pending")
 

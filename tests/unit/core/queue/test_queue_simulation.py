@@ -9,6 +9,7 @@ accounted for; at the end every prompt can be trained or dropped.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -214,7 +215,11 @@ class Run:
         self.clear([key for key in self.rows if key.rpartition("_")[0].rpartition("_")[0] in uids])
         if self.draw.random() < 0.5:
             return  # clearing takes its time, and repeating it is allowed
-        self.queue.release_worker(name)
+        begun = self.queue.snapshot().begun
+        going_on = [uid for uid in uids if self.draw.random() < 0.5]
+        self.queue.release_worker(name, going_on)
+        after = self.queue.snapshot().begun
+        assert {uid: after.get(uid) for uid in uids} == {uid: begun[uid] if uid in going_on else None for uid in uids}
         self.start_worker()
         self.dying = None
 
@@ -233,6 +238,7 @@ class Run:
         self.queue.require_conserved()
         now, snapshot = self.queue.statistics(), self.queue.snapshot()
         assert now.conserved, now
+        assert self.queue._claims.ages._begun == Counter(snapshot.begun.values())
         alive = [meta.uid for meta in snapshot.unfinished] + [group.uid for group in snapshot.done]
         assert len(alive) == len(set(alive)) == now.in_flight, f"in flight: {alive}, counted: {now}"
         assert len(self.trained) == len(set(self.trained)) == now.taken, f"trained: {self.trained}, counted: {now}"
