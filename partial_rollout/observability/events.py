@@ -116,7 +116,7 @@ class CheckpointSaved(Event, frozen=True, tag="saved"):
     step: int
     seconds: float
     num_bytes: int = 0
-    """Bytes of all files of the checkpoint; 0: not known, as where several nodes save."""
+    """Bytes of its files, as far as the node of the task runner sees them; 0: not known, as with async_save."""
 
 
 class QueueMoved(Event, frozen=True, tag="queue"):

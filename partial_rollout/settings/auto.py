@@ -556,8 +556,8 @@ def _saving(config: DictConfig, block: PartialRolloutConfig, given: ByHand) -> I
     if where := given.where(config, "trainer.save_freq"):
         yield Choice(SAVE_KEY, AUTO, None, f"{steps} (set {where})", "trainer.save_freq says when the run saves", page)
     elif not removes_checkpoints(config):
-        seen = f"trainer.nnodes={config.trainer.nnodes}, {ASYNC_SAVE}={OmegaConf.select(config, ASYNC_SAVE)}"
-        why = "old checkpoints would fill the disk: they are removed on one node only, and not with async_save"
+        seen = f"{ASYNC_SAVE}={OmegaConf.select(config, ASYNC_SAVE)}"
+        why = "old checkpoints would fill the disk: they are not removed with async_save"
         yield Choice(SAVE_KEY, AUTO, None, seen, f"{why}. Set trainer.save_freq", page)
     else:
         kept = num_kept_checkpoints(config, by_time=True)

@@ -526,8 +526,8 @@ class PartialRolloutConfig(_Block):
     )
     save_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = _key(
         AUTO,
-        "Minutes between two checkpoints, each at the end of a step. auto: 20 where trainer.save_freq was not set (one "
-        "node only), else none. The newest one is kept, or as many as trainer.max_actor_ckpt_to_keep says. null: none.",
+        "Minutes between two checkpoints, each at the end of a step. auto: 20 where trainer.save_freq was not set, "
+        "else none. The newest one is kept, or as many as trainer.max_actor_ckpt_to_keep says. null: none.",
         who="runs that can afford to lose more or less than 20 minutes",
         evidence="without it a run that sets no trainer.save_freq loses all its steps with one dead training rank",
     )

@@ -1,6 +1,6 @@
 """Whether a run saves checkpoints, and who removes old ones.
 
-`train.checkpoints` removes them, with verl's numbers, where it can reach all files; else verl does.
+`train.checkpoints` removes them, with verl's numbers, where it knows that the new one is whole; else verl does.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def may_save(config: DictConfig) -> bool:
 
 
 def removes_checkpoints(config: DictConfig) -> bool:
-    """Whether this package removes old checkpoints: on one node, where verl's save has ended when its call returns."""
-    saves_later = OmegaConf.select(config, ASYNC_SAVE)
-    return not saves_later and config.trainer.nnodes == 1
+    """Whether this package removes old checkpoints: where verl's save has ended when its call returns."""
+    return not OmegaConf.select(config, ASYNC_SAVE)
 
 
 def step_to_go_on_from(config: DictConfig) -> int | None:

@@ -40,7 +40,7 @@ from partial_rollout.train.save_cadence import lack_of_room
 from partial_rollout.train.start_choices import free_host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omegaconf import DictConfig
 
@@ -67,12 +67,12 @@ class CheckpointKeeper:
     and forgets over a restart which ones it has saved.
     """
 
-    def __init__(self, config: DictConfig) -> None:
-        """Tell verl in `config` to keep all, where this class removes old ones: on one node, if verl saves at once.
+    def __init__(self, config: DictConfig, remove_elsewhere: Callable[[Sequence[Path]], object] | None = None) -> None:
+        """Tell verl in `config` to keep all, where this class removes old ones: if verl saves at once.
 
-        On several nodes each rank may save to a disk of its own, which only verl's ranks can reach.
+        `remove_elsewhere` removes folders on other nodes: there each rank may save to a disk of its own.
         """
-        self._trainer = config.trainer
+        self._trainer, self._remove_elsewhere = config.trainer, remove_elsewhere
         saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
         self._marks = not saves_later
         self._removes = removes_checkpoints(config)
@@ -138,7 +138,9 @@ class CheckpointKeeper:
             self._num_bytes = num_bytes or self._num_bytes
         # Only now: until the new checkpoint is whole, the old one is the only one to go on from.
         if self._removes:
-            prune(self._root, self._keep, among=self._own)
+            removed = prune(self._root, self._keep, among=self._own)
+            if removed and self._remove_elsewhere is not None:
+                self._remove_elsewhere(removed)
         return num_bytes
 
     @property

@@ -1,8 +1,9 @@
-"""Says which node of the Ray cluster lacks this package, has another version of it, or does not see a folder."""
+"""Other nodes of the Ray cluster: what they lack of the package and of folders, and old checkpoints on their disks."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.errors import ClusterError, VersionError
-from partial_rollout.runtime.remote_call import wait_for_all
+from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +54,7 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
         VersionError: names the nodes that lack a package or have another version of it.
         ClusterError: a node did not tell its packages within `timeout_s`.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-    here = ray.get_runtime_context().get_node_id()
-    others = [node for node in nodes if node["NodeID"] != here]
+    others = _others()
     if not others:
         return
     packages, _ = look_at_node()(PACKAGE, OTHERS, ())
@@ -78,6 +77,40 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
                 probes[name],
                 own.node,
             )
+
+
+def remove_elsewhere(folders: Sequence[Path], timeout_s: float) -> None:
+    """Remove folders, which are gone here, from the disks of the other nodes; where all share one, there is nothing.
+
+    A node that does not answer in time, or dies, may keep them: that costs a warning.
+    """
+
+    def remove(paths: Sequence[str]) -> None:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+    others, run = _others(), ray.remote(num_cpus=0, max_retries=0)(remove)
+    calls = [_on(node, run).remote([str(folder) for folder in folders]) for node in others]
+    names = ", ".join(_name(node) for node in others)
+    answers = settle_all(calls, timeout_s=timeout_s, who_waits=f"trainer waits for {names} to remove old checkpoints")
+    for node, answer in zip(others, answers, strict=True):
+        if is_missing(answer):
+            logger.warning("%s may still be on node %s: %s", ", ".join(map(str, folders)), _name(node), answer)
+
+
+def _others() -> list[dict[str, Any]]:
+    """Living nodes that run processes, without this one."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    return [node for node in alive if node["NodeID"] != here]
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def _on(node: Mapping[str, Any], function: Any) -> Any:
+    return function.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
 
 
 def _probe(folder: Path, until: ExitStack) -> str:
@@ -146,11 +179,8 @@ def look_at_node() -> Callable[[str, Sequence[str], Sequence[str]], tuple[dict[s
 
 def _ask(nodes: Sequence[Mapping[str, Any]], files: Sequence[str], timeout_s: float) -> list[NodePackages]:
     look = ray.remote(num_cpus=0, max_retries=0)(look_at_node())
-    calls: list[ray.ObjectRef[Any]] = []
-    for node in nodes:
-        place = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        calls.append(look.options(scheduling_strategy=place).remote(PACKAGE, OTHERS, files))
-    names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes]
+    calls = [_on(node, look).remote(PACKAGE, OTHERS, files) for node in nodes]
+    names = [_name(node) for node in nodes]
     who_waits = f"the task runner waits for {', '.join(names)} to tell their packages"
     try:
         answers = wait_for_all(calls, timeout_s=timeout_s, who_waits=who_waits)

@@ -63,6 +63,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -109,6 +110,7 @@ from partial_rollout.train.engine_recovery import EngineRecovery
 from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.train.metrics import curves, numbers, queue_metrics
+from partial_rollout.train.nodes import remove_elsewhere
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, training_ranks, transfer_queue_actors
@@ -168,7 +170,9 @@ class PartialRolloutTrainer(PPOTrainer):
         self._longest_update_s = 0.0
         self._version = 0
         """Weight version that the engines were sent last."""
-        self._checkpoints = CheckpointKeeper(config)
+        call_s = self.settings.block.timeouts.call_s
+        elsewhere = partial(remove_elsewhere, timeout_s=call_s) if config.trainer.nnodes > 1 else None
+        self._checkpoints = CheckpointKeeper(config, elsewhere)
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)

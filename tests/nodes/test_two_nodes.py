@@ -29,6 +29,12 @@ from partial_rollout.train.nodes import require_equal_nodes
 ray.init()
 require_equal_nodes({"shared": pathlib.Path(sys.argv[1]), "own": pathlib.Path("/tmp/own")}, 120.0)
 """
+REMOVE = """
+import pathlib, sys, ray
+from partial_rollout.train.nodes import remove_elsewhere
+ray.init()
+remove_elsewhere([pathlib.Path(name) for name in sys.argv[1:]], 120.0)
+"""
 PLACE_MANAGERS = """
 import ray
 from partial_rollout.runtime.death_watch import describe
@@ -107,6 +113,17 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
     warnings = [line for line in output.splitlines() if "does not see" in line]
     assert len(warnings) == 1
     assert f"node {cluster.other.name} ({cluster.other.address}) does not see /tmp/own (own)" in warnings[0]
+
+
+def test_old_checkpoints_go_from_the_other_nodes_disk_too(cluster: Cluster, tmp_path: Path) -> None:
+    for node in (cluster.head, cluster.other):
+        node.run("mkdir", "-p", "/tmp/saved/global_step_1/actor", "/tmp/saved/global_step_2/actor")
+    remove = [sys.executable, "-c", REMOVE, "/tmp/saved/global_step_1", "/tmp/saved/is-not-there"]
+    code, output = run_on_head(cluster, remove, tmp_path / "removed", CALL_S)
+    assert code == 0, output
+    assert "may still be" not in output
+    assert cluster.other.run("ls", "/tmp/saved").split() == ["global_step_2"]
+    assert cluster.head.run("ls", "/tmp/saved").split() == ["global_step_1", "global_step_2"]  # gone before, in a run
 
 
 def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_path: Path) -> None:

@@ -252,6 +252,7 @@ def test_only_a_name_of_the_hub_is_left_open_and_only_where_the_hub_may_be_asked
     assert hub == []
 
 
+SAVE = "partial_rollout.save_minutes"
 NODES = {
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 2,
@@ -265,6 +266,7 @@ NODES = {
     [
         ({}, 4 / 2),
         ({"trainer.save_freq": 1}, 12 / 2),
+        ({SAVE: "auto"}, 12 / 2),
         ({f"{ACTOR}.fsdp_config.optimizer_offload": True}, 12 / 2),
         ({f"{ACTOR}.fsdp_config.optimizer_offload": True, f"{ACTOR}.fsdp_config.fsdp_size": 4}, 12 * 2),
         ({f"{ACTOR}.use_kl_loss": True}, 4 / 2 + 4 / 2),
@@ -275,7 +277,7 @@ NODES = {
 def test_a_node_needs_memory_for_its_engines_slots_and_its_part_of_the_training_state(
     composed: Composed, changes: dict[str, Any], bytes_each: float
 ):
-    config = composed(GPU | NODES | {"data.max_response_length": 4096} | changes)
+    config = composed(GPU | NODES | {"data.max_response_length": 4096, SAVE: None} | changes)
     sizes = ModelSizes(kv_bytes_per_token=1000, num_parameters=1_000_000)
     need = host_need(config, 64, sizes)
     assert need == HostNeed(kv_bytes=32 * (32 + 4096) * 1000, state_bytes=int(bytes_each * 1_000_000), engines=4)
@@ -811,7 +813,6 @@ def test_a_choice_is_one_line_with_what_was_seen_and_why(composed: Composed):
 
 # ---- checkpoints ----
 
-SAVE = "partial_rollout.save_minutes"
 UNSAVED = {"trainer.save_freq": -1}
 """verl's default."""
 
@@ -836,7 +837,6 @@ def test_a_run_whose_user_has_said_nothing_saves_by_time_and_keeps_the_newest_ch
     [
         (UNSAVED, ["trainer.save_freq=-1"], "trainer.save_freq=-1 (set on the command line)"),
         ({"trainer.save_freq": 50}, [], "trainer.save_freq=50 (set in a configuration file)"),
-        (UNSAVED | {"trainer.nnodes": 2}, [], "trainer.nnodes=2"),
         (UNSAVED | {f"{ACTOR}.checkpoint.async_save": True}, [], "async_save=True"),
     ],
 )

@@ -103,7 +103,10 @@ def test_values_of_other_files_than_verls_are_by_hand(composed: Composed):
             },
         ),
         ({}, {}),
-        ({"trainer.max_actor_ckpt_to_keep": 3, "trainer.nnodes": 2}, {}),
+        (
+            {"trainer.max_actor_ckpt_to_keep": 3, "trainer.nnodes": 2},
+            {"trainer.max_actor_ckpt_to_keep: 3 -> null": "it keeps the 3 newest"},
+        ),
         ({"trainer.max_actor_ckpt_to_keep": 3, "actor_rollout_ref.actor.checkpoint.async_save": True}, {}),
     ],
 )

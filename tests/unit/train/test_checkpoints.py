@@ -243,7 +243,7 @@ def config(root: Path, *, estimator: str = "grpo", async_save: bool = False, **t
         ({"max_actor_ckpt_to_keep": 1, "estimator": "gae"}, [1, 2, 3]),
         ({}, [1, 2, 3]),
         ({"max_actor_ckpt_to_keep": 0}, [1, 2, 3]),
-        ({"max_actor_ckpt_to_keep": 1, "nnodes": 2}, [1, 2, 3]),
+        ({"max_actor_ckpt_to_keep": 1, "nnodes": 2}, [3]),
         ({"max_actor_ckpt_to_keep": 1, "async_save": True}, [1, 2, 3]),
     ],
 )
@@ -252,9 +252,9 @@ def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
 ) -> None:
     """Over a restart, too: a keeper knows what the run has saved before."""
     settings = config(tmp_path, **changes)
-    keeper = CheckpointKeeper(settings)
-    is_verls = bool({"nnodes", "async_save"} & changes.keys())
-    assert settings.trainer.get("max_actor_ckpt_to_keep") == (1 if is_verls else None)
+    elsewhere: list[str] = []
+    keeper = CheckpointKeeper(settings, lambda folders: elsewhere.extend(folder.name for folder in folders))
+    assert settings.trainer.get("max_actor_ckpt_to_keep") == (1 if "async_save" in changes else None)
     for step in (1, 2):
         save(tmp_path, step)
     keeper.before_load()
@@ -262,6 +262,7 @@ def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
     keeper.after_save(3)
     kept = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
     assert kept == left
+    assert elsewhere == [f"global_step_{step}" for step in (1, 2, 3) if step not in left]
     assert (tmp_path / "global_step_3" / MANIFEST).exists() is not changes.get("async_save", False)
 
 
