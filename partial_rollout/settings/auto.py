@@ -352,7 +352,9 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         return
     wanted = f"the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB, training {need.state_bytes / GIB:.1f}"
     if machine is None:
-        wanted += f"; a pool of {need.whole_gib} GiB an engine, which holds all of it, takes {need.takes(need.whole_gib)}"
+        wanted += (
+            f"; a pool of {need.whole_gib} GiB an engine, which holds all of it, takes {need.takes(need.whole_gib)}"
+        )
         yield _mode(AUTO, f"{memory}, {wanted}", "a node's free host memory decides between offload_kv and abort")
         return
     # The node with the least decides: all engines have pools of one size.

@@ -94,7 +94,7 @@ class ModelSizes:
 
 
 def pinned_bytes(pool_bytes: int, pieces: int) -> int:
-    """Memory that a pool takes which is allocated in equal pieces of pinned memory: torch rounds each to a power of two.
+    """Memory that a pool in equal pieces of pinned memory takes: torch rounds each piece up to a power of two.
 
     >>> pinned_bytes(153 * GIB, pieces=36) // GIB, pinned_bytes(144 * GIB, pieces=36) // GIB
     (288, 144)
@@ -154,11 +154,8 @@ class HostNeed:
         >>> HostNeed(kv_bytes=153 * GIB, state_bytes=0, engines=1, pieces=36).takes(153)
         '288.0 GiB of a node as pinned memory, whose 36 pieces an engine are rounded up to powers of two'
         """
-        taken = self.taken_bytes(gib_for_each_engine) / GIB
-        return (
-            f"{taken:.1f} GiB of a node as pinned memory, whose {self.pieces} pieces an engine are rounded up to powers "
-            "of two"
-        )
+        taken, pieces = self.taken_bytes(gib_for_each_engine) / GIB, f"{self.pieces} pieces an engine"
+        return f"{taken:.1f} GiB of a node as pinned memory, whose {pieces} are rounded up to powers of two"
 
     def suffices_for_more(self, gib_for_each_engine: float) -> bool:
         """Whether pools of this size hold what more slots and more batches would leave there, too."""
