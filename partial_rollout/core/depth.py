@@ -24,8 +24,11 @@ WAITED = 0.05
 """Share of a step that the trainer's wait for its batch must have, in most steps, for more prompts to gain anything."""
 PATIENCE = 5
 """Steps that count together: single ones differ by a factor of 2, the first ones fill slots, some validate or save."""
+RISE = 1.0
+"""Batches that are added at a time while the KV cache was never full: slots fill anew after each change, so two changes
+cost more than one (docs/design/0010-auto.md)."""
 CHANGE = 0.5
-"""Batches that are added or taken away at a time."""
+"""Batches that are taken away at a time, and added after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,16 @@ class DepthController:
     >>> controller = DepthController(least=2.0, most=3.0)
     >>> idle = StepLoad(taken=0.6, pending=0, is_kv_full=False, waited=0.5)
     >>> [controller.observe(idle).after for _ in range(6)]
-    [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
+    [2.0, 2.0, 2.0, 2.0, 3.0, 3.0]
     >>> controller.observe(StepLoad(taken=0.95, pending=0, is_kv_full=True, waited=0.5))
-    DepthDecision(before=2.5, after=2.0, reason='the KV cache is full')
+    DepthDecision(before=3.0, after=2.5, reason='the KV cache is full')
     """
 
     def __init__(self, least: float, most: float) -> None:
         """Begin with `least` batches, which is never gone below."""
         self._least, self._most = least, most
         self.depth = least
-        self._patience = PATIENCE
+        self._patience, self._rise = PATIENCE, RISE
         self._steps: list[StepLoad] = []
         """The latest steps, since a prompt was pending or the depth changed."""
 
@@ -99,13 +102,13 @@ class DepthController:
         )
         if num_steps == self._patience and taken < FREE_BELOW and is_waited_for(waits) and before < self._most:
             self._steps.clear()
-            self.depth = min(self._most, before + CHANGE)
+            self.depth = min(self._most, before + self._rise)
         return DepthDecision(before, self.depth, reason)
 
     def _back(self) -> float:
-        """One change back. The next way up takes twice as long, so that the depth does not swing for ever."""
+        """One change back. The way up takes twice as long then, in small steps, so that the depth does not swing."""
         self._steps.clear()
         if self.depth > self._least:
             self.depth = max(self._least, self.depth - CHANGE)
-            self._patience *= 2
+            self._patience, self._rise = 2 * self._patience, CHANGE
         return self.depth

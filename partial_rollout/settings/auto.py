@@ -334,12 +334,12 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
     if unmet:
         yield _mode("abort", f"{memory}, {unmet}", "engines release their memory, and KV cannot go to host memory")
         return
-    given = block.tail.offload_gib
+    given, need = block.tail.offload_gib, _need(config, machine)
     if given is not None:
         why = "engines release their memory; KV goes to the host memory that was set for it"
-        yield _mode("offload_kv", f"{memory}, {SIZE_KEY}={given}", why)
+        takes = "" if isinstance(need, str) else f", which takes {need.takes(given)}"
+        yield _mode("offload_kv", f"{memory}, {SIZE_KEY}={given}{takes}", why)
         return
-    need = _need(config, machine)
     if isinstance(need, str) and _asks_hub(config, machine):
         yield _mode(AUTO, f"{memory}, {need}", _ASKED)
         return
@@ -352,6 +352,9 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
         return
     wanted = f"the KV of all slots of a node needs {need.kv_bytes / GIB:.1f} GiB, training {need.state_bytes / GIB:.1f}"
     if machine is None:
+        wanted += (
+            f"; a pool of {need.whole_gib} GiB an engine, which holds all of it, takes {need.takes(need.whole_gib)}"
+        )
         yield _mode(AUTO, f"{memory}, {wanted}", "a node's free host memory decides between offload_kv and abort")
         return
     # The node with the least decides: all engines have pools of one size.
@@ -359,6 +362,8 @@ def _offload(config: DictConfig, block: PartialRolloutConfig, machine: Machine |
     if gib:
         yield _mode("offload_kv", seen, "engines release their memory, and host memory has room for the KV")
         share = f"half of what training leaves, for {need.engines} engines a node, and no more than all slots need"
+        if not machine.offloads_to_shm:
+            share += f"; it takes {need.takes(gib)}"
         yield Choice(SIZE_KEY, None, gib, _room(machine), share, _PAGE)
     else:
         yield _mode("abort", seen, "too little host memory is left for the KV, so it is computed again")

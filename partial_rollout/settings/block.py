@@ -291,7 +291,8 @@ class TailConfig(_Block):
     offload_gib: int | None = _key(
         None,
         "For interrupt_mode=offload_kv, which needs it, and auto. Host memory of each engine, GiB over all of its "
-        "ranks. null, with auto: the KV of all slots, at most a share of the node's free memory.",
+        "ranks; as pinned memory it can take twice as much, which doctor tells. null, with auto: the KV of all slots, "
+        "at most a share of the node's free memory.",
         who="interrupt_mode=offload_kv; nodes whose memory other programs need as well",
         evidence="docs/design/0010: the arithmetic",
         ge=1,

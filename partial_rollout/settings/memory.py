@@ -93,16 +93,29 @@ class ModelSizes:
     vocabulary: int = 1
 
 
+def pinned_bytes(pool_bytes: int, pieces: int) -> int:
+    """Memory that a pool in equal pieces of pinned memory takes: torch rounds each piece up to a power of two.
+
+    >>> pinned_bytes(153 * GIB, pieces=36) // GIB, pinned_bytes(144 * GIB, pieces=36) // GIB
+    (288, 144)
+    """
+    return pieces << (math.ceil(pool_bytes / pieces) - 1).bit_length()
+
+
+def _largest_power_of_two(at_most: float) -> int:
+    return 1 << (int(at_most).bit_length() - 1) if at_most >= 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class HostNeed:
     """What `offload_kv` would need on a node, in bytes.
 
-    >>> need = HostNeed(kv_bytes=64 * GIB, state_bytes=20 * GIB, engines=2)
-    >>> need.gib_for_each_engine(Machine(host_bytes=200 * GIB)), need.gib_for_each_engine(Machine(host_bytes=100 * GIB))
-    (32, 20)
+    >>> need = HostNeed(kv_bytes=72 * GIB, state_bytes=20 * GIB, engines=2, pieces=36)
+    >>> need.gib_for_each_engine(Machine(host_bytes=200 * GIB)), need.gib_for_each_engine(Machine(host_bytes=160 * GIB))
+    (36, 18)
     >>> need.gib_for_each_engine(Machine(host_bytes=40 * GIB)), need.gib_for_each_engine(Machine())
     (0, 0)
-    >>> need.suffices_for_more(32), need.suffices_for_more(16)
+    >>> need.suffices_for_more(36), need.suffices_for_more(18)
     (True, False)
     """
 
@@ -112,14 +125,37 @@ class HostNeed:
     """Training state that goes through host memory."""
     engines: int
     """Engines of the node."""
+    pieces: int
+    """Allocations that a pool of an engine has: one for each layer, on each of its ranks."""
 
     def gib_for_each_engine(self, machine: Machine) -> int:
-        """What an engine may have: its slots' KV or its share of the room; 0 if that is too little to be of use."""
-        room = self._room(machine)
-        if room < LEAST_OF_NEED * self.kv_bytes:
+        """Largest pool of an engine that its share of the room holds, at most its slots' KV; 0: too little for use."""
+        share = self._room(machine) / self.engines
+        if not machine.offloads_to_shm:
+            # A pool of pieces of this size takes nothing more than its number, and each larger one too much.
+            share = self.pieces * _largest_power_of_two(share / self.pieces)
+        if share * self.engines < LEAST_OF_NEED * self.kv_bytes:
             return 0
         # Rounded down: the pool is taken whole at the start, and a GiB too much may not be there.
-        return int(min(math.ceil(self.kv_bytes / GIB / self.engines), room / GIB / self.engines))
+        return int(min(self.whole_gib, share / GIB))
+
+    @property
+    def whole_gib(self) -> int:
+        """A pool of an engine that holds the KV of all of its slots."""
+        return math.ceil(self.kv_bytes / GIB / self.engines)
+
+    def taken_bytes(self, gib_for_each_engine: int) -> int:
+        """What pools of this size take of the node's memory where they are pinned memory."""
+        return self.engines * pinned_bytes(gib_for_each_engine * GIB, self.pieces)
+
+    def takes(self, gib_for_each_engine: int) -> str:
+        """What pools of this size take, in words.
+
+        >>> HostNeed(kv_bytes=153 * GIB, state_bytes=0, engines=1, pieces=36).takes(153)
+        '288.0 GiB of a node as pinned memory, whose 36 pieces an engine are rounded up to powers of two'
+        """
+        taken, pieces = self.taken_bytes(gib_for_each_engine) / GIB, f"{self.pieces} pieces an engine"
+        return f"{taken:.1f} GiB of a node as pinned memory, whose {pieces} are rounded up to powers of two"
 
     def suffices_for_more(self, gib_for_each_engine: float) -> bool:
         """Whether pools of this size hold what more slots and more batches would leave there, too."""
@@ -245,7 +281,8 @@ def host_need(config: DictConfig, num_slots: int, sizes: ModelSizes) -> HostNeed
     tokens = data.max_prompt_length + data.max_response_length
     # Rounded up for each engine: where slots do not divide, some engine has one more.
     slots = math.ceil(num_slots / num_engines(config)) * engines
-    return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines)
+    pieces = sizes.layers * config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return HostNeed(slots * tokens * sizes.kv_bytes_per_token, _state_bytes(config, sizes), engines, pieces)
 
 
 BESIDE = {"reward.reward_model.enable": "a reward model", "distillation.enabled": "a teacher"}
@@ -398,6 +435,9 @@ def memory_in_words(config: DictConfig, num_slots: int) -> str:
     ]
     if has_own_devices(config):
         parts.insert(0, f"GPUs: {num_devices(config)} of training, {num_rollout_devices(config)} of engines alone")
+    size, need = OmegaConf.select(config, f"{BLOCK}.tail.offload_gib"), host_need(config, num_slots, sizes)
+    if size is not None and need is not None:
+        parts.append(f"host memory: tail.offload_gib={size} takes {need.takes(size)}")
     training = device_need(config, sizes)
     told = training if isinstance(training, DeviceNeed) else f"training: not known ({training})"
     return "; ".join([*parts, str(told)])

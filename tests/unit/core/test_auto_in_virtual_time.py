@@ -11,6 +11,7 @@ import pytest
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.scheduler import Group, Mode, Rollout, Speed
 from partial_rollout.advise.workload import lengths, workload
+from partial_rollout.core import depth
 from partial_rollout.core.depth import DepthController, StepLoad
 from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController, first_look_s
 from partial_rollout.settings.block import SlotsConfig
@@ -73,6 +74,7 @@ class Run:
     moves_depth: bool = False
     looks_in_middle: bool = True
     seed: int = 0
+    skip: int = SETTLED
 
     def steps(self) -> list[dict[str, float]]:
         load = workload("small", self.trace, seed=self.seed)
@@ -82,7 +84,7 @@ class Run:
         number = SlotController(slots, SlotBounds(slots, int(MOST) * slots, load.group))
         moved = number if self.moves_slots else None
         rollout = Watched(mode, CPU, load, PROMPT, prompts, slots=moved, looks_in_middle=self.looks_in_middle)
-        depth = DepthController(LEAST, MOST)
+        controller = DepthController(LEAST, MOST)
         found = []
         for _ in range(STEPS):
             before = rollout.mode
@@ -92,8 +94,8 @@ class Run:
             if self.moves_depth:
                 running = step["slot_s"] / rollout.waited_s[-1] / slots
                 seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=False, waited=1.0)
-                rollout.mode = replace(rollout.mode, prefetch=depth.observe(seen).after)
-        return found[SETTLED:]
+                rollout.mode = replace(rollout.mode, prefetch=controller.observe(seen).after)
+        return found[self.skip :]
 
 
 def rate(steps: list[dict[str, float]]) -> float:
@@ -144,19 +146,44 @@ def test_adaptive_slots_gain_nothing_where_contexts_are_computed_again(trace: st
     assert rate(adaptive) < 1.02 * rate(fixed)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_whole_batch_at_once_fills_the_slots_sooner_than_two_halves(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """From the second to the 33rd step, in which it reaches the same depth five steps or more before."""
+
+    def first_steps() -> list[dict[str, float]]:
+        return Run("long_tail", moves_slots=True, moves_depth=True, seed=seed, skip=1).steps()[:32]
+
+    whole = first_steps()
+    monkeypatch.setattr(depth, "RISE", depth.CHANGE)
+    halves = first_steps()
+    assert (whole[4]["depth"], halves[4]["depth"], whole[-1]["depth"], halves[-1]["depth"]) == (3.0, 2.5, 3.0, 3.0)
+    assert rate(whole) > 1.015 * rate(halves)
+
+
 @pytest.mark.parametrize("mode", ["flag", "flag_released"])
-def test_a_stored_job_of_a_gpu_moved_its_depth_as_the_controller_does(repository: Path, mode: str):
+def test_a_stored_job_of_a_gpu_rose_first_when_the_controller_does(
+    repository: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+):
     """The steps' slots and queue, given to the controller step by step, make the depths that the job had.
 
-    Its KV cache was never full.
+    The job added half a batch at a time. Its KV cache was never full.
     """
+    monkeypatch.setattr(depth, "RISE", depth.CHANGE)
     stored = read_result(repository / "benchmarks/results/gpu/jobs_8b_four_h200.json")["jobs"]
     (job,) = (job for job in stored if job["mode"] == mode)
     steps, controller = job["first_steps"] + job["steps"], DepthController(LEAST, MOST)
-    found = [controller.depth]
-    for step in steps[:-1]:
-        taken, waited = step["partial_rollout/slots_taken"], step["partial_rollout/waited"]
-        seen = StepLoad(taken, int(step["partial_rollout/queue/pending"]), is_kv_full=False, waited=waited)
-        found.append(controller.observe(seen).after)
+    loads = [
+        StepLoad(
+            step["partial_rollout/slots_taken"],
+            int(step["partial_rollout/queue/pending"]),
+            is_kv_full=False,
+            waited=step["partial_rollout/waited"],
+        )
+        for step in steps
+    ]
+    found = [controller.depth, *(controller.observe(seen).after for seen in loads[:-1])]
     assert found == [step["partial_rollout/depth"] for step in steps]
     assert (found[0], found[5], found[10], found[-1]) == (LEAST, 2.5, MOST, MOST)
+    monkeypatch.undo()
+    controller = DepthController(LEAST, MOST)
+    assert [controller.observe(seen).after for seen in loads] == [LEAST] * 4 + [MOST] * (len(loads) - 4)

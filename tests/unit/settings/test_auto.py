@@ -29,6 +29,7 @@ from partial_rollout.settings.memory import (
     host_need,
     memory_in_words,
     model_sizes,
+    pinned_bytes,
     uncounted_state,
 )
 from partial_rollout.settings.prepare import examine
@@ -147,7 +148,8 @@ def test_depth_and_slots_do_not_rise_where_host_memory_is_filled_by_two_batches(
     assert (block.prefetch_factor, block.slots.adaptive) == (("auto", True) if rises else (2.0, False))
     by_itself = composed(GPU | long)
     started(by_itself)
-    machine = Machine(host_bytes=int((2 * gib + 8.5) * GIB))  # training takes 8 GiB, and half of the rest is for KV
+    # Training takes 8 GiB, and half of the rest is for KV, of which a file takes its number and not more.
+    machine = Machine(host_bytes=int((2 * gib + 8.5) * GIB), shm_bytes=512 * GIB, offloads_to_shm=True)
     choices = {choice.key: choice for choice in take_on_cluster(by_itself, machine)}
     assert choices[f"{TAIL}.offload_gib"].value == gib
     block = read_settings(by_itself).block
@@ -167,8 +169,75 @@ def test_a_depth_set_by_hand_stays_where_host_memory_is_small(composed: Composed
 def test_where_host_memory_is_short_the_size_is_half_of_what_training_leaves(composed: Composed, model: Path):
     config = composed(GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096})
     # 0.6 billion parameters x 12 bytes are 6.7 GiB, which a checkpoint brings into host memory.
-    sizes = {gib: value_of_size(config, Machine(host_bytes=gib * GIB)) for gib in (120, 60, 36, 34)}
+    mapped = Machine(shm_bytes=512 * GIB, offloads_to_shm=True)
+    sizes = {gib: value_of_size(config, replace(mapped, host_bytes=gib * GIB)) for gib in (120, 60, 36, 34)}
     assert sizes == {120: 56, 60: 26, 36: 14, 34: None}
+    # 28 pieces of pinned memory: of 1 GiB, of 2 GiB, and of 2.04 GiB, which take 4 each. 14 GiB are too little for use.
+    sizes = {gib: value_of_size(config, Machine(host_bytes=gib * GIB)) for gib in (62, 63, 118, 119, 230, 231)}
+    assert sizes == {62: None, 63: 28, 118: 28, 119: 56, 230: 56, 231: 57}
+
+
+@pytest.mark.parametrize(
+    ("gib", "pieces", "taken"),
+    [
+        (153, 36, 288),  # measured: about 290 (docs/results/gpu.md)
+        (144, 36, 144),
+        (145, 36, 288),
+        (72, 36, 72),
+        (43, 36, 72),
+        (57, 28, 112),
+        (56, 28, 56),
+        (153, 2 * 36, 288),  # two ranks of 36 layers each: pieces of 2.1 GiB
+        (1, 28, 1.75),  # 36.6 MiB
+        (1, 1, 1),
+    ],
+)
+def test_a_piece_of_pinned_memory_takes_the_next_power_of_two(gib: int, pieces: int, taken: float):
+    assert pinned_bytes(gib * GIB, pieces) == taken * GIB
+
+
+@pytest.mark.parametrize(
+    ("kv_gib", "room_gib", "engines", "pieces", "pool", "taken"),
+    [
+        (153, 216, 1, 36, 144, 144),  # the measured job: 462 GiB free, 31 of them for training
+        (153, 288, 1, 36, 153, 288),
+        (153, 287, 1, 36, 144, 144),
+        (153, 143, 1, 36, 72, 72),
+        (153, 72, 1, 36, 72, 72),
+        (153, 71, 1, 36, 0, 0),  # 36 GiB are less than a quarter
+        (144, 144, 1, 36, 144, 144),
+        (100, 120, 1, 36, 72, 72),
+        (153, 216, 2, 36, 72, 144),  # pieces of 2 GiB, two engines
+        (153, 216, 1, 72, 144, 144),  # two ranks of 36 layers: pieces of 2 GiB
+        (30, 20, 4, 28, 3, 14),  # 3.5 GiB are 28 pieces of 128 MiB; the number is whole
+        (1, 8, 1, 28, 1, 1.75),
+    ],
+)
+def test_auto_takes_the_largest_pool_that_fits_with_all_that_it_takes(
+    *, kv_gib: int, room_gib: int, engines: int, pieces: int, pool: int, taken: float
+):
+    need = HostNeed(kv_gib * GIB, state_bytes=31 * GIB, engines=engines, pieces=pieces)
+    found = need.gib_for_each_engine(Machine(host_bytes=(2 * room_gib + 31) * GIB))
+    assert found == pool
+    assert not found or need.taken_bytes(found) == taken * GIB
+    assert all(need.taken_bytes(gib) > room_gib * GIB for gib in range(found + 1, need.whole_gib + 1) if found)
+
+
+def test_what_a_pool_takes_is_told(composed: Composed, model: Path):
+    long = GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
+    takes = "112.0 GiB of a node as pinned memory, whose 28 pieces an engine are rounded up to powers of two"
+    (mode,) = chosen(composed(long), MODE)
+    assert f"a pool of 57 GiB an engine, which holds all of it, takes {takes}" in mode.seen
+    (size,) = chosen(composed(long), f"{TAIL}.offload_gib", machine=LARGE)
+    assert f"it takes {takes}" in size.why
+    mapped = replace(LARGE, shm_bytes=512 * GIB, offloads_to_shm=True)
+    (size,) = chosen(composed(long), f"{TAIL}.offload_gib", machine=mapped)
+    assert "pinned" not in size.why
+    by_hand = composed(long | {f"{TAIL}.offload_gib": 57})
+    (mode,) = chosen(by_hand, MODE)
+    assert f"{TAIL}.offload_gib=57, which takes {takes}" in mode.seen
+    assert f"host memory: tail.offload_gib=57 takes {takes}" in memory_in_words(by_hand, 64)
+    assert "host memory" not in memory_in_words(composed(long), 64)
 
 
 NAME = "some/model"
@@ -278,9 +347,10 @@ def test_a_node_needs_memory_for_its_engines_slots_and_its_part_of_the_training_
     composed: Composed, changes: dict[str, Any], bytes_each: float
 ):
     config = composed(GPU | NODES | {"data.max_response_length": 4096, SAVE: None} | changes)
-    sizes = ModelSizes(kv_bytes_per_token=1000, num_parameters=1_000_000)
+    sizes = ModelSizes(kv_bytes_per_token=1000, num_parameters=1_000_000, layers=3)
     need = host_need(config, 64, sizes)
-    assert need == HostNeed(kv_bytes=32 * (32 + 4096) * 1000, state_bytes=int(bytes_each * 1_000_000), engines=4)
+    kv_bytes, state_bytes = 32 * (32 + 4096) * 1000, int(bytes_each * 1_000_000)
+    assert need == HostNeed(kv_bytes, state_bytes, engines=4, pieces=2 * 3)  # two ranks
     assert uncounted_state(config) == ""
 
 

@@ -61,8 +61,8 @@ class Run:
 
 def test_idle_slots_let_more_prompts_in_from_the_next_step_on():
     run = Run()
-    assert [run.step(taken=16) for _ in range(12)] == [16] * 5 + [20] * 5 + [24] * 2
-    assert [(each.before, each.after) for each in run.noted] == [(2.0, 2.5), (2.5, 3.0)]
+    assert [run.step(taken=16) for _ in range(12)] == [16] * 5 + [24] * 7
+    assert [(each.before, each.after) for each in run.noted] == [(2.0, 3.0)]
 
 
 def test_a_trainer_that_finds_its_batch_whole_lets_no_more_in():
@@ -73,7 +73,7 @@ def test_a_trainer_that_finds_its_batch_whole_lets_no_more_in():
 
 def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
     run = Run()
-    for _ in range(11):
+    for _ in range(6):
         run.step(taken=16)
     assert run.step(taken=30, kv_usage=0.95) == 24
     assert [run.step(taken=30) for _ in range(2)] == [20, 20]
@@ -85,9 +85,9 @@ def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any], 
     run = Run()
     for _ in range(5):
         run.step(taken=16)
-    assert run.tuner.depth == 2.5
+    assert run.tuner.depth == 3.0
     run.step(taken=16, num_slots=num_slots, **load)
-    assert run.tuner.depth == 2.0
+    assert run.tuner.depth == 2.5
 
 
 def test_preemptions_of_a_validation_do_not_count():
@@ -97,7 +97,7 @@ def test_preemptions_of_a_validation_do_not_count():
         engines: Any = [SimpleNamespace(load=EngineLoad(num_preemptions=2 * step)) for _ in range(2)]
         run.tuner.begin(engines)
         run.step(taken=16, num_preemptions=2 * step)
-    assert run.tuner.depth == 2.5
+    assert run.tuner.depth == 3.0
 
 
 def test_slots_beyond_those_of_the_start_give_way_first():
@@ -105,7 +105,7 @@ def test_slots_beyond_those_of_the_start_give_way_first():
     for _ in range(5):
         run.step(taken=16)
     run.step(taken=30, num_slots=2 * SLOTS, kv_usage=0.95)
-    assert run.tuner.depth == 2.5
+    assert run.tuner.depth == 3.0
 
 
 def test_a_bound_on_staleness_keeps_two_batches():
@@ -150,6 +150,6 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
         assert trainer._pending_sync_metrics["partial_rollout/slot_utilisation"] == 16.0 / SLOTS
         assert trainer._pending_sync_metrics["partial_rollout/slots_taken"] == 20.0 / SLOTS
         assert trainer._pending_sync_metrics["partial_rollout/waited"] == pytest.approx(0.4)
-    assert depths == [2.0] * 5 + [2.5]
-    assert told == [20]
-    assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 2.5)]
+    assert depths == [2.0] * 5 + [3.0]
+    assert told == [24]
+    assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 3.0)]
