@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from partial_rollout.core.replay import History, Place
-from partial_rollout.core.rollout_log import HEADER, End, FrameReader, checksum, decode, read_interrupted
+from partial_rollout.core.rollout_log import (
+    HEADER,
+    End,
+    Finished,
+    FrameReader,
+    Interrupted,
+    checksum,
+    decode,
+    read_interrupted,
+)
 from partial_rollout.core.saved_calls import unfold
 from partial_rollout.core.unfinished import join
 from partial_rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.core.rollout_log import AnyRecord
+    from partial_rollout.types import Claim
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,17 +70,22 @@ def read_frames(places: Sequence[Place]) -> list[bytes]:
         return [os.pread(file.fileno(), place.num_bytes, place.offset) for place in places]
 
 
-def read_left(paths: Sequence[Path], uids: Collection[str]) -> Left:
-    """What a worker that has died had written of its prompts, `uids`; `paths` are its files, the oldest first.
+def read_left(paths: Sequence[Path], claims: Sequence[Claim]) -> Left:
+    """What a worker that has died had written under its last claims; `paths` are its files, the oldest first.
 
-    A file that is not there has nothing: a checkpoint that is whole removes the one before.
+    A file that is not there has nothing: a checkpoint that is whole removes the one before. What was replayed under one
+    of the claims stays as an earlier start has written it, under a claim of then, and is not found.
+
+    Raises:
+        OSError: the disk does not say whether a file is there.
     """
-    history = History()
+    history, last = History(), {claim.uid: claim.claim_id for claim in claims}
     for number, path in enumerate(paths, 1):
         for place, record in read_records(path) if path.exists() else ():
-            history.tell_of_worker(record, number, place)
-    plan = history.plan(ANY_VERSION, first=0, unfinished=uids, done=())
-    return Left(frozenset(uids), plan.places, read_tokens(plan.unfinished))
+            if isinstance(record, Finished | Interrupted) and last.get(prompt_of(record.key)) == record.claim_id:
+                history.tell_of_worker(record, number, place)
+    plan = history.plan(ANY_VERSION, first=0, unfinished=last.keys(), done=())
+    return Left(frozenset(last), plan.places, read_tokens(plan.unfinished))
 
 
 def read_records(path: Path) -> Iterator[tuple[Place, AnyRecord]]:

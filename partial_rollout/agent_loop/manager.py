@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
-from partial_rollout.agent_loop.log_reading import Left, read_left
+from partial_rollout.agent_loop.log_reading import Left, prompt_of, read_left
 from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
 from partial_rollout.core.slots import share_slots
@@ -209,42 +209,47 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
         limit_s = manager_limit_s(call_s)
-        uids = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
-        clear_trajectories(uids, call_s)
-        left = self._left_by(worker_id, uids)
-        self._hand_on(left)
-        released = self._prompt_manager.release_worker.remote(worker_id, left.going_on)
+        claims: list[Claim]
+        claims = wait_for(self._prompt_manager.fence_worker.remote(worker_id), timeout_s=limit_s, who_waits=who)
+        clear_trajectories([claim.uid for claim in claims], call_s)
+        left = self._left_by(worker_id, claims)
+        going_on = left.going_on if self._hand_on(left) else []
+        released = self._prompt_manager.release_worker.remote(worker_id, going_on)
         wait_for(released, timeout_s=limit_s, who_waits=who)
 
-    def _left_by(self, worker_id: str, uids: Sequence[str]) -> Left:
+    def _left_by(self, worker_id: str, claims: Sequence[Claim]) -> Left:
         paths = [folder.file(worker_id) for folder in self._log_folders]
         try:
             return call_bounded(
-                lambda: read_left(paths, uids),
+                lambda: read_left(paths, claims),
                 timeout_s=self._settings.timeouts.call_s,
                 who_waits=f"the run waits for what {worker_id} has logged in {' and '.join(map(str, paths))}",
             )
-        except WaitTimeout as error:
+        except (OSError, WaitTimeout) as error:
             logger.warning("what %s had is generated again: %s", worker_id, error)
-            return Left(frozenset(uids), {}, {})
+            return Left(frozenset(claim.uid for claim in claims), {}, {})
 
-    def _hand_on(self, left: Left) -> None:
-        """Give what a dead worker had to all workers, and to those that are started again later."""
+    def _hand_on(self, left: Left) -> bool:
+        """Give what a dead worker had to all workers, and to those that are started again later.
+
+        False: not all of them have it, so nobody may go on from it.
+        """
         if not left.uids:
-            return
+            return True
         ref = ray.put(left)
         with self._telling:
-            change = self._joined(left)
+            known = self._joined(left)
             # In one piece, as in `resize`.
             with self._swapped:
-                self._known = self._known._replace(**change)
+                others = frozenset(key for key in self._known.unclaimed if prompt_of(key) not in left.uids)
+                self._known = known or self._known._replace(places=None, unclaimed=others)
                 if left.tokens:
                     self._restored = frozenset(self.worker_ids)
                 calls = [worker.take_over.remote(ref) for worker in self.agent_loop_workers]
-            self._inform(calls, "take over what a dead worker had")
+            return self._inform(calls, "take over what a dead worker had") and known is not None
 
-    def _joined(self, left: Left) -> dict[str, Any]:
-        """What a worker that is started again later is told, with what a dead one had."""
+    def _joined(self, left: Left) -> _Known | None:
+        """What a worker that is started again later is told, with what a dead one had; None: it cannot be read."""
         known = self._known
         tokens, missing = self._unclaimed_tokens()
         try:
@@ -252,14 +257,10 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         except (GetTimeoutError, ObjectLostError) as error:
             places, missing = {}, [*missing, f"places of logged responses: {error}"]
         if missing:
-            logger.warning("workers that are started again have nothing of what it had: %s", "; ".join(missing))
-            return {}
+            logger.warning("what a dead worker had is generated again: %s", "; ".join(missing))
+            return None
         tokens, places = left.newest(tokens, left.tokens), left.newest(places, left.places)
-        return {
-            "places": ray.put(places) if places else None,
-            "tokens": ray.put(tokens) if tokens else None,
-            "unclaimed": frozenset(tokens),
-        }
+        return _Known(ray.put(places) if places else None, ray.put(tokens) if tokens else None, frozenset(tokens))
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Admit training prompts, or dispatch validation prompts; does not wait for tokens."""
@@ -511,14 +512,15 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _settle(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         return settle_all(refs, timeout_s=timeout_s, who_waits=f"trainer waits for agent-loop workers to {what}")
 
-    def _inform(self, refs: Sequence[ray.ObjectRef], what: str) -> None:
-        """Wait until all know; a silent worker costs a warning.
+    def _inform(self, refs: Sequence[ray.ObjectRef], what: str) -> bool:
+        """Wait until all know; a silent worker costs a warning. Returns whether all living ones have answered.
 
         For what the trainer says while it admits prompts, which has a deadline: `_ask_living` waits for `claim_s` too.
         """
-        for answer in self._settle(refs, what, HOLD_TIMEOUT_S):
-            if isinstance(answer, WaitTimeout):
-                logger.warning("%s; whoever was silent does so when it goes on, or another worker in its place", answer)
+        late = [answer for answer in self._settle(refs, what, HOLD_TIMEOUT_S) if isinstance(answer, WaitTimeout)]
+        for answer in late[:1]:
+            logger.warning("%s; whoever was silent does so when it goes on, or another worker in its place", answer)
+        return not late
 
     def _ask_living(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         """All answers, as in `_wait_all`; a dead worker's is its RayActorError: another worker takes its place.

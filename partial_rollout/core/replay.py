@@ -136,11 +136,12 @@ class History:
             self.given_up(record, number)
 
     def found(self, record: Finished, number: int, place: Place) -> None:
-        """A trajectory that has ended."""
+        """A trajectory that has ended; one that was replayed comes before all that this start has claimed itself."""
+        known = self.trajectories.get(record.key, {}).get(place.checksum)
         logged = Logged(
             key=record.key,
             uid=record.uid,
-            order=(number, record.claim_id),
+            order=(number, 0 if known and known.order[0] < number else record.claim_id),
             newest_version=max((summary.max_version for summary in record.summaries), default=0),
             num_tokens=record.num_tokens,
             place=place,

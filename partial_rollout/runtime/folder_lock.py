@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import socket
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from partial_rollout.errors import ConfigError
@@ -23,7 +23,7 @@ HELD = (errno.EACCES, errno.EAGAIN)
 """POSIX allows both for a lock that somebody else has."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def folder_of_one_command(folder: Path, setting: str) -> Iterator[None]:
     """Keep other commands out of `folder`, the value of `setting`, until the block ends or this process dies.
 
@@ -61,5 +61,6 @@ def _lock(file: int, folder: Path, setting: str) -> None:
             ) from error
         logger.warning("another command in %s=%s would not be noticed: %s", setting, folder, error)
         return
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk keeps nobody from the folder, but its next error names nobody
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)

@@ -334,8 +334,8 @@ class RolloutPromptManager:
         async with self._changing():
             self._do(PromptQueue.give_back, claim)
 
-    async def fence_worker(self, worker_id: str) -> list[str]:
-        """Refuse the late reports of a lost worker from now on; returns the uids of its prompts, oldest claim first."""
+    async def fence_worker(self, worker_id: str) -> list[Claim]:
+        """Refuse the late reports of a lost worker from now on; returns its claims, oldest first."""
         return self._do(PromptQueue.fence_worker, worker_id)
 
     async def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:

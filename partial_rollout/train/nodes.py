@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from partial_rollout.errors import ClusterError, VersionError
-from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for_all
+from partial_rollout.errors import ClusterError, VersionError, WaitTimeout
+from partial_rollout.runtime.remote_call import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +45,10 @@ class NodePackages:
     """Files of other nodes that it does not see."""
 
 
-def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) -> None:
+def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) -> set[Path]:
     """Compare the packages of all nodes that run processes with those of this one, and warn of unshared folders.
 
-    `folders`: what a folder is for, and the folder.
+    `folders`: what a folder is for, and the folder. Returns those that a node does not see.
 
     Raises:
         VersionError: names the nodes that lack a package or have another version of it.
@@ -56,12 +56,12 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
     """
     others = _others()
     if not others:
-        return
+        return set()
     packages, _ = look_at_node()(PACKAGE, OTHERS, ())
     own = NodePackages(f"this node ({ray.util.get_node_ip_address()})", packages)
     with ExitStack() as stack:
         probes = {
-            name: f"{folder} ({what})"
+            name: (folder, what)
             for what, folder in folders.items()
             if folder is not None and (name := _probe(folder, stack))
         }
@@ -74,9 +74,10 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
                 "node %s does not see %s of %s: what is written there is spread over the nodes. After the loss of a "
                 "node, or on other nodes, the run cannot go on from it. Set a folder that all nodes share",
                 other.node,
-                probes[name],
+                "{} ({})".format(*probes[name]),
                 own.node,
             )
+    return {probes[name][0] for other in found for name in other.unseen}
 
 
 def remove_elsewhere(folders: Sequence[Path], timeout_s: float) -> None:
@@ -92,10 +93,10 @@ def remove_elsewhere(folders: Sequence[Path], timeout_s: float) -> None:
     others, run = _others(), ray.remote(num_cpus=0, max_retries=0)(remove)
     calls = [_on(node, run).remote([str(folder) for folder in folders]) for node in others]
     names = ", ".join(_name(node) for node in others)
-    answers = settle_all(calls, timeout_s=timeout_s, who_waits=f"trainer waits for {names} to remove old checkpoints")
-    for node, answer in zip(others, answers, strict=True):
-        if is_missing(answer):
-            logger.warning("%s may still be on node %s: %s", ", ".join(map(str, folders)), _name(node), answer)
+    try:
+        wait_for_all(calls, timeout_s=timeout_s, who_waits=f"trainer waits for {names} to remove old checkpoints")
+    except (RayError, WaitTimeout) as error:
+        logger.warning("%s may still be on another node: %s", ", ".join(map(str, folders)), error)
 
 
 def _others() -> list[dict[str, Any]]:

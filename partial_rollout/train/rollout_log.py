@@ -264,7 +264,9 @@ class RunLog:
         if not self._replayed_folder:
             return
         coming = {uid for uid, number in self._coming.items() if number >= self._num_admitted}
-        waiting = coming | {prompt.uid for prompt in snapshot.unfinished}
+        # No further attempt goes on from what the first one had.
+        again = snapshot.failures.keys() | snapshot.restarts.keys()
+        waiting = coming | {prompt.uid for prompt in snapshot.unfinished} - again
         left = {key: (place,) for key, place in self._plan.places.items() if prompt_of(key) in waiting}
         left |= {key: places for key, places in self._plan.unfinished.items() if prompt_of(key) in coming}
         self._num_left = len(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from partial_rollout.runtime.runner_watch import send_signs
 from partial_rollout.runtime.start_watch import StartWatch
 from partial_rollout.settings.derived import read_block
 from partial_rollout.settings.flag import is_enabled
+from partial_rollout.settings.retention import saves_by_time
 from partial_rollout.train.nodes import require_equal_nodes
 from partial_rollout.train.resources import require_own_transfer_queue, require_resources
 from partial_rollout.train.start_choices import choose_on_cluster
@@ -26,6 +28,9 @@ from partial_rollout.train.start_choices import choose_on_cluster
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from ray.actor import ActorHandle
+
+
+logger = logging.getLogger(__name__)
 
 
 class TaskRunner(TaskRunnerBase):
@@ -53,7 +58,9 @@ class TaskRunner(TaskRunnerBase):
         require_resources(config, timeout_s)
         require_own_transfer_queue(0.0)  # another run may have started while this one waited for resources
         folders = {"checkpoints": Path(config.trainer.default_local_dir).absolute(), "events": events_folder(block)}
-        require_equal_nodes(folders, block.timeouts.start_s)
+        if folders["checkpoints"] in require_equal_nodes(folders, block.timeouts.start_s) and saves_by_time(config):
+            config.partial_rollout.save_minutes = None
+            logger.warning("nothing is saved by time (save_minutes), since no node would have a whole checkpoint")
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))

@@ -233,12 +233,12 @@ class PromptQueue:
         if entry.state is State.PENDING:
             self._rounds.rejoin(entry)
 
-    def fence_worker(self, worker_id: str) -> list[str]:
-        """Refuse the late reports of a lost worker, so that its rows can be cleared; returns the uids of its prompts.
+    def fence_worker(self, worker_id: str) -> list[Claim]:
+        """Refuse the late reports of a lost worker, so that its rows can be cleared; returns its claims, oldest first.
 
         Its prompts stay with it until `release_worker`: nobody else may write their rows before.
         """
-        return [claim.uid for claim in self._claims.fence(worker_id)]
+        return self._claims.fence(worker_id)
 
     def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
         """Give back all claims of a lost worker; returns their uids in claim order.

@@ -14,12 +14,13 @@ pytest.importorskip("verl")
 
 from partial_rollout.agent_loop import manager as manager_module
 from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
+from partial_rollout.agent_loop.trajectory import Trajectory
 from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
 from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
 from tests.unit.agent_loop.test_unfinished_log import interrupted_trajectory
-from tests.unit.agent_loop.test_worker_log import LONG_S, ended
+from tests.unit.agent_loop.test_worker_log import LONG_S, output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from partial_rollout.agent_loop.manager import PartialRolloutAgentLoopManager
 
 DEAD = RayActorError(error_msg="killed")
+U1, A_B = make_claim("u1"), make_claim("a_b")
 
 
 class Refs:
@@ -81,7 +83,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
     prompts = SimpleNamespace(
-        fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or ["u1", "a_b"]),
+        fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or [U1, A_B]),
         release_worker=SimpleNamespace(
             remote=lambda name, going_on: calls.append(f"release {name}, {going_on} go on") or ["u1", "a_b"]
         ),
@@ -171,8 +173,8 @@ def left(tmp_path: Path) -> LogFolder:
     folder = LogFolder(str(tmp_path), 2, 7)
     log = WorkerLog("agent_loop_worker_1", LONG_S)
     log.begin(folder, [])
-    log.write(*ended("u1"), [])
-    log.write_interrupted(interrupted_trajectory(make_claim("a_b")))
+    log.write(Trajectory(U1, 0), [output()], [])
+    log.write_interrupted(interrupted_trajectory(A_B))
     log.write_interrupted(interrupted_trajectory(make_claim("another workers")))
     log.close(LONG_S)
     return folder
@@ -225,53 +227,94 @@ def test_a_worker_that_dies_while_a_checkpoint_begins_has_logged_in_the_folder_b
     new = LogFolder(str(tmp_path / "after_step_9"), 1, 9)
     manager.begin_log(left)
     manager.begin_log(new)
-    if is_begun:  # its new file says that an attempt has failed
+    if is_begun:
         log = WorkerLog("agent_loop_worker_1", LONG_S)
         log.begin(new, [])
-        log.give_up("u1", make_claim("u1").claim_id)
+        log.write_interrupted(interrupted_trajectory(A_B))
         log.close(LONG_S)
     manager.restart(1)
-    assert f"release agent_loop_worker_1, {['a_b'] if is_begun else ['a_b', 'u1']} go on" in calls
+    assert "release agent_loop_worker_1, ['a_b', 'u1'] go on" in calls
+    ended = re.search(r"u1_0.*?path='([^']*)'", only(calls, "w0.take_over"))
+    assert ended is not None
+    assert ended[1] == str(left.file("agent_loop_worker_1"))
+    assert len(manager._known.tokens["a_b_0"]) == 1  # type: ignore[index]  # not once for each file
+
+
+class Spied:
+    """A lock that says when somebody wants it."""
+
+    def __init__(self) -> None:
+        self._lock, self.is_wanted = threading.RLock(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def test_what_a_dead_worker_had_is_not_handed_on_while_the_trainer_asks_for_what_there_is(
-    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.begin_log(left)
     ask, gives_back = manager._ask_unclaimed, threading.Thread(target=manager._give_back, args=("agent_loop_worker_1",))
+    monkeypatch.setattr(manager, "_telling", lock := Spied())
+    monkeypatch.setattr(manager, "_keep", lambda asked, answers: frozenset())
 
     def ask_while_it_is_given_back(asked: Any) -> list[Any]:
+        lock.is_wanted.clear()
         gives_back.start()
-        answers = ask(asked)
+        assert lock.is_wanted.wait(LONG_S)
         assert not any("take_over" in call for call in calls)
-        return answers
+        return ask(asked)
 
-    manager._ask_unclaimed = ask_while_it_is_given_back  # type: ignore[method-assign]
+    monkeypatch.setattr(manager, "_ask_unclaimed", ask_while_it_is_given_back)
     manager._restored = frozenset(manager.worker_ids)
     manager.agent_loop_workers[1] = cast("Any", Worker("w1", calls))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "_keep", lambda asked, answers: frozenset())
-        manager.forget_claimed()
+    manager.forget_claimed()
     gives_back.join(LONG_S)
     told = [call.partition("(")[0] for call in calls if "w0." in call]
     assert told.index("w0.keep_unclaimed") < told.index("w0.take_over")
     assert manager._known.unclaimed == {"a_b_0"}
 
 
-@pytest.mark.parametrize("why", ["no file", "a disk that stands still"])
+def test_nobody_goes_on_where_a_worker_does_not_say_that_it_knows(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+) -> None:
+    manager.begin_log(left)
+    manager._settle = lambda refs, what, timeout_s: [WaitTimeout(what)]  # type: ignore[method-assign]
+    manager._give_back("agent_loop_worker_1")
+    assert "release agent_loop_worker_1, [] go on" in calls
+
+
+def test_nothing_older_is_kept_where_what_is_known_cannot_be_read(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], left: LogFolder
+) -> None:
+    manager.replay(cast("Any", {"u1_0": "older"}))
+    manager.restore_tokens({"a_b_1": [], "d_0": []})
+    manager._unclaimed_tokens = lambda: ({}, ["lost"])  # type: ignore[method-assign]
+    manager.begin_log(left)
+    manager._give_back("agent_loop_worker_1")
+    assert "release agent_loop_worker_1, [] go on" in calls
+    assert manager._known.places is None
+    assert manager._known.unclaimed == {"d_0"}
+
+
+@pytest.mark.parametrize("why", [None, WaitTimeout("the disk"), OSError("the disk")])
 def test_without_the_dead_ones_file_its_prompts_begin_afresh(
     manager: PartialRolloutAgentLoopManager,
     calls: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    why: str,
+    why: Exception | None,
 ) -> None:
     bounded = manager_module.call_bounded
 
     def call(read: Callable[[], Any], *, who_waits: str, **limits: Any) -> Any:
-        if why != "no file" and "has logged" in who_waits:
-            raise WaitTimeout("the disk")
+        if why is not None and "has logged" in who_waits:
+            raise why
         return bounded(read, who_waits=who_waits, **limits)
 
     monkeypatch.setattr(manager_module, "call_bounded", call)
@@ -279,7 +322,7 @@ def test_without_the_dead_ones_file_its_prompts_begin_afresh(
     manager.restart(1)
     assert "release agent_loop_worker_1, [] go on" in calls
     assert all("places={}, tokens={}" in call for call in calls if "take_over" in call)
-    assert ("is generated again: the disk" in caplog.text) == (why != "no file")
+    assert ("is generated again: the disk" in caplog.text) == (why is not None)
 
 
 def test_what_the_others_are_told_while_a_new_worker_is_told_reaches_it_too(

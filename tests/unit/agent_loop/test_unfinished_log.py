@@ -24,7 +24,7 @@ from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.train.rollout_log import read_history
 from partial_rollout.types import Claim
 from tests.fake_worker import make_claim
-from tests.unit.agent_loop.test_worker_log import LONG_S, ended, folder, output, worker
+from tests.unit.agent_loop.test_worker_log import LONG_S, folder, output, worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -309,14 +309,15 @@ AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
 async def test_what_a_dead_worker_has_logged_is_taken_over_by_another_one(worker: Any, tmp_path: Path) -> None:
     dead, path = WorkerLog("dead", LONG_S), folder(tmp_path).file("dead")
     dead.begin(folder(tmp_path), [])
-    dead.write_interrupted(interrupted_trajectory(make_claim("a")))
-    dead.write(*ended("b"), [])
-    dead.write_interrupted(interrupted_trajectory(make_claim("c")))
-    dead.write(*ended("c", 1), [])
-    dead.give_up("c", make_claim("c").claim_id)
+    a, b, c = (make_claim(uid) for uid in "abc")
+    dead.write_interrupted(interrupted_trajectory(a))
+    dead.write(Trajectory(b, 0), [output()], [])
+    dead.write_interrupted(interrupted_trajectory(c))
+    dead.write(Trajectory(c, 1), [output()], [])
     dead.write_interrupted(interrupted_trajectory(make_claim("d")))
     dead.close(LONG_S)
-    left = read_left([path.with_name("is not there"), path], ["a", "b", "c"])
+    # Of the third prompt the file has an earlier attempt only, which has failed, whether or not it says so.
+    left = read_left([path.with_name("is not there"), path], [a, b, make_claim("c", attempt=2)])
     assert (sorted(left.tokens), sorted(left.places), left.going_on) == (["a_0"], ["b_0"], ["a", "b"])
     await worker.restore_tokens({"e_0": interrupted_trajectory(make_claim("e")).states()})
     await worker.replay({"f_0": left.places["b_0"]})
@@ -342,12 +343,12 @@ async def test_nothing_older_is_taken_over_of_a_dead_workers_prompts(worker: Any
 async def test_a_new_file_has_the_tokens_of_what_still_runs(
     worker: Any, tmp_path: Path, is_between_calls: bool
 ) -> None:
-    running = worker._trajectories.start(make_claim("a"), 0)
+    running = worker._trajectories.start(claim := make_claim("a"), 0)
     worker._trajectories.record(running, call := ResumableGeneration(PROMPT, BUDGET))
     call.add(Segment([8], [-0.5], STOPPED if is_between_calls else ABORTED, 3, 3, Context(3, FRESH)))
     await worker.begin_log(folder(tmp_path))
     worker._log.close(LONG_S)
-    left = read_left([folder(tmp_path).file("worker-0")], ["a"])
+    left = read_left([folder(tmp_path).file("worker-0")], [claim])
     assert [state.token_ids for state in left.tokens["a_0"]] == [[8]]
 
 
@@ -360,7 +361,7 @@ def test_whatever_is_left_of_a_dead_workers_file_leads_to_the_text_of_an_undistu
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         if world.live(replace(life, lost=lost, wrong=wrong, checkpoint_at=None)) is None:
-            world.saved = read_left([world.file], ["a"]).tokens
+            world.saved = read_left([world.file], [Claim("a", 1, "worker_0", 1, 1, 1)]).tokens
             assert world.live(UNDISTURBED) == text
 
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from partial_rollout.core.replay import History, Place, Plan
-from partial_rollout.core.rollout_log import Abandoned, Admitted, AnyRecord, Group, Opened, Taken, checksum, encode
+from partial_rollout.core.rollout_log import (
+    Abandoned,
+    Admitted,
+    AnyRecord,
+    GivenUp,
+    Group,
+    Opened,
+    Taken,
+    checksum,
+    encode,
+)
 from tests.unit.core.test_rollout_log import finished
 
 BASE = 4
@@ -100,6 +111,32 @@ def test_ended_trajectories_of_no_batch_are_replayed_if_their_weights_will_be_ag
     history = told(History(), 1, taken(5, "a"), ended={"a": 3, "now": 5, "later": 6, "gone": 5})
     found = plan(history, unfinished=("a", "now", "later"))
     assert sorted(found.places) == ["a_0", "a_1", "now_0", "now_1"]
+
+
+def given_up(history: History, number: int, uid: str, claim_id: int) -> None:
+    history.tell_of_worker(GivenUp(uid=uid, claim_id=claim_id), number, Place(f"file {number}", 0, 1, 1))
+
+
+def test_ended_trajectories_of_an_attempt_that_has_failed_are_void_but_for_those_that_were_trained() -> None:
+    history = told(History(), 1, taken(5, "a"), ended={"a": 3, "b": 3, "c": 3})
+    for uid, claim_id in (("a", 5), ("b", 5), ("c", 4)):  # the records are of claim 5
+        given_up(history, 1, uid, claim_id)
+    found = plan(history, unfinished=("a", "b", "c"))
+    assert sorted(found.places) == ["a_0", "a_1", "c_0", "c_1"]
+
+
+def test_a_replayed_trajectory_comes_before_what_its_start_has_claimed_itself() -> None:
+    """Start 2 has written it again under claim 80, as start 1 had. Then its attempt there, claim 5, fails."""
+    old = replace(finished("a", 0, version=3), claim_id=80)
+    new = replace(finished("a", 0, version=4), claim_id=9)
+    history = told(History(), 1)
+    for number, record in ((1, old), (2, old)):
+        history.found(record, number, Place(f"file {number}", 0, 1, checksum(encode(record))))
+    assert plan(history, unfinished=("a",)).places["a_0"].path == "file 2"
+    given_up(history, 2, "a", 5)
+    assert plan(history, unfinished=("a",)).places == {}
+    history.found(new, 2, Place("next attempt", 0, 1, checksum(encode(new))))
+    assert plan(history, unfinished=("a",)).places["a_0"].path == "next attempt"
 
 
 def test_of_two_records_that_no_batch_has_the_later_start_counts() -> None:

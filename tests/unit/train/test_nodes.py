@@ -1,4 +1,4 @@
-"""A node that lacks a package, or has another version of it, is named."""
+"""A node that lacks a package, or has another version of it, is named; one that dies keeps old checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
+from ray.exceptions import NodeDiedError, WorkerCrashedError
 
-from partial_rollout.train.nodes import OTHERS, PACKAGE, NodePackages, differences, look_at_node
+from partial_rollout.errors import WaitTimeout
+from partial_rollout.train import nodes as nodes_module
+from partial_rollout.train.nodes import OTHERS, PACKAGE, NodePackages, differences, look_at_node, remove_elsewhere
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,3 +66,16 @@ def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(sys, "path", [str(tmp_path / folder), *sys.path])
         found.append(look_at_node()("checked_out", (), ())[0]["checked_out"])
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("error", [WorkerCrashedError(), NodeDiedError("gone"), WaitTimeout("late")], ids=type)
+def test_a_node_that_dies_while_it_removes_old_checkpoints_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(nodes_module, "_others", list)
+    monkeypatch.setattr(nodes_module, "wait_for_all", fail)
+    remove_elsewhere([tmp_path / "global_step_3"], 1.0)
+    assert "global_step_3 may still be on another node" in caplog.text

@@ -370,6 +370,19 @@ def test_a_checkpoint_has_the_logged_responses_that_nobody_has_claimed(tmp_path:
     third.die()
 
 
+def test_a_checkpoint_has_no_logged_response_of_a_prompt_whose_attempt_has_failed_since(tmp_path: Path) -> None:
+    for failed in ({"failures": {"old_x": 1}}, {"restarts": {"old_x": 1}}):
+        path = tmp_path / next(iter(failed))
+        path.mkdir()
+        start = replayed_start(path)
+        queue = QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13, **failed)
+        start.save(8, queue)
+        start.die()
+        third = Start(config(path), step=8, snapshot=queue)
+        assert sorted(third.replayed) == ["old_y_0", "old_y_1"]
+        third.die()
+
+
 def test_a_folder_that_is_replayed_goes_when_a_checkpoint_has_found_all_of_it_claimed(tmp_path: Path) -> None:
     start = replayed_start(tmp_path)
     start.save(8, QueueSnapshot(pending=(PromptMeta("old_x", 2, 1),), admitted=14, taken=13))

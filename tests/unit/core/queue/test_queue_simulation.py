@@ -209,7 +209,7 @@ class Run:
         if self.dying is None:
             worker = self.draw.choice(self.workers)
             self.workers.remove(worker)
-            self.dying = (worker.name, self.queue.fence_worker(worker.name))
+            self.dying = (worker.name, [claim.uid for claim in self.queue.fence_worker(worker.name)])
             return
         name, uids = self.dying
         self.clear([key for key in self.rows if key.rpartition("_")[0].rpartition("_")[0] in uids])
