@@ -316,7 +316,7 @@ async def test_what_a_dead_worker_has_logged_is_taken_over_by_another_one(worker
     dead.write(Trajectory(c, 1), [output()], [])
     dead.write_interrupted(interrupted_trajectory(make_claim("d")))
     dead.close(LONG_S)
-    # Of the third prompt the file has an earlier attempt only, which has failed, whether or not it says so.
+    # The file has an earlier attempt of the third prompt only, which has failed, whether or not it says so.
     left = read_left([path.with_name("is not there"), path], [a, b, make_claim("c", attempt=2)])
     assert (sorted(left.tokens), sorted(left.places), left.going_on) == (["a_0"], ["b_0"], ["a", "b"])
     await worker.restore_tokens({"e_0": interrupted_trajectory(make_claim("e")).states()})
