@@ -52,7 +52,8 @@ def test_the_recipe_trains(repository: Path, nursery: Path, tiny_qwen_image: Pat
     assert sum(row["partial_rollout/resumed"] for row in metrics) > 0
     assert {row["partial_rollout/snapshots"] for row in metrics} == {0}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        *("metrics.jsonl", "before.png", "latest.png", "after.png", "transformer", "events", "report.html", "run.log")
+        *("metrics.jsonl", "before.png", "latest.png", "after.png", "transformer", "events", "report.html", "run.log"),
+        "command.lock",
     }
     _check_the_event_stream(tmp_path / "run", metrics)
     assert list((tmp_path / "run" / "transformer").glob("*.safetensors"))
