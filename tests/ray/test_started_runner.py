@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from partial_rollout.types import PromptMeta
 
 TIMEOUT_S = 60.0
 CLAIM_S = 5.0
+SILENT = r"no sign of life for \d+ s, longer than partial_rollout\.timeouts\.claim_s=5\b"
+"""How long it was depends on when somebody looks."""
 WAITING = """
 import ray
 from partial_rollout.launch import StartedRunner
@@ -107,7 +110,7 @@ def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not()
     assert isinstance(named, TaskRunnerLost)
     process = named.death.process
     assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
-    assert "no sign of life for 5 s" in str(named)
+    assert re.search(SILENT, str(named))
     assert "; it trained step" in str(named)
 
 
@@ -124,7 +127,7 @@ def test_a_frozen_runner_is_killed_though_killing_it_has_failed_once(monkeypatch
     with pytest.raises(RayActorError) as told:
         ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
     assert failures == []
-    assert "no sign of life for 5 s" in str(runner.explain(told.value))
+    assert re.search(SILENT, str(runner.explain(told.value)))
     runner.stop()
 
 
