@@ -56,7 +56,7 @@ test: tell-time test-omni ## everything that needs no GPU: unit, ray, engine, om
 	$(PYTEST) -m "not gpu and not omni and not faults" $(IN_PARALLEL) $(ARGS)
 
 tell-time:
-	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 40 minutes on 2 quiet cores; it ends with what it did not run"
+	@echo "make test: $(words $(TEST_PARTS)) parts ($(TEST_PARTS)), about 30 minutes on 2 quiet cores; it ends with what it did not run"
 
 test-unit: setup ## two minutes, no Ray and no engine
 	$(PYTEST) -m "not gpu and not ray and not engine and not e2e and not omni and not faults and not nodes and not slow" $(IN_PARALLEL) $(ARGS)
