@@ -82,9 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:
-    folder = FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1
     if item.path.name == SHORT_FORM:
-        folder = -2
+        return -2, 0
+    folder = FOLDER_MARKERS.index(_folder(item)) if _folder(item) in FOLDER_MARKERS else -1
     long = [place for place, name in enumerate(LONGEST_FIRST) if name in item.nodeid]
     return folder, long[0] if long else len(LONGEST_FIRST)
 

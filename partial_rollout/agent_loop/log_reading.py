@@ -19,6 +19,7 @@ from partial_rollout.core.rollout_log import (
     Interrupted,
     checksum,
     decode,
+    prompt_of,
     read_interrupted,
 )
 from partial_rollout.core.saved_calls import unfold
@@ -36,32 +37,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANY_VERSION = sys.maxsize
-"""A step after all weights that have sampled anything."""
+"""Later than any version of the weights."""
 
 
 class Left(NamedTuple):
     """What the log has of the prompts of a dead worker."""
 
     uids: frozenset[str]
-    """All of its prompts: nothing older counts of any of them."""
+    """All of its prompts, also those of which the log has nothing."""
     places: dict[str, Place]
     """Records of trajectories that have ended."""
     tokens: Saved
     """Tokens of the others."""
 
     def newest(self, known: Mapping[str, T], found: Mapping[str, T]) -> dict[str, T]:
-        """What was known of all trajectories, with what was `found` in place of all of this worker's prompts."""
+        """What is `known` of other prompts, and `found`: nothing older of this worker's prompts counts any more."""
         return {key: each for key, each in known.items() if prompt_of(key) not in self.uids} | dict(found)
 
     @property
     def going_on(self) -> list[str]:
         """Prompts of which there is something."""
         return sorted({prompt_of(key) for key in (*self.places, *self.tokens)})
-
-
-def prompt_of(key: str) -> str:
-    """The prompt's uid of a trajectory, `{uid}_{session}`."""
-    return key.rpartition("_")[0]
 
 
 def read_frames(places: Sequence[Place]) -> list[bytes]:
@@ -73,8 +69,9 @@ def read_frames(places: Sequence[Place]) -> list[bytes]:
 def read_left(paths: Sequence[Path], claims: Sequence[Claim]) -> Left:
     """What a worker that has died had written under its last claims; `paths` are its files, the oldest first.
 
-    A file that is not there has nothing: a checkpoint that is whole removes the one before. What was replayed under one
-    of the claims stays as an earlier start has written it, under a claim of then, and is not found.
+    A file that is not there has nothing: a checkpoint that is whole removes the one before. A trajectory that was
+    replayed is in the file as an earlier start of training had written it, with the claim of that start. So it is not
+    found, and is generated again.
 
     Raises:
         OSError: the disk does not say whether a file is there.

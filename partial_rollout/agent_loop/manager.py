@@ -14,9 +14,10 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
-from partial_rollout.agent_loop.log_reading import Left, prompt_of, read_left
+from partial_rollout.agent_loop.log_reading import Left, read_left
 from partial_rollout.agent_loop.store import PARTITION
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker
+from partial_rollout.core.rollout_log import prompt_of
 from partial_rollout.core.slots import share_slots
 from partial_rollout.errors import ActorLost, WaitTimeout
 from partial_rollout.runtime.bounded import UNUSUAL, Wait, call_bounded

@@ -226,16 +226,18 @@ class Trajectories:
 
     def states(self) -> Saved:
         """All generate calls of trajectories whose groups have not ended."""
-        return {key: trajectory.states() for group in self._running.values() for key, trajectory in group.items()}
+        return {each.key: each.states() for each in self._all()}
 
     def records(self) -> list[bytes]:
         """The records of ended trajectories whose groups have not ended."""
-        trajectories = (each for group in self._running.values() for each in group.values())
-        return [each.record_bytes for each in trajectories if each.record_bytes]
+        return [each.record_bytes for each in self._all() if each.record_bytes]
 
     def unended(self) -> list[Trajectory]:
         """Trajectories that still run."""
-        return [each for group in self._running.values() for each in group.values() if not each.has_ended]
+        return [each for each in self._all() if not each.has_ended]
+
+    def _all(self) -> Iterator[Trajectory]:
+        return (each for group in self._running.values() for each in group.values())
 
     def unclaimed(self) -> frozenset[str]:
         """Saved trajectories that have not started again here."""

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from partial_rollout.core.rollout_log import Abandoned, Admitted, Finished, GivenUp, Group, Interrupted, Opened, Taken
+from partial_rollout.core.rollout_log import (
+    Abandoned,
+    Admitted,
+    Finished,
+    GivenUp,
+    Group,
+    Interrupted,
+    Opened,
+    Taken,
+    prompt_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -211,7 +221,7 @@ class History:
     def _add_unfinished(self, plan: Plan, uids: Collection[str]) -> None:
         """What weights that there will be again have sampled, of trajectories whose end no record has."""
         for key, claims in self.unfinished.items():
-            uid = key.rpartition("_")[0]
+            uid = prompt_of(key)
             if uid not in uids or key in plan.places:
                 continue
             void = self._void(uid)

@@ -39,6 +39,15 @@ TRAINER = "trainer"
 """Role of the process that writes what was admitted and what was trained."""
 
 
+def prompt_of(key: str) -> str:
+    """The prompt's uid of a trajectory, `{uid}_{session}`.
+
+    >>> prompt_of("a_b_0")
+    'a_b'
+    """
+    return key.rpartition("_")[0]
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """What a frame holds."""
 
@@ -117,7 +126,7 @@ class Finished(Record, frozen=True, tag="finished"):
     @property
     def uid(self) -> str:
         """The prompt's uid."""
-        return self.key.rpartition("_")[0]
+        return prompt_of(self.key)
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,6 @@ def _lock(file: int, folder: Path, setting: str) -> None:
             ) from error
         logger.warning("another command in %s=%s would not be noticed: %s", setting, folder, error)
         return
-    with contextlib.suppress(OSError):  # a full disk keeps nobody from the folder, but its next error names nobody
+    with contextlib.suppress(OSError):  # the lock holds on a full disk too; only the name of its owner is missing
         os.ftruncate(file, 0)
         os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)

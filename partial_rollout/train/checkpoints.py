@@ -73,16 +73,15 @@ class CheckpointKeeper:
         `remove_elsewhere` removes folders on other nodes: there each rank may save to a disk of its own.
         """
         self._trainer, self._remove_elsewhere = config.trainer, remove_elsewhere
-        saves_later = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
-        self._marks = not saves_later
-        self._removes = removes_checkpoints(config)
+        # Else verl may still be writing when its call has returned, and a whole checkpoint cannot be told.
+        self._saves_at_once = removes_checkpoints(config)
         self._own: set[int] = set()
         """Steps of the checkpoints of this run, and of those that it goes on from: only these are removed."""
         self._by_time = saves_by_time(config)
         self._num_bytes = checkpoint_bytes(config) if self._by_time else None
         """About what a checkpoint has; None: not known."""
         self._keep: int | None = None
-        if self._removes:
+        if self._saves_at_once:
             self._keep = num_kept_checkpoints(config)
             # verl removes an old one while it saves the next, which then may never be whole.
             for key, value in KEEP_ALL.items():
@@ -95,8 +94,8 @@ class CheckpointKeeper:
             DataError: the chosen checkpoint is not whole, or verl's tracker names one that is not and no other one is.
         """
         mode, path = self._trainer.resume_mode, self._trainer.get("resume_from_path")
-        if not self._marks:
-            return  # verl's save may still be under way when its folder looks whole
+        if not self._saves_at_once:
+            return
         if mode == "auto":
             first = choose_checkpoint(self._root)
         elif mode == "resume_path" and isinstance(path, str):
@@ -131,13 +130,12 @@ class CheckpointKeeper:
 
         Returns its bytes; 0: not known.
         """
-        # With async_save verl may still be writing here, and a manifest would vouch for files that are half there.
-        num_bytes = mark_whole(self._root / f"global_step_{step}") if self._marks else 0
+        num_bytes = mark_whole(self._root / f"global_step_{step}") if self._saves_at_once else 0
         self._own.add(step)
         if self._by_time:
             self._num_bytes = num_bytes or self._num_bytes
         # Only now: until the new checkpoint is whole, the old one is the only one to go on from.
-        if self._removes:
+        if self._saves_at_once:
             removed = prune(self._root, self._keep, among=self._own)
             if removed and self._remove_elsewhere is not None:
                 self._remove_elsewhere(removed)

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.errors import ClusterError, VersionError, WaitTimeout
-from partial_rollout.runtime.remote_call import wait_for_all
+from partial_rollout.runtime.remote_call import wait_for, wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -91,12 +91,13 @@ def remove_elsewhere(folders: Sequence[Path], timeout_s: float) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
     others, run = _others(), ray.remote(num_cpus=0, max_retries=0)(remove)
-    calls = [_on(node, run).remote([str(folder) for folder in folders]) for node in others]
-    names = ", ".join(_name(node) for node in others)
-    try:
-        wait_for_all(calls, timeout_s=timeout_s, who_waits=f"trainer waits for {names} to remove old checkpoints")
-    except (RayError, WaitTimeout) as error:
-        logger.warning("%s may still be on another node: %s", ", ".join(map(str, folders)), error)
+    paths = [str(folder) for folder in folders]
+    for node, call in [(node, _on(node, run).remote(paths)) for node in others]:
+        who_waits = f"trainer waits for {_name(node)} to remove old checkpoints"
+        try:
+            wait_for(call, timeout_s=timeout_s, who_waits=who_waits)
+        except (RayError, WaitTimeout) as error:
+            logger.warning("%s may still be on node %s: %s", ", ".join(paths), _name(node), error)
 
 
 def _others() -> list[dict[str, Any]]:

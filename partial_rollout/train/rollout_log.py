@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-from partial_rollout.agent_loop.log_reading import prompt_of, read_frames, read_records, read_tokens
+from partial_rollout.agent_loop.log_reading import read_frames, read_records, read_tokens
 from partial_rollout.agent_loop.rollout_log import LogFolder
 from partial_rollout.core.replay import History, Place, Plan
 from partial_rollout.core.rollout_log import (
@@ -40,6 +40,7 @@ from partial_rollout.core.rollout_log import (
     checksum,
     encode,
     frame,
+    prompt_of,
 )
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.runtime.bounded import call_bounded

@@ -60,7 +60,11 @@ class TaskRunner(TaskRunnerBase):
         folders = {"checkpoints": Path(config.trainer.default_local_dir).absolute(), "events": events_folder(block)}
         if folders["checkpoints"] in require_equal_nodes(folders, block.timeouts.start_s) and saves_by_time(config):
             config.partial_rollout.save_minutes = None
-            logger.warning("nothing is saved by time (save_minutes), since no node would have a whole checkpoint")
+            logger.warning(
+                "nothing is saved by time (partial_rollout.save_minutes): the nodes do not share "
+                "trainer.default_local_dir, so none of them would have a whole checkpoint. Set trainer.save_freq to "
+                "save nevertheless"
+            )
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))

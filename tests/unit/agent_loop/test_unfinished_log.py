@@ -225,9 +225,9 @@ def unfinished(folder: LogFolder) -> dict[str, tuple[Place, ...]]:
     return history.plan(folder.base_step, first=0, unfinished=["a"], done=[]).unfinished
 
 
-def interrupted_trajectory(claim: Claim) -> Trajectory:
+def interrupted_trajectory(claim: Claim, session: int = 0) -> Trajectory:
     """A trajectory that was interrupted after two tokens."""
-    trajectory, call = Trajectory(claim, 0), ResumableGeneration(PROMPT, BUDGET)
+    trajectory, call = Trajectory(claim, session), ResumableGeneration(PROMPT, BUDGET)
     trajectory.record(call)
     interrupt(call, 8, 9)
     return trajectory
@@ -295,14 +295,6 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
 
 
-def session(claim: Claim, number: int) -> Trajectory:
-    """A trajectory of the claim's prompt that was interrupted after two tokens."""
-    trajectory, call = Trajectory(claim, number), ResumableGeneration(PROMPT, BUDGET)
-    trajectory.record(call)
-    interrupt(call, 8, 9)
-    return trajectory
-
-
 AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
 
 
@@ -332,9 +324,9 @@ async def test_what_a_dead_worker_has_logged_is_taken_over_by_another_one(worker
 async def test_nothing_older_is_taken_over_of_a_dead_workers_prompts(worker: Any, tmp_path: Path) -> None:
     """Another worker had lost the first attempt, which the dead one had given up, before it began the next."""
     await worker.take_over(
-        Left(frozenset("a"), {"a_1": cast("Any", "place")}, {"a_0": session(make_claim("a"), 0).states()})
+        Left(frozenset("a"), {"a_1": cast("Any", "place")}, {"a_0": interrupted_trajectory(make_claim("a")).states()})
     )
-    await worker.take_over(Left(frozenset("a"), {}, {"a_2": session(make_claim("a"), 2).states()}))
+    await worker.take_over(Left(frozenset("a"), {}, {"a_2": interrupted_trajectory(make_claim("a"), 2).states()}))
     assert worker._log._places == {}
     assert await generate(worker, replace(make_claim("a"), **AFTER_A_LOSS), [1]) == [1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import cloudpickle
@@ -75,7 +76,10 @@ def test_a_node_that_dies_while_it_removes_old_checkpoints_costs_a_warning(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(nodes_module, "_others", list)
-    monkeypatch.setattr(nodes_module, "wait_for_all", fail)
+    names = [{"NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.2"} for name in ("node-2", "node-3")]
+    monkeypatch.setattr(nodes_module, "_others", lambda: names)
+    monkeypatch.setattr(nodes_module, "_on", lambda node, function: SimpleNamespace(remote=lambda paths: node))
+    monkeypatch.setattr(nodes_module, "wait_for", fail)
     remove_elsewhere([tmp_path / "global_step_3"], 1.0)
-    assert "global_step_3 may still be on another node" in caplog.text
+    for name in ("node-2", "node-3"):
+        assert f"global_step_3 may still be on node {name} (10.0.0.2): {error}" in caplog.text
