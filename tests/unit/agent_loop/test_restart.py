@@ -19,7 +19,7 @@ from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
 from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
-from tests.unit.agent_loop.test_unfinished_log import interrupted_trajectory
+from tests.unit.agent_loop.test_unfinished_log import interrupt, interrupted_trajectory
 from tests.unit.agent_loop.test_worker_log import LONG_S, output
 
 if TYPE_CHECKING:
@@ -230,14 +230,16 @@ def test_a_worker_that_dies_while_a_checkpoint_begins_has_logged_in_the_folder_b
     if is_begun:
         log = WorkerLog("agent_loop_worker_1", LONG_S)
         log.begin(new, [])
-        log.write_interrupted(interrupted_trajectory(A_B))
+        interrupt((longer := interrupted_trajectory(A_B)).generations[0], 7)
+        log.write_interrupted(longer)
         log.close(LONG_S)
     manager.restart(1)
     assert "release agent_loop_worker_1, ['a_b', 'u1'] go on" in calls
     ended = re.search(r"u1_0.*?path='([^']*)'", only(calls, "w0.take_over"))
     assert ended is not None
     assert ended[1] == str(left.file("agent_loop_worker_1"))
-    assert len(manager._known.tokens["a_b_0"]) == 1  # type: ignore[index]  # not once for each file
+    (call,) = cast("Any", manager._known.tokens)["a_b_0"]
+    assert call.token_ids == ([8, 9, 7] if is_begun else [8, 9])
 
 
 class Spied:
@@ -322,6 +324,7 @@ def test_without_the_dead_ones_file_its_prompts_begin_afresh(
     manager.restart(1)
     assert "release agent_loop_worker_1, [] go on" in calls
     assert all("places={}, tokens={}" in call for call in calls if "take_over" in call)
+    assert "cannot be read on" not in caplog.text  # a checkpoint removes the file before, as a rule
     assert ("is generated again: the disk" in caplog.text) == (why is not None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -60,8 +61,9 @@ def test_a_killed_command_has_no_folder_though_its_child_goes_on(holder: subproc
 
 def test_a_command_that_has_ended_has_no_folder(holder: subprocess.Popen[str], tmp_path: Path):
     holder.communicate("")
+    (tmp_path / "run/command.lock").write_text("host with-a-longer-name.than-this-one.example.org, pid 1234567\n")
     with folder_of_one_command(tmp_path / "run", SETTING):
-        pass
+        assert (tmp_path / "run/command.lock").read_text() == f"host {platform.node()}, pid {os.getpid()}\n"
 
 
 def test_without_locks_a_warning_says_so(

@@ -71,6 +71,8 @@ class Start:
         self.goes_on = {**self.saved, **self.log.begin(self.step, self.snapshot, dict(self.saved))}
 
     def begin_log(self, folder: LogFolder) -> None:
+        self.worker.close(LONG_S)  # a thread that is behind would make a folder again that the trainer has removed
+        self.worker = LogWriter("agent_loop_worker_0")
         self.worker.open(folder.file("agent_loop_worker_0"))
         self.worker.append(folder.opened("agent_loop_worker_0"))
 
