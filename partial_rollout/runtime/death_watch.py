@@ -101,6 +101,12 @@ def rays_process(actor: Mapping[str, Any], role: str, name: str) -> Process:
     return Process(role, name, actor["Address"]["IPAddress"], actor["Pid"])
 
 
+def node_of(handle: ActorHandle) -> str:
+    """Address of the node on which an actor runs or ran, by Ray's table; empty: it never started."""
+    told = ray_state.actors(handle._actor_id.hex())
+    return rays_process(told, "", "").node if told else ""
+
+
 def end_actor(handle: Any, process: Process) -> None:
     """Kill an actor that may be frozen.
 

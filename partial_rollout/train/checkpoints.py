@@ -70,7 +70,7 @@ class CheckpointKeeper:
     def __init__(self, config: DictConfig, remove_elsewhere: Callable[[Sequence[Path]], object] | None = None) -> None:
         """Tell verl in `config` to keep all, where this class removes old ones: if verl saves at once.
 
-        `remove_elsewhere` removes folders on other nodes: there each rank may save to a disk of its own.
+        `remove_elsewhere` removes folders on the nodes of training ranks: each may save to a disk of its own.
         """
         self._trainer, self._remove_elsewhere = config.trainer, remove_elsewhere
         # Else verl may still be writing when its call has returned, and a whole checkpoint cannot be told.
@@ -126,20 +126,20 @@ class CheckpointKeeper:
             (folder / BY_TIME).touch()
 
     def after_save(self, step: int) -> int:
-        """Mark the checkpoint that verl has saved, then remove older ones of this run that nobody asked to keep.
-
-        Returns its bytes; 0: not known.
-        """
+        """Mark the checkpoint that verl has saved; returns its bytes, 0: not known."""
         num_bytes = mark_whole(self._root / f"global_step_{step}") if self._saves_at_once else 0
         self._own.add(step)
         if self._by_time:
             self._num_bytes = num_bytes or self._num_bytes
-        # Only now: until the new checkpoint is whole, the old one is the only one to go on from.
-        if self._saves_at_once:
-            removed = prune(self._root, self._keep, among=self._own)
-            if removed and self._remove_elsewhere is not None:
-                self._remove_elsewhere(removed)
         return num_bytes
+
+    def remove_old(self) -> None:
+        """Remove checkpoints of this run that nobody asked to keep and that are older than a whole one."""
+        if not self._saves_at_once:
+            return
+        removed = prune(self._root, self._keep, among=self._own)
+        if removed and self._remove_elsewhere is not None:
+            self._remove_elsewhere(removed)
 
     @property
     def _root(self) -> Path:

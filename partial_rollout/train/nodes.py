@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -13,12 +14,15 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from partial_rollout.errors import ClusterError, VersionError, WaitTimeout
-from partial_rollout.runtime.remote_call import wait_for, wait_for_all
+from partial_rollout.errors import ClusterError, VersionError
+from partial_rollout.runtime.death_watch import node_of
+from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -80,24 +84,27 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
     return {probes[name][0] for other in found for name in other.unseen}
 
 
-def remove_elsewhere(folders: Sequence[Path], timeout_s: float) -> None:
-    """Remove folders, which are gone here, from the disks of the other nodes; where all share one, there is nothing.
+def remove_elsewhere(ranks: Sequence[tuple[str, ActorHandle]], folders: Sequence[Path], timeout_s: float) -> None:
+    """Let training ranks remove folders, which are gone here, from the disks of their nodes.
 
-    A node that does not answer in time, or dies, may keep them: that costs a warning.
+    Only there: at the same path of another node's disk the folder is another run's. Where all nodes share a disk there
+    is nothing to remove. What is not removed within `timeout_s` by all of them together costs a warning.
     """
-
-    def remove(paths: Sequence[str]) -> None:
-        for path in paths:
-            shutil.rmtree(path, ignore_errors=True)
-
-    others, run = _others(), ray.remote(num_cpus=0, max_retries=0)(remove)
     paths = [str(folder) for folder in folders]
-    for node, call in [(node, _on(node, run).remote(paths)) for node in others]:
-        who_waits = f"trainer waits for {_name(node)} to remove old checkpoints"
-        try:
-            wait_for(call, timeout_s=timeout_s, who_waits=who_waits)
-        except (RayError, WaitTimeout) as error:
-            logger.warning("%s may still be on node %s: %s", ", ".join(paths), _name(node), error)
+    calls = [rank.__ray_call__.remote(remove_folders, paths) for _, rank in ranks]
+    who_waits = "trainer waits for training ranks to remove old checkpoints"
+    answers = settle_all(calls, timeout_s=timeout_s, who_waits=who_waits)
+    for (name, rank), answer in zip(ranks, answers, strict=True):
+        if left := paths if is_missing(answer) else answer:
+            why = answer if is_missing(answer) else "they cannot be removed"
+            logger.warning("%s may still be on node %s, that of rank %s: %s", ", ".join(left), node_of(rank), name, why)
+
+
+def remove_folders(_actor: object, paths: Sequence[str]) -> list[str]:
+    """Run inside an actor: remove folders from its node; returns those that are still there."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)  # another rank of this node removes them too
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def _others() -> list[dict[str, Any]]:

@@ -63,7 +63,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -124,6 +123,7 @@ from partial_rollout.weights.update import update_engines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Sized
+    from pathlib import Path
 
     from omegaconf import DictConfig
     from tensordict import TensorDict
@@ -170,9 +170,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._longest_update_s = 0.0
         self._version = 0
         """Weight version that the engines were sent last."""
-        call_s = self.settings.block.timeouts.call_s
-        elsewhere = partial(remove_elsewhere, timeout_s=call_s) if config.trainer.nnodes > 1 else None
-        self._checkpoints = CheckpointKeeper(config, elsewhere)
+        self._checkpoints = CheckpointKeeper(config, self._remove_elsewhere if config.trainer.nnodes > 1 else None)
         self._events = EventWriter(events_folder(self.settings.block), "trainer", keep_all=True)
         self._ray_metrics = TrainerMetrics(run_name(events_folder(self.settings.block)))
         self._uncorrected = UncorrectedTokens(config)
@@ -461,6 +459,11 @@ class PartialRolloutTrainer(PPOTrainer):
         seconds = time.monotonic() - started_s
         self._cadence.saved(self.global_steps, seconds)
         self._events.write(CheckpointSaved(step=self.global_steps, seconds=seconds, num_bytes=num_bytes))
+        # Last of all: a run that ends has little time, and the new checkpoint is whole without it.
+        self._checkpoints.remove_old()
+
+    def _remove_elsewhere(self, folders: Sequence[Path]) -> None:
+        remove_elsewhere(training_ranks(self), folders, self.settings.block.timeouts.call_s)
 
     @property
     def _replays(self) -> bool:

@@ -31,9 +31,16 @@ require_equal_nodes({"shared": pathlib.Path(sys.argv[1]), "own": pathlib.Path("/
 """
 REMOVE = """
 import pathlib, sys, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from partial_rollout.train.nodes import remove_elsewhere
 ray.init()
-remove_elsewhere([pathlib.Path(name) for name in sys.argv[1:]], 120.0)
+class Rank:
+    pass
+where, *names = sys.argv[1:]
+node = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == where)
+there = NodeAffinitySchedulingStrategy(node, soft=False)
+rank = ray.remote(num_cpus=0)(Rank).options(scheduling_strategy=there).remote()
+remove_elsewhere([("actor-1", rank)], [pathlib.Path(name) for name in names], 120.0)
 """
 PLACE_MANAGERS = """
 import ray
@@ -115,15 +122,17 @@ def test_a_node_without_the_package_is_named_and_so_is_a_folder_that_it_does_not
     assert f"node {cluster.other.name} ({cluster.other.address}) does not see /tmp/own (own)" in warnings[0]
 
 
-def test_old_checkpoints_go_from_the_other_nodes_disk_too(cluster: Cluster, tmp_path: Path) -> None:
+def test_old_checkpoints_go_from_the_disks_of_training_ranks_only(cluster: Cluster, tmp_path: Path) -> None:
+    """The rank of the run is on the second node."""
     for node in (cluster.head, cluster.other):
         node.run("mkdir", "-p", "/tmp/saved/global_step_1/actor", "/tmp/saved/global_step_2/actor")
-    remove = [sys.executable, "-c", REMOVE, "/tmp/saved/global_step_1", "/tmp/saved/is-not-there"]
+    folders = ("/tmp/saved/global_step_1", "/tmp/saved/is-not-there")
+    remove = [sys.executable, "-c", REMOVE, cluster.other.address, *folders]
     code, output = run_on_head(cluster, remove, tmp_path / "removed", CALL_S)
     assert code == 0, output
     assert "may still be" not in output
     assert cluster.other.run("ls", "/tmp/saved").split() == ["global_step_2"]
-    assert cluster.head.run("ls", "/tmp/saved").split() == ["global_step_1", "global_step_2"]  # gone before, in a run
+    assert cluster.head.run("ls", "/tmp/saved").split() == ["global_step_1", "global_step_2"]
 
 
 def test_the_prompt_manager_is_on_the_node_of_its_maker(cluster: Cluster, tmp_path: Path) -> None:

@@ -260,6 +260,8 @@ def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
     keeper.before_load()
     save(tmp_path, 3, whole=False)
     keeper.after_save(3)
+    assert (elsewhere, steps_in(tmp_path)) == ([], [1, 2, 3])  # first the run notes that it has saved
+    keeper.remove_old()
     kept = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
     assert kept == left
     assert elsewhere == [f"global_step_{step}" for step in (1, 2, 3) if step not in left]
@@ -290,6 +292,7 @@ def test_checkpoints_that_are_not_this_runs_stay(tmp_path: Path, mode: str) -> N
     for step in (3, 4):
         save(tmp_path, step, whole=False)
         keeper.after_save(step)
+        keeper.remove_old()
     left = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
     assert left == ([2, 4, 8, 9] if mode == "disable" else [4, 8, 9])
 
@@ -333,6 +336,7 @@ def save_by(keeper: CheckpointKeeper, root: Path, step: int, *, whole: bool = Tr
     save(root, step, whole=False)
     if whole:
         keeper.after_save(step)
+        keeper.remove_old()
 
 
 def steps_in(root: Path) -> list[int]:

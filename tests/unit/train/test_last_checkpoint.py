@@ -96,3 +96,20 @@ def test_a_save_that_fails_or_takes_too_long_leaves_the_error_of_the_run_alone(e
         threading.Event().wait(60.0)
 
     assert not run.last.save(run.drain, lambda: run.num_taken, fail)
+
+
+@pytest.mark.parametrize("error", [OSError("a node is gone"), None])
+def test_what_follows_a_whole_checkpoint_may_fail_or_take_too_long(
+    error: OSError | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(stop_s=0.2)
+    run.train(5)
+
+    def save() -> None:
+        run.last.saved(5)
+        if error is not None:
+            raise error
+        threading.Event().wait(60.0)
+
+    assert run.last.save(run.drain, lambda: run.num_taken, save)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["the last checkpoint is whole"]

@@ -1,19 +1,27 @@
-"""A node that lacks a package, or has another version of it, is named; one that dies keeps old checkpoints."""
+"""A node that lacks a package, or has another version of it, is named; old checkpoints go where ranks are."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
-from ray.exceptions import NodeDiedError, WorkerCrashedError
+from ray.exceptions import ActorDiedError
 
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.train import nodes as nodes_module
-from partial_rollout.train.nodes import OTHERS, PACKAGE, NodePackages, differences, look_at_node, remove_elsewhere
+from partial_rollout.train.nodes import (
+    OTHERS,
+    PACKAGE,
+    NodePackages,
+    differences,
+    look_at_node,
+    remove_elsewhere,
+    remove_folders,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,17 +77,45 @@ def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest
     assert found[0] == found[2] != found[1]
 
 
-@pytest.mark.parametrize("error", [WorkerCrashedError(), NodeDiedError("gone"), WaitTimeout("late")], ids=type)
-def test_a_node_that_dies_while_it_removes_old_checkpoints_costs_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, error: Exception
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
+class Rank:
+    """A training rank on a node; `calls` notes what it is asked to do."""
 
-    names = [{"NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.2"} for name in ("node-2", "node-3")]
-    monkeypatch.setattr(nodes_module, "_others", lambda: names)
-    monkeypatch.setattr(nodes_module, "_on", lambda node, function: SimpleNamespace(remote=lambda paths: node))
-    monkeypatch.setattr(nodes_module, "wait_for", fail)
-    remove_elsewhere([tmp_path / "global_step_3"], 1.0)
-    for name in ("node-2", "node-3"):
-        assert f"global_step_3 may still be on node {name} (10.0.0.2): {error}" in caplog.text
+    def __init__(self, node: str, calls: list[tuple[str, object]]) -> None:
+        self.node = node
+        self.__ray_call__ = SimpleNamespace(remote=lambda call, paths: calls.append((node, (call, paths))) or node)
+
+
+def test_old_checkpoints_are_removed_by_the_ranks_of_the_run_and_one_time_bounds_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """No other node is asked: at this path it may have a checkpoint of another run."""
+    calls: list[tuple[str, object]] = []
+    gone, waits = str(tmp_path / "global_step_3"), []
+
+    def settle(refs: list[str], *, timeout_s: float, who_waits: str) -> list[object]:
+        waits.append((refs, timeout_s))
+        return [[], ActorDiedError(), WaitTimeout("late"), [gone]]
+
+    monkeypatch.setattr(nodes_module, "settle_all", settle)
+    monkeypatch.setattr(nodes_module, "node_of", lambda rank: rank.node)
+    nodes = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
+    ranks: list[tuple[str, Any]] = [(f"actor-{number}", Rank(node, calls)) for number, node in enumerate(nodes)]
+    remove_elsewhere(ranks, [tmp_path / "global_step_3"], 1.0)
+    assert calls == [(node, (remove_folders, [gone])) for node in nodes]
+    assert waits == [(nodes, 1.0)]
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": ")[0] for text in told] == [
+        f"{gone} may still be on node {node}, that of rank actor-{number}"
+        for number, node in list(enumerate(nodes))[1:]
+    ]
+    assert told[1].endswith("late")
+
+
+def test_a_rank_says_which_old_checkpoints_it_could_not_remove(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("global_step_1", "global_step_2"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    gone, none, stays = (str(tmp_path / name) for name in ("global_step_1", "nowhere", "global_step_2"))
+    assert remove_folders(None, [gone, none]) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
+    monkeypatch.setattr(nodes_module.shutil, "rmtree", lambda path, ignore_errors: None)
+    assert remove_folders(None, [none, stays]) == [stays]

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from verl.trainer.ppo.v1 import PPOTrainer
 
+from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.trainer import PartialRolloutTrainer
 from tests.unit.train.support import bare_trainer, noted
 
@@ -56,3 +58,29 @@ def test_restored_tokens_are_forgotten_after_each_step_when_the_engines_generate
     trainer.global_steps = 2  # the last one: parked requests must not begin responses that nobody trains
     trainer.on_step_end()
     assert log == [step[0], "stop", "reject_parked", *step[1:]]
+
+
+def test_old_checkpoints_go_when_all_of_the_new_one_is_noted(
+    trainer: Any, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last checkpoint may have no time for it, and must not seem to have failed for that."""
+    for name in ("save_tokens", "save_queue"):
+        monkeypatch.setattr(trainer_module, name, noted(log, name))
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", noted(log, "verl saves"))
+    trainer._log, trainer._ask = None, lambda call: call
+    trainer.agent_loop_manager.tokens_in_flight = lambda: ({}, [])
+    trainer.manager = SimpleNamespace(snapshot=SimpleNamespace(remote=lambda: None))
+    trainer.config = None
+    trainer._checkpoints = SimpleNamespace(
+        before_save=noted(log, "before_save"),
+        after_save=lambda step: log.append("after_save") or 7,
+        remove_old=noted(log, "remove_old"),
+    )
+    trainer._last_checkpoint.saved = noted(log, "last checkpoint saved")
+    trainer._cadence = SimpleNamespace(saved=noted(log, "cadence saved"))
+    trainer._events = SimpleNamespace(write=lambda event: log.append(f"{event.num_bytes} bytes told"))
+    trainer._save_checkpoint()
+    assert log == [
+        "before_save", "save_tokens", "save_queue", "verl saves", "after_save", "last checkpoint saved",
+        "cadence saved", "7 bytes told", "remove_old",
+    ]  # fmt: skip
