@@ -10,8 +10,8 @@ The manifest (`partial_rollout/whole.json`) lists all files of the folder with t
 files are on the disk, so a folder with a manifest that its files agree with is whole, also after a loss of power. Of
 each torch file the directory is read back, which torch writes at its end. Its tensors are not: that would take as long
 as the save, so a disk that changes bytes is not noticed.
-Checkpoints of release 0.1 and of verl's own modes have no manifest: they count as whole if all parts are there that
-their mode writes.
+Checkpoints of release 0.1, of verl's own modes and of `async_save` have no manifest: they count as whole if all parts
+are there that their mode writes, and the manifest of verl's Megatron engine where it saved the model.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ QUEUE = "partial_rollout/queue.json"
 """Written first by this package's mode; verl's `sync` mode writes neither this nor TransferQueue's dump."""
 PARTS = ("actor", "data.pt")
 PARTS_WITH_QUEUE = (*PARTS, "transfer_queue")
+MEGATRON_FOLDERS = ("model", "optimizer", "extra")
+"""Folders of a model that verl's Megatron engine has saved, of which with `async_save` any may be unfinished."""
+MEGATRON_MANIFEST = "ckpt_contents.json"
+"""Written beside these folders when all of them are whole, before verl's tracker."""
 ZIP_MARK = b"PK\x03\x04"
 """The first bytes of a file that `torch.save` has written."""
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
@@ -94,10 +98,10 @@ class CheckpointKeeper:
             DataError: the chosen checkpoint is not whole, or verl's tracker names one that is not and no other one is.
         """
         mode, path = self._trainer.resume_mode, self._trainer.get("resume_from_path")
-        if not self._saves_at_once:
-            return
         if mode == "auto":
-            first = choose_checkpoint(self._root)
+            # With `async_save` verl's ranks write the tracker, after the first save that has ended.
+            has_saved = self._saves_at_once or (self._root / TRACKER).exists()
+            first = choose_checkpoint(self._root) if has_saved else None
         elif mode == "resume_path" and isinstance(path, str):
             require_whole(Path(path).absolute())
             match = STEP_FOLDER.fullmatch(Path(path).name)
@@ -174,6 +178,7 @@ def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
     manifest = folder / MANIFEST
     if not manifest.exists():
         parts = PARTS_WITH_QUEUE if (folder / QUEUE).exists() else PARTS
+        parts = (*parts, *_megatron_manifests(folder))
         needed = [part for part in parts if not (was_finished and _is_dispensable(part))]
         return [part for part in needed if not _has_content(folder / part)]
     try:
@@ -188,8 +193,14 @@ def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
     )
 
 
+def _megatron_manifests(folder: Path) -> list[str]:
+    """Where verl's Megatron engine says of each model that it has saved that all of it is there."""
+    models = {path.parent.name for name in MEGATRON_FOLDERS for path in folder.glob(f"*/{name}") if path.is_dir()}
+    return [f"{model}/{MEGATRON_MANIFEST}" for model in sorted(models)]
+
+
 def _is_dispensable(name: str) -> bool:
-    return name == "data.pt" or Path(name).name.startswith("optim_")
+    return name == "data.pt" or Path(name).name == MEGATRON_MANIFEST or Path(name).name.startswith("optim_")
 
 
 def choose_checkpoint(root: Path, *, folder_key: str = FOLDER_KEY) -> int | None:

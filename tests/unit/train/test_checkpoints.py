@@ -268,6 +268,51 @@ def test_old_checkpoints_go_when_a_new_one_is_whole_and_verl_removes_none(
     assert (tmp_path / "global_step_3" / MANIFEST).exists() is not changes.get("async_save", False)
 
 
+def save_async(root: Path, step: int, *, is_over: bool) -> Path:
+    """A checkpoint of verl's Megatron engine with `async_save`, which may still write when verl's call has returned."""
+    folder = save(root, step, whole=False)
+    for name in ("model", "optimizer", "extra"):
+        (folder / "actor" / name / "dist_ckpt").mkdir(parents=True)
+        (folder / "actor" / name / "dist_ckpt/__0_0.distcp").write_text("perhaps half of it")
+    if is_over:
+        (folder / "actor/ckpt_contents.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("tracker", ["", "\x00"])
+def test_with_async_save_too_a_tracker_without_a_number_leads_to_the_newest_whole_checkpoint(
+    tmp_path: Path, tracker: str
+) -> None:
+    """verl ends at the next start on such a tracker, which a full disk leaves. Step 3 was still being written."""
+    for step, is_over in ((1, True), (2, True), (3, False)):
+        save_async(tmp_path, step, is_over=is_over)
+    track(tmp_path, tracker)
+    CheckpointKeeper(config(tmp_path, async_save=True)).before_load()
+    assert tracked(tmp_path) == "2"
+
+
+def test_with_async_save_a_run_whose_first_save_did_not_end_begins_afresh(tmp_path: Path) -> None:
+    save_async(tmp_path, 1, is_over=False)
+    track(tmp_path, "")
+    CheckpointKeeper(config(tmp_path, async_save=True)).before_load()
+    assert not (tmp_path / TRACKER).exists()
+
+
+def test_with_async_save_nothing_is_chosen_before_verl_has_named_a_checkpoint(tmp_path: Path) -> None:
+    """An engine that saves at once would never write the tracker again: each start would go back to this step."""
+    save(tmp_path, 1, whole=False)
+    CheckpointKeeper(config(tmp_path, async_save=True)).before_load()
+    assert not (tmp_path / TRACKER).exists()
+
+
+def test_a_checkpoint_that_verl_or_a_user_names_needs_no_manifest_of_verls_megatron_engine(tmp_path: Path) -> None:
+    folder = save_async(tmp_path, 1, is_over=False)
+    require_whole(folder)
+    track(tmp_path, "1")
+    assert choose_checkpoint(tmp_path) == 1
+    assert missing_parts(folder) == ["actor/ckpt_contents.json"]
+
+
 def test_a_run_is_led_to_a_whole_checkpoint_before_verl_looks_for_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     torn = save(tmp_path, 2, whole=False, without="actor")
