@@ -1,4 +1,4 @@
-"""A run's folder is one command's at a time: two would overwrite each other's checkpoints and logged responses."""
+"""A run's folder is one command's at a time: two would overwrite each other's checkpoints, and mix their events."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _lock(file: int, folder: Path, setting: str) -> None:
         if error.errno in HELD:
             holder = os.pread(file, 256, 0).decode(errors="replace").strip()
             raise ConfigError(
-                f"another command ({holder}) runs in {setting}={folder}, and both would write their checkpoints and "
-                f"logged responses there. Wait for its end or end it, or set another folder in {setting}. If its "
-                f"machine is gone and a file server still holds its lock, remove {folder / NAME}"
+                f"another command ({holder}) runs in {setting}={folder}, and both would write their events, "
+                f"checkpoints and logged responses there. Wait for its end or end it, or set another folder in "
+                f"{setting}. If its machine is gone and a file server still holds its lock, remove {folder / NAME}"
             ) from error
         logger.warning("another command in %s=%s would not be noticed: %s", setting, folder, error)
         return

@@ -41,8 +41,11 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(words: list[str], m
     check_refused(words, message, tmp_path)
 
 
-def test_a_second_command_in_the_same_folder_is_told_before_anything_heavy_is_imported(tmp_path: Path):
-    words = [FLAG, f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
+@pytest.mark.parametrize("words", [[FLAG], ["trainer.save_freq=-1"]], ids=["flag", "only events"])
+def test_a_second_command_in_the_same_folder_is_told_before_anything_heavy_is_imported(
+    words: list[str], tmp_path: Path
+):
+    words = [*words, f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
     with folder_of_one_command(tmp_path / "checkpoints", "trainer.default_local_dir"):
         check_refused(words, f"another command (host {platform.node()}, pid {os.getpid()}) runs in trainer.", tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["command.lock"]

@@ -43,7 +43,10 @@ def test_a_second_command_is_refused_and_told_who_has_the_folder(holder: subproc
     assert holder.stdout is not None
     holder.stdout.readline()
     with (
-        pytest.raises(ConfigError, match=rf"\(host \S+, pid {holder.pid}\) runs in {SETTING}=.*/run, and both"),
+        pytest.raises(
+            ConfigError,
+            match=rf"\(host \S+, pid {holder.pid}\) runs in {SETTING}=.*/run, and both would write their events",
+        ),
         folder_of_one_command(tmp_path / "run", SETTING),
     ):
         pytest.fail("two commands have the folder")
