@@ -142,6 +142,10 @@ class WaitTimeout(ClusterError, TimeoutError):
     """A bounded wait ran out; the message names who waited, for whom and how long."""
 
 
+class TransferQueueSilent(WaitTimeout):
+    """TransferQueue did not answer in time, whether its processes are frozen or hang."""
+
+
 class EngineError(PartialRolloutError):
     """The inference engine failed."""
 

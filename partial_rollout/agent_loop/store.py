@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import TransferQueueSilent
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Sequence
@@ -25,8 +25,8 @@ takes longer than it may."""
 class RowStore:
     """Rows of prompts and trajectories by key, in TransferQueue.
 
-    TransferQueue's own client waits for ever when its controller is gone; here every call raises WaitTimeout after
-    `timeout_s`.
+    TransferQueue's own client waits for ever when its controller is gone; here every call raises TransferQueueSilent
+    after `timeout_s`.
     """
 
     def __init__(self, queue: Any, worker_id: str, timeout_s: float, num_workers: int) -> None:
@@ -53,7 +53,7 @@ class RowStore:
             return await asyncio.wait_for(call, self._timeout_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
             who = f"worker {self._worker_id} waited {self._timeout_s:g} s"
-            raise WaitTimeout(f"{who} for TransferQueue to {what}") from None
+            raise TransferQueueSilent(f"{who} for TransferQueue to {what}") from None
 
 
 def _only_row(batch: TensorDict) -> dict[str, Any]:

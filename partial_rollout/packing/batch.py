@@ -16,7 +16,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from partial_rollout.errors import InternalError
+from partial_rollout.errors import InternalError, TransferQueueSilent
 from partial_rollout.packing import (
     CostModel,
     GlobalPlanner,
@@ -102,6 +102,7 @@ class BatchPacker:
             lambda: tq.kv_batch_put(keys=batch.keys, partition_id=cast("str", batch.partition_id), fields=fields),
             timeout_s=self.call_timeout_s,
             who_waits=f"trainer waits for TransferQueue to take the micro-batches of {len(numbers)} samples",
+            late=TransferQueueSilent,
         )
 
 

@@ -107,6 +107,7 @@ def call_bounded(
     check: Callable[[], None] = _healthy,
     check_interval_s: float = CHECK_INTERVAL_S,
     sound_s: float = 0.0,
+    late: type[WaitTimeout] = WaitTimeout,
 ) -> T:
     """Return `call()`, or raise when it is late or when `check` raises; a late call goes on in a thread of its own.
 
@@ -114,7 +115,7 @@ def call_bounded(
     takes `sound_s` does not.
 
     Raises:
-        WaitTimeout: `call` did not return in time; `who_waits` says who waited for whom.
+        WaitTimeout: `call` did not return in time; `who_waits` says who waited for whom. It is of the class `late`.
         Exception: what `call` or `check` raised.
     """
     result: Future[T] = Future()
@@ -133,7 +134,7 @@ def call_bounded(
             return result.result()
         waiting.look()
         check()
-    raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+    raise late(f"{who_waits}: no answer within {timeout_s:g} s")
 
 
 def in_own_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:

@@ -30,11 +30,19 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from partial_rollout.core.deadlines import WARN_SHARE
-from partial_rollout.errors import ActorLost, AgentLoopBroken, ClusterError, EngineError, PartialRolloutError
+from partial_rollout.errors import (
+    ActorLost,
+    AgentLoopBroken,
+    ClusterError,
+    EngineError,
+    PartialRolloutError,
+    TransferQueueSilent,
+)
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
-from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S
+from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S, TRANSFER_QUEUE_CONTROLLER
+from partial_rollout.runtime.remote_call import root_cause
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
@@ -314,14 +322,15 @@ class RunWatch:
         An error that a signal raises inside of Ray's compiled code comes out of it as a SystemError.
         """
         # Ray has told this trainer of something; the prompt manager may hear of the death a moment later.
-        if isinstance(error, RayError | SystemError):
+        if is_of_ray := isinstance(error, RayError | SystemError):
             self._is_fatal.wait(EXPLAIN_S)
-            return self._fatal or error
-        if isinstance(error, MAY_COME_OF_SILENCE) and not isinstance(error, ActorLost):
-            return self._fatal or self._end_silent(error) or error
-        return error
+        # What a wait of a worker or a server was ended by comes in Ray's wrappers.
+        cause = root_cause(error)
+        if isinstance(cause, MAY_COME_OF_SILENCE) and not isinstance(cause, ActorLost):
+            return self._fatal or self._end_silent(cause) or self._end_transfer_queue(cause) or error
+        return (self._fatal if is_of_ray else None) or error
 
-    def _end_silent(self, error: Exception) -> PartialRolloutError | None:
+    def _end_silent(self, error: BaseException) -> PartialRolloutError | None:
         """Kill what is silent, since something has waited for it in vain; returns the error that names it."""
         ended: list[str] = []
         try:
@@ -335,6 +344,17 @@ class RunWatch:
             self._is_fatal.wait(EXPLAIN_S)
         if self._fatal is None and ended:  # others are to replace it, but the training has ended already
             return ActorLost("\n".join([*ended, f"The trainer {self._doing()}"]))
+        return self._fatal
+
+    def _end_transfer_queue(self, error: BaseException) -> PartialRolloutError | None:
+        """Give up a TransferQueue that does not answer, though its processes live; returns the error that says so."""
+        role = TRANSFER_QUEUE_CONTROLLER.role
+        if not isinstance(error, TransferQueueSilent):
+            return None
+        death = Death(Process(role, role), f"it was killed, because it does not answer: {error}")
+        arguments = death, self._releases.get(role, lambda: None)
+        threading.Thread(target=self.end_stuck, args=arguments, daemon=True, name=f"end of the {role}").start()
+        self._is_fatal.wait(EXPLAIN_S)
         return self._fatal
 
     def _run(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, R
 
 from partial_rollout.core.queue.staleness import StalenessBound
 from partial_rollout.core.slots import first_look_s
-from partial_rollout.errors import AgentLoopBroken, ClusterError, WaitTimeout
+from partial_rollout.errors import AgentLoopBroken, ClusterError, TransferQueueSilent, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime.bounded import UNUSUAL, call_bounded
@@ -102,7 +102,8 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
         """Take `batch_size` prompt groups; blocks until they are done.
 
         Raises:
-            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s, or TransferQueue was silent.
+            WaitTimeout: the batch was not full within partial_rollout.timeouts.batch_s.
+            TransferQueueSilent: TransferQueue did not answer.
             AgentLoopBroken: prompts are dropped faster than they finish.
             ActorLost, EngineError: an agent-loop worker ended during the wait.
             ClusterError: validation ended, but not all of its prompts are in TransferQueue.
@@ -155,6 +156,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             ),
             timeout_s=self._settings.timeouts.call_s,
             who_waits="trainer waits for TransferQueue to mask stale tokens",
+            late=TransferQueueSilent,
         )
 
     def _require_validated(self, global_steps: int, num_prompts: int) -> None:
@@ -173,6 +175,7 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
             lambda: tq.kv_clear(keys=keys, partition_id=partition_id),
             timeout_s=self._settings.timeouts.call_s,
             who_waits=f"trainer waits for TransferQueue to clear {len(keys)} rows of prompts that have left the queue",
+            late=TransferQueueSilent,
         )
 
     def _take(

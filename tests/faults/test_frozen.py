@@ -50,6 +50,10 @@ BLOWS = {
         (processes.LOAD_BALANCER, GENERATING),
         (processes.WITNESS, GENERATING),
     ],
+    "for both": [
+        (processes.TRANSFER_QUEUE_CONTROLLER, GENERATING),
+        (processes.TRANSFER_QUEUE_STORAGE, GENERATING),
+    ],
 }
 
 

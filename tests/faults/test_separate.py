@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from tests.faults.conftest import Texts
 
 LIMIT_S = 1200.0
-"""Limit of a job that starts training twice again."""
+"""Limit of a job that starts training three times again."""
 BLOWS = (
     (processes.ENGINE, TRAINING),
     (processes.ENGINE_SERVER, TRAINING),
     (processes.ENGINE, GENERATING),
     (processes.ENGINE_PLACE, TRAINING),
+    (processes.ENGINE_PLACE, GENERATING),
     (processes.TRAINING_RANK, TRAINING),
 )
 FIRST = 2
@@ -46,5 +47,5 @@ def test_a_run_with_engines_of_their_own_ends_with_all_its_steps(
     assert [event.step for event in ended] == list(range(1, NUM_STEPS + 1))
     assert {kind.role for kind, _ in BLOWS} <= {fault.role for fault in faults}
     starts = [event for event in job.stream if isinstance(event, StageBegan) and event.name == stages.RAY]
-    assert len(starts) == 3
+    assert len(starts) == 4
     check_nothing_lost(job, tmp_path, calm)

@@ -6,10 +6,19 @@ import threading
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from partial_rollout.core.deadlines import WARN_SHARE
-from partial_rollout.errors import ActorLost, AgentLoopBroken, DataError, DrainTimeout, RunStopped, WaitTimeout
+from partial_rollout.errors import (
+    ActorLost,
+    AgentLoopBroken,
+    DataError,
+    DrainTimeout,
+    EngineDead,
+    RunStopped,
+    TransferQueueSilent,
+    WaitTimeout,
+)
 from partial_rollout.runtime import processes, run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.types import Death, Process
@@ -184,7 +193,16 @@ def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
 LATE = WaitTimeout("trainer waited 60 s for 1 rollout replicas to report; no answer from replica 0")
 
 
-@pytest.mark.parametrize("error", [LATE, DrainTimeout("2 requests"), AgentLoopBroken("dropped")])
+def of_worker(error: Exception) -> Exception:
+    """`error` as the trainer gets it from a claim loop."""
+    wrapped: Any = RayTaskError("AgentLoopWorker.run_claims", "stack", error)
+    return wrapped.as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [LATE, DrainTimeout("2 requests"), AgentLoopBroken("dropped"), of_worker(LATE), of_worker(EngineDead("late"))],
+)
 def test_what_comes_of_a_silent_process_is_told_as_its_death(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = _watch(Manager(["engine server replica-0: it was killed"]), monkeypatch)
     named = watch.explain(error)
@@ -196,6 +214,24 @@ def test_a_wait_that_runs_out_while_all_give_signs_of_life_is_no_death(monkeypat
     assert _watch(Manager([]), monkeypatch).explain(LATE) is LATE
     stopped = RunStopped("Ctrl-C")
     assert _watch(Manager(["nobody is asked"]), monkeypatch).explain(stopped) is stopped
+
+
+def test_a_transfer_queue_that_lives_and_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, ended = _watch(Manager([]), monkeypatch), list[str]()
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
+    monkeypatch.setattr(run_watch, "end_actor", lambda _, process: ended.append(process.role))
+    monkeypatch.setattr(watch._is_fatal, "set", lambda: None)  # told by the end of what is to be seen below
+    role, told = processes.TRANSFER_QUEUE_CONTROLLER.role, threading.Event.set
+    watch.release({role: lambda: ended.append("ranks")})
+    monkeypatch.setattr(watch._interruption, "end_by", lambda _: told(watch._is_fatal))
+    watch._watched[role] = (role, role, None), Process(role, role, "10.0.0.1", 7)  # pyright: ignore[reportArgumentType]
+    silent = TransferQueueSilent("worker agent_loop_worker_0 waited 60 s for TransferQueue to read prompt 'a'")
+    named = watch.explain(of_worker(silent))
+    assert isinstance(named, ActorLost)
+    assert str(named).startswith(
+        f"TransferQueue controller (pid 7 on node 10.0.0.1) died: it was killed, because it does not answer: {silent}"
+    )
+    assert ended == ["ranks", role]
 
 
 def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
