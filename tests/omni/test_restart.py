@@ -12,6 +12,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from partial_rollout.diffusion.books import drawn
@@ -88,6 +89,15 @@ class Run:
         self.events += self.reader.read()
         return code
 
+    def kill_server(self) -> None:
+        """Kill the image server that was found last, and wait until its engine's processes have ended too."""
+        server = psutil.Process(self.of(ProcessFound)[-1].pid)
+        engine = server.children(recursive=True)
+        assert engine
+        server.kill()
+        _, alive = psutil.wait_procs(engine, timeout=WAIT_S)
+        assert not alive
+
     def told(self) -> str:
         log = self.folder / "run.log"
         return (log.read_text()[-3000:] if log.exists() else "") + (self.folder.parent / "out.log").read_text()[-1000:]
@@ -116,14 +126,13 @@ def run(repository: Path, nursery: Path, tiny_qwen_image: Path, tmp_path: Path) 
 def test_engines_die_and_the_run_is_stopped_and_typed_again(run: Run, repository: Path):
     run.start(NEVER)
     run.until_steps(1)
-    [server] = run.of(ProcessFound)
-    os.kill(server.pid, signal.SIGKILL)  # while images are generated, or whatever comes then
+    run.kill_server()  # while images are generated, or whatever comes then
     run.until("the server that is started again", lambda events: len(run.of(ProcessFound)) == 2)
     # Two batches may have been whole before; the third one is by the new server, which an update reaches then.
     run.until_steps(3)
     closed = len(run.of(GateMoved))
     run.until("a training", lambda events: any(not each.is_open for each in run.of(GateMoved)[closed:]))
-    os.kill(run.of(ProcessFound)[-1].pid, signal.SIGKILL)
+    run.kill_server()
     run.until("the server that is started again", lambda events: len(run.of(ProcessFound)) == 3)
     run.until_steps(1)
     assert [(each.role, each.name, each.pid) for each in run.of(Fault)] == [
