@@ -126,6 +126,16 @@ class FinishResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseResult:
+    """Answer to `release_worker`: what became of the worker's prompts, in the order of its claims."""
+
+    given_back: tuple[str, ...] = ()
+    """Prompts that others may claim."""
+    dropped: tuple[Claim, ...] = ()
+    """Claims whose prompts were dropped, because they have lost too many workers: the caller clears their rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakeResult:
     """Answer to `take_batch`: either `groups` is full, or `num_missing` prompts must be admitted first."""
 
@@ -205,6 +215,8 @@ class QueueSnapshot:
     """Failed attempts so far, by uid of an unfinished prompt that has any."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Attempts so far whose tokens were past the staleness bound, by uid of an unfinished prompt that has any."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """Attempts so far that ended with the loss of their worker, by uid of an unfinished prompt that has any."""
     deferrals: dict[str, int] = field(default_factory=dict)
     """Deferrals so far, by uid of an unfinished prompt that has any."""
     next_claim_id: int = 1
@@ -232,6 +244,7 @@ class QueueSnapshot:
             dropped=self.dropped | {reason: self.dropped.get(reason, 0) + num_dropped},
             failures={uid: count for uid, count in self.failures.items() if uid not in uids},
             restarts={uid: count for uid, count in self.restarts.items() if uid not in uids},
+            losses={uid: count for uid, count in self.losses.items() if uid not in uids},
             deferrals={uid: count for uid, count in self.deferrals.items() if uid not in uids},
             begun={uid: version for uid, version in self.begun.items() if uid not in uids},
         )

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.agent_loop.claim_loop import ClaimLoop
-from partial_rollout.types import Claim, FinishResult, TrajectorySummary, WorkerStatus
+from partial_rollout.types import Claim, FinishResult, ReleaseResult, TrajectorySummary, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -95,9 +95,9 @@ class FakeWorker:
         self.calls.append(f"expire {claim.uid}")
         return claim.attempt < self._max_attempts
 
-    async def release_worker(self, worker_id: str) -> list[str]:
+    async def release_worker(self, worker_id: str) -> ReleaseResult:
         self.calls.append(f"release {worker_id}")
-        return ["a"]
+        return ReleaseResult(given_back=("a",))
 
     # ---- row store ----
 

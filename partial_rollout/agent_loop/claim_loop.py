@@ -182,7 +182,7 @@ class ClaimLoop:
         if self._supervisor is not None:
             await self._supervisor.cancel()
         # Last: only when no task of this worker can report any more may its prompts be given to others.
-        return await self._manager.release_worker(self._worker_id)
+        return list((await self._manager.release_worker(self._worker_id)).given_back)
 
     def hold(self, claims: Sequence[Claim]) -> None:
         """Hold back the trajectories of this worker's claims among `claims`, from their next request on."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from partial_rollout.agent_loop.trajectory import Saved
     from partial_rollout.core.replay import Place
     from partial_rollout.train.engine_recovery import EngineRecovery
-    from partial_rollout.types import Claim
+    from partial_rollout.types import Claim, ReleaseResult
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         """Let others generate the prompts of a dead worker, after the rows that it has written are gone.
 
         A report that it sent before its death may arrive meanwhile: it is refused, since its rows are gone. Workers
-        get what it has logged before they can claim the prompts.
+        get what it has logged before they can claim the prompts. A prompt that has lost too many workers is dropped.
         """
         who, call_s = "the run waits for the prompt manager", self._settings.timeouts.call_s
         limit_s = manager_limit_s(call_s)
@@ -216,7 +216,18 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         left = self._left_by(worker_id, claims)
         going_on = left.going_on if self._hand_on(left) else []
         released = self._prompt_manager.release_worker.remote(worker_id, going_on)
-        wait_for(released, timeout_s=limit_s, who_waits=who)
+        result: ReleaseResult = wait_for(released, timeout_s=limit_s, who_waits=who)
+        if result.dropped:
+            self._let_go([claim.uid for claim in result.dropped])
+
+    def _let_go(self, uids: Sequence[str]) -> None:
+        """Clear the rows of dropped prompts; workers forget the tokens that were handed on, as nobody claims them."""
+        call_bounded(
+            lambda: tq.kv_clear(keys=list(uids), partition_id=PARTITION),
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits=f"the run waits for TransferQueue to clear the rows of dropped prompts, {', '.join(uids)}",
+        )
+        self._hand_on(Left(frozenset(uids), {}, {}))
 
     def _left_by(self, worker_id: str, claims: Sequence[Claim]) -> Left:
         paths = [folder.file(worker_id) for folder in self._log_folders]

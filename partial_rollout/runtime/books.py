@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence  # noqa: TC003 - as below
 from dataclasses import dataclass
 from typing import Any
 
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import StalenessBound  # noqa: TC001 - as below
 from partial_rollout.core.queue.tail import Partial, RoundPlan, TailPolicy  # noqa: F401 - as below
@@ -25,6 +26,7 @@ from partial_rollout.types import (
     PromptMeta,  # noqa: F401 - as above
     QueueSnapshot,
     QueueStatistics,
+    ReleaseResult,
     TakeResult,
     TrajectorySummary,
 )
@@ -127,10 +129,13 @@ class Books:
         self.desk.last_failure = f"{claim.prompt_name}: {reason}"
         return given_back
 
-    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
+    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> ReleaseResult:
         """Release a worker in the queue; the worker owes no sign of life any more."""
         self.forget(worker_id)
-        return self.queue.release_worker(worker_id, going_on)
+        result = self.queue.release_worker(worker_id, going_on)
+        for claim in result.dropped:
+            self.desk.last_failure = f"{claim.prompt_name}: {MAX_LOSSES} workers were lost with it, last {worker_id}"
+        return result
 
     # ---- changes beside the queue ----
 

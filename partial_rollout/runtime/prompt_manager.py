@@ -5,9 +5,11 @@
 | trainer | begin_round, admit, snapshot, | nothing                           |                                        |
 |         | discard_expired, report_step, |                                   |                                        |
 |         | set_capacity                  |                                   |                                        |
-| trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, other take, close  |
+| trainer | take_batch                    | enough done, or too few in flight | finish, drop, fail, release,           |
+|         |                               |                                   | other take, close                      |
 | worker  | claim (long poll)             | a pending group that fits,        | admit, give_back, fail, release, close |
-|         |                               | or one of its own that goes on    | begin_round                            |
+|         |                               | or one of its own that goes on    | begin_round; the end of a suspect, if  |
+|         |                               |                                   | another suspect is pending             |
 | worker  | finish_many, fail, expire,    | nothing                           |                                        |
 |         | drop, give_back               |                                   |                                        |
 | actor   | beat, tell_stack              | nothing                           |                                        |
@@ -42,12 +44,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray._private import worker as ray_worker
 
+from partial_rollout.core.queue.ledger import WORKER_LOST
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, make_bound
 from partial_rollout.core.queue.tail import make_policy
 from partial_rollout.core.time_mean import TimeWeightedMean
 from partial_rollout.errors import ActorLost, ClusterError, RunStopped, WaitTimeout
-from partial_rollout.observability.events import EventWriter, QueueMoved, events_folder
+from partial_rollout.observability.events import EventWriter, PromptDropped, QueueMoved, events_folder
 from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.books import Books
@@ -74,6 +78,7 @@ if TYPE_CHECKING:
         PromptMeta,
         QueueSnapshot,
         QueueStatistics,
+        ReleaseResult,
         TakeResult,
         TrajectorySummary,
         WorkerStatus,
@@ -102,6 +107,11 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "enable_task_events": False,
 }
 """Task events are off: thousands of calls a second would crowd all other tasks out of the Ray dashboard."""
+LOST_TOO_MANY = (
+    "%s is dropped: %d agent-loop workers were lost while they generated it, the last one was %s. Its tool or agent "
+    "loop may end the process (a crash, too much memory), or block the event loop for timeouts.claim_s; the warnings "
+    "of these deaths name the workers' logs"
+)
 NOBODY = ""
 """Makes a change that no call waits for."""
 
@@ -338,10 +348,11 @@ class RolloutPromptManager:
         """Refuse the late reports of a lost worker from now on; returns its claims, oldest first."""
         return self._do(PromptQueue.fence_worker, worker_id)
 
-    async def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
-        """Give back all claims of a worker that is lost or stops, and end its long poll; returns the uids.
+    async def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> ReleaseResult:
+        """Give back all claims of a worker that is lost or stops, and end its long poll.
 
-        Workers have been given tokens of the prompts `going_on`, from which their next claims go on.
+        Workers have been given tokens of the prompts `going_on`, from which their next claims go on. A prompt that has
+        lost too many workers is dropped instead.
         """
         async with self._changing(wake_claims=True):
             # Ends a long poll of the worker that is parked in `claim`.
@@ -351,7 +362,12 @@ class RolloutPromptManager:
             self._note_slots(worker_id, 0)
             self._workers.pop(worker_id, None)
             self._silence.forget(worker_id)
-            return self._do(Books.release_worker, worker_id, going_on)
+            result = self._do(Books.release_worker, worker_id, going_on)
+        for claim in result.dropped:
+            logger.warning(LOST_TOO_MANY, claim.prompt_name, MAX_LOSSES, worker_id)
+            dropped = PromptDropped(uid=claim.uid, source_index=claim.source_index, reason=WORKER_LOST)
+            self._queue_events.write(dropped)
+        return result
 
     async def report_worker(self, worker_id: str, status: WorkerStatus) -> None:
         """Slots of a worker, for status and metrics; those of a worker that was released are known to be none."""
@@ -494,7 +510,10 @@ class RolloutPromptManager:
 
     def _wake_one(self) -> None:
         """Let a worker claim the next prompt, if there is one; that worker's poll wakes the next worker."""
-        if num_slots := self._queue.next_group_size:
+        if self._queue.has_startable_suspect:
+            # The one that is woken may not be given it, and would not wake the next one.
+            self._polls.wake_all()
+        elif num_slots := self._queue.next_group_size:
             self._polls.wake_one(num_slots)
 
     @property

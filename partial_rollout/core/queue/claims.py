@@ -139,9 +139,19 @@ class ClaimBook:
         self._fenced.add(worker_id)
         return self.of_worker(worker_id)
 
-    def unfence(self, worker_id: str) -> None:
-        """The worker's claims are about to be given back, by somebody else."""
+    def unfence(self, worker_id: str) -> bool:
+        """The worker's claims are about to be given back. Whether it was fenced: one that stops was not."""
+        is_lost = worker_id in self._fenced
         self._fenced.discard(worker_id)
+        return is_lost
+
+    def runs_suspect(self, worker_id: str) -> bool:
+        """Whether one of the worker's ongoing prompts is a suspect."""
+        # Not one that is deferred: it ends in a later round, and a round whose suspects wait for it would not end.
+        return any(
+            claim.claim_id in self.ongoing and self.ongoing[claim.claim_id].is_suspect
+            for claim in self.of_worker(worker_id)
+        )
 
     def oldest(self) -> dict[str, Any]:
         """The claim that has been ongoing for longest, as fields of QueueStatistics; empty without any claim."""

@@ -23,6 +23,8 @@ NO_SPREAD = "no_spread"
 """Drop reason of a prompt whose trajectories all have the same metric, with `algorithm.filter_groups`."""
 TOO_STALE = "too_stale"
 """Drop reason of a prompt whose tokens are older than the staleness bound allows."""
+WORKER_LOST = "worker_lost"
+"""Drop reason of a prompt of which too many attempts ended with the loss of their worker."""
 NUM_SHOWN = 8
 """Differences that an error lists."""
 
@@ -242,6 +244,7 @@ def save(ledger: Ledger, claims: ClaimBook, rounds: Rounds) -> QueueSnapshot:
         restarted=ledger.retried[TOO_STALE],
         failures={entry.meta.uid: entry.failures for entry in unfinished if entry.failures},
         restarts={entry.meta.uid: entry.restarts for entry in unfinished if entry.restarts},
+        losses={entry.meta.uid: entry.losses for entry in unfinished if entry.losses},
         deferrals={entry.meta.uid: entry.deferrals for entry in unfinished if entry.deferrals},
         begun={entry.meta.uid: entry.begun for entry in unfinished if entry.begun is not None},
         next_claim_id=claims.next_id,

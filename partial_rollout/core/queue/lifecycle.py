@@ -8,6 +8,12 @@ from enum import Enum
 from partial_rollout.errors import IllegalTransition
 from partial_rollout.types import Claim, FinishedGroup, PromptMeta  # noqa: TC001 - as in whole.py
 
+MAX_LOSSES = 4
+"""Attempts of a prompt that may end with the loss of their worker; with the last one the prompt is dropped.
+
+A step allows eight such losses, so two prompts that kill their workers do not end it.
+"""
+
 
 class State(Enum):
     """Where a prompt is. A prompt is in exactly one state at any time."""
@@ -112,6 +118,11 @@ class Entry:
     """The claim of an ongoing prompt, or of a deferred prompt whose worker keeps the tokens."""
     group: FinishedGroup | None = None
     """The prompt's trajectories, from the state DONE on."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether one more loss is the last one: the prompt itself may have killed its workers."""
+        return self.losses >= MAX_LOSSES - 1
 
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""

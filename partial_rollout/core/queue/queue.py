@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from partial_rollout.core.queue import ledger
 from partial_rollout.core.queue.claims import ClaimBook
-from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, NO_SPREAD, TOO_STALE, Ledger
-from partial_rollout.core.queue.lifecycle import Event, State
+from partial_rollout.core.queue.ledger import AGENT_LOOP_FAILED, NO_SPREAD, TOO_STALE, WORKER_LOST, Ledger
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES, Event, State
 from partial_rollout.core.queue.rounds import Rounds
 from partial_rollout.core.queue.spread import shared_metric
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.core.queue.whole import WholeQueue
 from partial_rollout.errors import CapacityExceeded, ConfigError, InternalError
-from partial_rollout.types import FinishedGroup, PromptMeta, TakeResult
+from partial_rollout.types import FinishedGroup, PromptMeta, ReleaseResult, TakeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ class PromptQueue:
                     give_back | +-------+ | |  +-- DEFERRED  |   take defers what is unfinished, with its tokens;
                          fail +-+         | +----------^     |   begin_round lets it go on
                               |           +--> DROPPED       |   drop, fail with no attempt left, or finish without
-                              |                  ^           |   spread; in flight -1
+                              |                  ^           |   spread, or the loss of too many workers; in flight -1
             discard_expired   +------------------+-- CLEARING <-- EXPIRED <-- (too old)
     ```
     DONE prompts expire only under a staleness bound that discards tokens. A group without spread is dropped only where
@@ -163,14 +163,17 @@ class PromptQueue:
     # ---- a worker's events ----
 
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
-        """The worker's resumed claims, whether they fit or not; then pending prompts in order while they fit."""
+        """The worker's resumed claims, whether they fit or not; then pending prompts in order while they fit.
+
+        A prompt that may have killed its workers (`Entry.is_suspect`) is passed over where another one is ongoing.
+        """
         # Resumed trajectories wait in this worker with their tokens, so nobody else can run them: they go on even where
         # the slots have been given to others meanwhile.
         claims = self._claims.fetch_resumed(worker_id)
         free_slots -= sum(claim.num_trajectories for claim in claims)
         # A prompt that does not fit is not overtaken by a smaller one, or it would starve.
-        while 0 < self.next_group_size <= free_slots:
-            entry = self._rounds.pop_next()
+        while 0 < self._next_group_size(worker_id) <= free_slots:
+            entry = self._rounds.pop_next(runs_suspect=self._runs_suspect(worker_id))
             entry.move(Event.CLAIM)
             claims.append(self._claims.start(entry, worker_id))
             free_slots -= entry.meta.num_trajectories
@@ -240,21 +243,31 @@ class PromptQueue:
         """
         return self._claims.fence(worker_id)
 
-    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> list[str]:
-        """Give back all claims of a lost worker; returns their uids in claim order.
+    def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> ReleaseResult:
+        """Give back all claims of a worker that was lost, and so was fenced before, or that stops, and was not.
 
-        Tokens of the prompts `going_on` were found elsewhere: their next claims go on from these.
+        Each prompt of a lost worker is charged a loss; one with `MAX_LOSSES` is dropped. Tokens of the prompts
+        `going_on` were found elsewhere: their next claims go on from these.
         """
-        self._claims.unfence(worker_id)
-        claims = self._claims.of_worker(worker_id)
-        for claim in claims:
-            entry = self._claims.entry(claim)
-            entry.losses += 1
+        is_lost, claims = self._claims.unfence(worker_id), self._claims.of_worker(worker_id)
+        entries = [self._claims.entry(claim) for claim in claims]
+        # A deferred suspect may be beside another one: nobody can tell which of them it was, so both are tried again.
+        may_be_last = sum(entry.is_suspect for entry in entries) == 1
+        given_back: list[str] = []
+        dropped: list[Claim] = []
+        for claim, entry in zip(claims, entries, strict=True):
+            if is_lost and (may_be_last or not entry.is_suspect):
+                entry.losses += 1
+            if entry.losses >= MAX_LOSSES:
+                self.drop(claim, WORKER_LOST)
+                dropped.append(claim)
+                continue
             begun = entry.begun
             self.give_back(claim)
+            given_back.append(claim.uid)
             if claim.uid in going_on:
                 entry.begun = self._claims.ages.begin(begun)
-        return [claim.uid for claim in claims]
+        return ReleaseResult(tuple(given_back), tuple(dropped))
 
     # ---- what may happen next ----
 
@@ -266,7 +279,12 @@ class PromptQueue:
     @property
     def next_group_size(self) -> int:
         """Slots that the next pending prompt needs; 0 when no prompt may be claimed."""
-        return self._rounds.next_group_size
+        return self._rounds.next_group_size()
+
+    @property
+    def has_startable_suspect(self) -> bool:
+        """Whether a prompt may be claimed by some workers only: by those of which no other suspect is ongoing."""
+        return self._rounds.has_startable_suspect
 
     @property
     def version(self) -> int:
@@ -285,7 +303,7 @@ class PromptQueue:
 
     def can_claim(self, worker_id: str, free_slots: int) -> bool:
         """Whether `claim` would return at least one claim."""
-        return self._claims.has_resumed(worker_id) or 0 < self.next_group_size <= free_slots
+        return self._claims.has_resumed(worker_id) or 0 < self._next_group_size(worker_id) <= free_slots
 
     def can_take(self, num_groups: int, wanted: Sequence[str] = ()) -> bool:
         """Whether `take` would return groups or a number of missing prompts."""
@@ -392,12 +410,20 @@ class PromptQueue:
         entry.move(Event.ADMIT)
         entry.failures = snapshot.failures.get(meta.uid, 0)
         entry.restarts = snapshot.restarts.get(meta.uid, 0)
+        entry.losses = snapshot.losses.get(meta.uid, 0)
         entry.deferrals = snapshot.deferrals.get(meta.uid, 0)
         if meta.uid in snapshot.begun:
             entry.begun = self._claims.ages.begin(snapshot.begun[meta.uid])
         return entry
 
     # ---- parts of events ----
+
+    def _runs_suspect(self, worker_id: str) -> bool:
+        # Asked only where it matters, since it looks at all claims of the worker.
+        return self._rounds.has_startable_suspect and self._claims.runs_suspect(worker_id)
+
+    def _next_group_size(self, worker_id: str) -> int:
+        return self._rounds.next_group_size(runs_suspect=self._runs_suspect(worker_id))
 
     def _end_claim(self, claim: Claim, event: Event) -> Entry:
         entry = self._claims.entry(claim)

@@ -15,12 +15,16 @@ pytest.importorskip("verl")
 from partial_rollout.agent_loop import manager as manager_module
 from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog
 from partial_rollout.agent_loop.trajectory import Trajectory
+from partial_rollout.core.queue.ledger import WORKER_LOST
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
+from partial_rollout.types import ReleaseResult
 from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
 from tests.unit.agent_loop.test_unfinished_log import interrupt, interrupted_trajectory
 from tests.unit.agent_loop.test_worker_log import LONG_S, output
+from tests.unit.core.queue.queues import GROUP, make_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +89,9 @@ def manager(calls: list[str]) -> PartialRolloutAgentLoopManager:
     prompts = SimpleNamespace(
         fence_worker=SimpleNamespace(remote=lambda name: calls.append(f"fence {name}") or [U1, A_B]),
         release_worker=SimpleNamespace(
-            remote=lambda name, going_on: calls.append(f"release {name}, {going_on} go on") or ["u1", "a_b"]
+            remote=lambda name, going_on: (
+                calls.append(f"release {name}, {going_on} go on") or ReleaseResult(("u1", "a_b"))
+            )
         ),
     )
     manager = make_workers([Worker("w0", calls), Worker("w1", calls, DEAD)], prompt_manager=prompts)
@@ -116,6 +122,34 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     ]
     assert manager.worker_ids == ["agent_loop_worker_0", "agent_loop_worker_1_again_1"]
     assert "new1:8 run" in manager.loops
+
+
+def test_a_prompt_that_kills_four_workers_is_dropped_and_nothing_of_it_is_kept(
+    manager: PartialRolloutAgentLoopManager, calls: list[str], tmp_path: Path
+) -> None:
+    queue = make_queue("a_b", "u1")
+    fence, release = SimpleNamespace(remote=queue.fence_worker), SimpleNamespace(remote=queue.release_worker)
+    manager._prompt_manager = cast("Any", SimpleNamespace(fence_worker=fence, release_worker=release))
+    manager.begin_log(folder := LogFolder(str(tmp_path), 2, 7))
+    for death in range(MAX_LOSSES):
+        assert not any(call.startswith("clear ['a_b']") for call in calls)
+        worker_id = manager.worker_ids[1]
+        claim, *others = queue.claim(worker_id, 2 * GROUP)
+        assert (claim.uid, claim.attempt) == ("a_b", 1 + death)
+        assert bool(others) == (death < MAX_LOSSES - 1)  # a worker has one prompt that may have killed its workers
+        log = WorkerLog(worker_id, LONG_S)
+        log.begin(folder, [])
+        log.write_interrupted(interrupted_trajectory(claim))
+        log.close(LONG_S)
+        calls.clear()
+        manager.restart(1)
+        assert manager._known.unclaimed == (set() if death == MAX_LOSSES - 1 else {"a_b_0"})
+    assert only(calls, "clear ['a_b']") == "clear ['a_b']"  # the prompt's own row, after those of its trajectories
+    told = [call for call in calls if call.startswith("w0.take_over")]
+    assert "'a_b_0'" in told[0]
+    assert told[1:] == ["w0.take_over(Left(uids=frozenset({'a_b'}), places={}, tokens={}),)"]
+    assert queue.statistics().dropped == {WORKER_LOST: 1}
+    assert [claim.uid for claim in queue.claim("w0", 2 * GROUP)] == ["u1"]
 
 
 def test_a_new_worker_writes_its_part_of_the_log_where_the_others_do(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from virtual_time import run_virtual, settle, woken
 
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
@@ -110,5 +111,58 @@ def test_a_poll_with_too_few_slots_keeps_no_prompt_from_the_next_poll() -> None:
         await manager.admit([*prompts("a", group=2 * GROUP), *prompts("b")])
         assert await uids(large) == ["a"]
         assert await uids(small) == ["b"]
+
+    run_virtual(main())
+
+
+async def with_suspects(*uids: str) -> RolloutPromptManager:
+    """A manager whose prompts have lost all workers but the last one."""
+    manager = new_manager()
+    await manager.admit(prompts(*uids))
+    for _ in range(MAX_LOSSES - 1):
+        await manager.claim("lost", len(uids) * GROUP, 0)
+        await manager.fence_worker("lost")
+        await manager.release_worker("lost")
+    return manager
+
+
+def test_a_suspect_is_given_to_a_younger_poll_where_older_ones_have_one_and_nobody_looks_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[str] = []
+    can_claim = PromptQueue.can_claim
+
+    def counted(queue: PromptQueue, worker_id: str, free_slots: int) -> bool:
+        looks.append(worker_id)
+        return can_claim(queue, worker_id, free_slots)
+
+    async def main() -> None:
+        manager = await with_suspects("a", "b", "c")
+        claims = [claim for each in range(3) for claim in await manager.claim(f"w{each}", GROUP, 0)]
+        polls = await park(manager, 2, GROUP)
+        young = asyncio.create_task(manager.claim("w3", GROUP, HOUR_S))
+        await settle()
+        monkeypatch.setattr(PromptQueue, "can_claim", counted)
+        await manager.give_back(claims[2])
+        assert await uids(young) == ["c"]
+        await settle()
+        assert looks == ["w0", "w1", "w3"]
+        assert not any(poll.done() for poll in polls)
+        await manager.close("")
+        await asyncio.gather(*polls)
+
+    run_virtual(main())
+
+
+def test_a_poll_is_given_the_next_suspect_when_that_of_its_worker_has_ended() -> None:
+    async def main() -> None:
+        manager = await with_suspects("a", "b", "c")
+        claims = [claim for each in range(2) for claim in await manager.claim(f"w{each}", GROUP, 0)]
+        older, poll = await park(manager, 2, GROUP)
+        await manager.finish_many([(claims[1], without_spread(claims[1]))])
+        assert await uids(poll) == ["c"]
+        assert not older.done()
+        await manager.close("")
+        await older
 
     run_virtual(main())

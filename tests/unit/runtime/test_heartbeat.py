@@ -212,7 +212,7 @@ def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> Non
         assert (await manager.finish_many([(claim, [late])])).stale == ("a",)
         with pytest.raises(StaleClaim):
             await manager.give_back(claim)
-        assert await manager.release_worker("w0") == ["a"]
+        assert (await manager.release_worker("w0")).given_back == ("a",)
         assert (await manager.statistics()).pending == 1
 
     run_virtual(main())

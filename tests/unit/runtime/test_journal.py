@@ -348,6 +348,7 @@ def test_only_what_a_later_process_can_make_again_is_done() -> None:
 
 
 READS = {"policy", "statistics", "snapshot", "can_claim", "can_take", "has_batch", "next_group_size", "uids_of_worker"}
+READS |= {"has_startable_suspect"}
 """What the manager may ask its queue past the journal."""
 
 
@@ -372,6 +373,7 @@ def test_asking_the_queue_changes_nothing(name: str) -> None:
         before, queue = state(journal), journal.books.queue
         asked = [queue.statistics(), queue.snapshot(), queue.can_claim("w9", 4), queue.can_take(BATCH)]
         asked += [queue.has_batch(BATCH), queue.uids_of_worker("w9"), queue.next_group_size, queue.num_due(BATCH)]
+        asked += [queue.has_startable_suspect]
         assert state(journal) == before, asked
 
 

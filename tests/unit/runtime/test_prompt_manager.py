@@ -9,13 +9,23 @@ import msgspec
 import pytest
 from virtual_time import run_virtual, settle, woken
 
+from partial_rollout.core.queue.ledger import WORKER_LOST
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
 from partial_rollout.errors import ActorLost, DuplicateUid, InternalError, RunStopped, StaleClaim, WaitTimeout
-from partial_rollout.observability.events import EventReader, QueueMoved
+from partial_rollout.observability.events import EventReader, PromptDropped, QueueMoved
 from partial_rollout.runtime.journal import Place
 from partial_rollout.runtime.prompt_manager import METRICS_INTERVAL_S, RolloutPromptManager, queue_event
-from partial_rollout.types import FinishResult, PromptMeta, QueueStatistics, TakeResult, TrajectorySummary, WorkerStatus
+from partial_rollout.types import (
+    FinishResult,
+    PromptMeta,
+    QueueStatistics,
+    ReleaseResult,
+    TakeResult,
+    TrajectorySummary,
+    WorkerStatus,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +121,7 @@ def test_claim_is_woken_by_whatever_makes_a_prompt_pending(event: str) -> None:
         elif event == "fail":
             assert await manager.fail(claim, "ValueError: no") is True
         else:
-            assert await manager.release_worker("w0") == ["a"]
+            assert await manager.release_worker("w0") == ReleaseResult(given_back=("a",))
         assert [again.worker_id for again in await woken(waiting)] == ["w1"]
 
     run_virtual(main())
@@ -322,11 +332,35 @@ def test_a_lost_workers_report_that_arrives_while_its_rows_are_cleared_is_refuse
         assert await manager.fence_worker("lost") == [claim]
         assert await manager.finish_many([(claim, trajectories("a"))]) == FinishResult(stale=("a",))
         assert await manager.claim("w0", GROUP, 0) == []  # nobody may write its rows before they are cleared
-        assert await manager.release_worker("lost") == ["a"]
+        assert await manager.release_worker("lost") == ReleaseResult(given_back=("a",))
         (claim,) = await manager.claim("w0", GROUP, 0)
         assert await manager.finish_many([(claim, trajectories("a"))]) == FinishResult()
 
     run_virtual(main())
+
+
+def test_the_prompt_that_has_lost_too_many_workers_is_named_and_its_batch_asks_for_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        manager = RolloutPromptManager(Partial(16), 2, asyncio.get_running_loop().time, events=tmp_path)
+        await manager.admit([PromptMeta("a", GROUP, global_step=1, source_index="41")])
+        batch = asyncio.create_task(manager.take_batch(1, HOUR_S))
+        for death in range(MAX_LOSSES):
+            assert not batch.done()
+            assert "is dropped" not in caplog.text
+            (claim,) = await manager.claim(f"w{death}", GROUP, 0)
+            await manager.fence_worker(f"w{death}")
+            result = await manager.release_worker(f"w{death}")
+        assert result == ReleaseResult(dropped=(claim,))
+        assert await woken(batch) == TakeResult(num_missing=1)
+        named = "prompt a (extra_info.index=41)"
+        assert f"{named} is dropped: 4 agent-loop workers were lost while they generated it" in caplog.text
+        assert (await manager.status()).last_failure == f"{named}: 4 workers were lost with it, last w3"
+
+    run_virtual(main())
+    (dropped,) = [event for event in EventReader(tmp_path).read() if isinstance(event, PromptDropped)]
+    assert (dropped.uid, dropped.source_index, dropped.reason) == ("a", "41", WORKER_LOST)
 
 
 def test_a_batch_is_not_taken_from_books_that_do_not_add_up() -> None:

@@ -64,6 +64,7 @@ async def test_a_prompt_that_never_ends_is_warned_of_once_with_its_worker_and_ag
 async def test_a_later_claim_of_the_prompt_is_warned_of_again(caplog: pytest.LogCaptureFixture):
     steps = Steps()
     await steps.run(4)
+    await steps.manager.fence_worker("w3")
     await steps.manager.release_worker("w3")
     await steps.run(3)
     assert len(warnings(caplog)) == 1

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from partial_rollout.core.queue import lifecycle
-from partial_rollout.core.queue.lifecycle import TRANSITIONS, Event, State, next_state
+from partial_rollout.core.queue.ledger import WORKER_LOST
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES, TRANSITIONS, Event, State, next_state
 from partial_rollout.core.queue.queue import AGENT_LOOP_FAILED, PromptQueue
 from partial_rollout.core.queue.tail import Partial, Reorder
+from partial_rollout.core.queue.whole import WholeQueue
 from partial_rollout.errors import (
     CapacityExceeded,
     ConfigError,
@@ -22,8 +24,13 @@ from partial_rollout.errors import (
     InternalError,
     StaleClaim,
 )
-from partial_rollout.types import QueueSnapshot, TakeResult, TrajectorySummary, VersionSpan
+from partial_rollout.types import QueueSnapshot, ReleaseResult, TakeResult, TrajectorySummary, VersionSpan
 from tests.unit.core.queue.queues import GROUP, ManualClock, claim_all, make_queue, prompts, trajectories, uids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from partial_rollout.types import Claim
 
 # ---- table ----
 
@@ -116,8 +123,9 @@ def test_given_back_prompts_are_first_and_keep_their_order(order: tuple[int, ...
 def test_released_worker_loses_only_its_own_claims() -> None:
     queue = make_queue("a", "b", "c")
     lost, kept = queue.claim("lost", 2 * GROUP), queue.claim("kept", GROUP)
-    assert queue.release_worker("lost") == ["a", "b"]
-    assert queue.release_worker("lost") == []
+    queue.fence_worker("lost")
+    assert queue.release_worker("lost") == ReleaseResult(given_back=("a", "b"))
+    assert queue.release_worker("lost") == ReleaseResult()
     queue.finish(kept[0], trajectories("c"))
     with pytest.raises(StaleClaim):
         queue.finish(lost[0], trajectories("a"))
@@ -159,13 +167,137 @@ def test_failed_prompt_is_tried_again_then_dropped() -> None:
     assert (now.dropped, now.failed_attempts, now.in_flight) == ({AGENT_LOOP_FAILED: 1}, 1, 0)
 
 
-def test_give_back_and_lost_workers_do_not_use_up_attempts() -> None:
+def test_give_back_lost_workers_and_workers_that_stop_do_not_use_up_attempts() -> None:
     queue = make_queue("a", max_attempts=2)
     queue.give_back(claim_all(queue)[0])
-    for _ in range(5):
+    for _ in range(2 * MAX_LOSSES):
         claim_all(queue)
         queue.release_worker("w0")
+    for _ in range(MAX_LOSSES - 1):
+        assert lose(queue, "w0", claim_all(queue)).dropped == ()
     assert queue.fail(claim_all(queue)[0]) is True
+
+
+# ---- prompts that kill their workers ----
+
+
+def lose(queue: PromptQueue, worker_id: str, claims: Sequence[Claim]) -> ReleaseResult:
+    assert queue.fence_worker(worker_id) == list(claims)
+    return queue.release_worker(worker_id)
+
+
+def make_suspects(*suspects: str, others: tuple[str, ...] = ()) -> PromptQueue:
+    """Prompts that have lost all workers but the last one, ahead of others that have lost none."""
+    queue = make_queue(*suspects)
+    for _ in range(MAX_LOSSES - 1):
+        lose(queue, "before", claim_all(queue, "before"))
+    queue.admit(prompts(*others))
+    return queue
+
+
+def test_a_prompt_is_dropped_with_the_last_worker_that_it_may_lose_and_its_neighbours_go_on() -> None:
+    queue = make_suspects("a", "b", others=("c",))
+    claims = queue.claim("w0", 3 * GROUP)
+    assert [(claim.uid, claim.attempt) for claim in claims] == [("a", MAX_LOSSES), ("c", 1)]
+    assert lose(queue, "w0", claims) == ReleaseResult(given_back=("c",), dropped=(claims[0],))
+    now = queue.statistics()
+    assert (now.dropped, now.pending, now.conserved) == ({WORKER_LOST: 1}, 2, True)
+    assert queue.take(3) == TakeResult(num_missing=1)
+    with pytest.raises(StaleClaim):
+        queue.give_back(claims[0])
+
+
+def test_a_worker_with_a_suspect_passes_over_the_others_which_keep_their_place() -> None:
+    queue = make_suspects("a", "b", "c", others=("d", "e"))
+    assert uids(queue.claim("w0", 2 * GROUP)) == ["a", "d"]
+    assert uids(queue.claim("w1", GROUP)) == ["b"]
+    assert queue.can_claim("w0", GROUP)
+    assert uids(queue.claim("w2", 2 * GROUP)) == ["c", "e"]
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "drop", "give_back", "lose"])
+def test_a_suspect_waits_for_the_end_of_its_workers_other_one_and_no_longer(end: str) -> None:
+    queue = make_suspects("a", "b")
+    (a,) = queue.claim("w0", 2 * GROUP)
+    assert not queue.can_claim("w0", GROUP)
+    assert queue.claim("w0", GROUP) == []
+    assert queue.has_startable_suspect
+    assert queue.next_group_size == GROUP  # some other worker may have it
+    if end == "finish":
+        queue.finish(a, trajectories("a"))
+    elif end == "lose":
+        lose(queue, "w0", [a])
+    elif end == "drop":
+        queue.drop(a, "bad_data")
+    else:
+        getattr(queue, end)(a)
+    assert uids(queue.claim("w0", GROUP)) == (["a"] if end in ("fail", "give_back") else ["b"])
+
+
+def test_suspects_are_not_charged_where_nobody_can_tell_which_one_has_killed_their_worker() -> None:
+    """One is deferred, and so the worker is given another one; then both go on."""
+    queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
+    queue.begin_round()
+    queue.admit(prompts("a", "b", "x", "y"))
+    for _ in range(MAX_LOSSES - 1):
+        lose(queue, "before", queue.claim("before", 2 * GROUP))
+    claims = {claim.uid: claim for claim in (*queue.claim("w0", GROUP), *claim_all(queue, "w1"))}
+    assert {claim.uid: claim.worker_id for claim in claims.values()} == {"a": "w0", "b": "w1", "x": "w1", "y": "w1"}
+    queue.give_back(claims["b"])
+    for uid in ("x", "y"):
+        queue.finish(claims[uid], trajectories(uid))
+    assert uids(list(queue.take(2).deferred)) == ["a"]
+    queue.begin_round()
+    assert uids(queue.claim("w0", GROUP)) == ["b"]
+    assert uids(queue.fence_worker("w0")) == ["a", "b"]
+    assert queue.release_worker("w0") == ReleaseResult(given_back=("a", "b"))
+    (b,) = claim_all(queue, "w1")
+    assert lose(queue, "w1", [b]).dropped == (b,)
+    assert queue.snapshot().losses == {"a": MAX_LOSSES - 1}
+
+
+def test_a_round_that_must_contain_suspects_starts_them_all() -> None:
+    """The starts of a long round are for its own prompts: what is passed over keeps its start."""
+    queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
+    queue.begin_round()
+    queue.admit(prompts("a", "b", "x", "y"))
+    for _ in range(MAX_LOSSES - 1):
+        lose(queue, "before", queue.claim("before", 2 * GROUP))
+    a, x, y = queue.claim("w0", 3 * GROUP)
+    (b,) = queue.claim("w1", GROUP)
+    for claim in (x, y):
+        queue.finish(claim, trajectories(claim.uid))
+    assert len(queue.take(2).deferred) == 2
+    for claim in (a, b):
+        queue.release_worker(claim.worker_id)  # the workers stop
+    queue.admit(prompts("c", "d"))
+    assert queue.begin_round().kind == "long"
+    (a,) = claim_all(queue, "w2")
+    assert a.uid == "a"
+    queue.finish(a, trajectories("a"))
+    (b,) = claim_all(queue, "w2")
+    queue.finish(b, trajectories("b"))
+    assert [group.uid for group in queue.take(2).groups] == ["a", "b"]
+
+
+def test_losses_are_known_after_a_restart_and_a_checkpoint_of_before_has_none() -> None:
+    queue = make_suspects("a", "b", others=("c",))
+    saved = msgspec.json.decode(msgspec.json.encode(queue.snapshot()), type=QueueSnapshot)
+    assert saved.losses == dict.fromkeys("ab", MAX_LOSSES - 1)
+    assert saved.without({"a"}, "x").losses == {"b": MAX_LOSSES - 1}
+    restored = PromptQueue.restore(saved, Partial(16), 2, ManualClock())
+    claims = claim_all(restored)
+    assert uids(claims) == ["a", "c"]
+    assert uids(list(lose(restored, "w0", claims).dropped)) == ["a"]
+    plain = msgspec.json.decode(msgspec.json.encode(saved))
+    del plain["losses"]
+    assert msgspec.convert(plain, QueueSnapshot).losses == {}
+
+
+def test_a_queue_that_is_made_again_as_a_whole_knows_its_suspects() -> None:
+    queue, again = make_suspects("a", "b", others=("c",)), make_queue()
+    again.load_whole(msgspec.msgpack.decode(msgspec.msgpack.encode(queue.whole()), type=WholeQueue))
+    assert uids(claim_all(again)) == ["a", "c"]
 
 
 # ---- finish and take ----

@@ -16,7 +16,7 @@ from partial_rollout.errors import (
     CapacityExceeded,
     StaleClaim,
 )
-from partial_rollout.types import Claim, PromptMeta
+from partial_rollout.types import Claim, PromptMeta, ReleaseResult
 from tests.unit.core.queue.queues import ManualClock, trajectories, uids
 
 
@@ -98,7 +98,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(["w0", "w1"]), goes_on=st.booleans())
     def release(self, worker: str, goes_on: bool) -> None:
         lost = [claim for claim in self.claims if claim.worker_id == worker]
-        assert self.queue.release_worker(worker, uids(lost) if goes_on else []) == uids(lost)
+        result = self.queue.release_worker(worker, uids(lost) if goes_on else [])
+        assert result == ReleaseResult(given_back=tuple(uids(lost)))  # it stops, which no prompt is charged for
         for claim in lost:
             self.end(claim, "pending")
 

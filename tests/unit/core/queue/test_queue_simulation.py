@@ -2,8 +2,8 @@
 
 Each schedule draws its events from its own seed: workers claim, write rows and report; reports travel, and arrive late
 and in any order; workers die, and their successors begin; steps, interruptions, checkpoints and restarts from them come
-in between. Rows stand for TransferQueue: a row holds the claim that wrote it. After every event all prompts are
-accounted for; at the end every prompt can be trained or dropped.
+in between. In some schedules prompts kill the workers that generate them. Rows stand for TransferQueue: a row holds the
+claim that wrote it. After every event all prompts are accounted for; at the end every prompt can be trained or dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import UNBOUNDED, StalenessBound
 from partial_rollout.core.queue.tail import FewAtATime, Partial, Reorder, Wait
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 SCHEDULES = 10_000
 EVENTS = 40
+SCHEDULES_OF_LOSSES = 100
+MANY_DEATHS = 12
+"""Deaths among the 34 events of a draw; with the usual two, hardly a prompt loses more than two workers."""
+NOBODY = frozenset[str]()
 BATCH = 2
 WORKERS = 3
 ROUNDS_TO_END = 60
@@ -67,8 +72,9 @@ class Checkpoint:
 class Run:
     """The parts of a run around its queue."""
 
-    def __init__(self, seed: int, policy: TailPolicy, bound: StalenessBound) -> None:
-        self.draw = random.Random(seed)
+    def __init__(self, seed: int, policy: TailPolicy, bound: StalenessBound, killers: frozenset[str] = NOBODY) -> None:
+        """`killers`: prompts that kill each worker that generates them."""
+        self.draw, self.killers = random.Random(seed), killers
         self.policy, self.bound = policy, bound
         self.queue = PromptQueue(policy, 2, ManualClock(), bound)
         self.rows: dict[str, int] = {}
@@ -82,6 +88,10 @@ class Run:
         self.version = self.num_admitted = self.num_workers = 0
         self.dying: tuple[str, list[str]] | None = None
         """A worker whose rows are being cleared, and its prompts."""
+        self.losses: Counter[str] = Counter()
+        """Workers that were lost with a prompt since the run began, as if no checkpoint was ever gone back to."""
+        self.lost: list[str] = []
+        """Prompts that were dropped with their worker."""
         self.checkpoint: Checkpoint | None = None
         self.saving: Checkpoint | None = None
         self.log: list[str] = []
@@ -155,7 +165,9 @@ class Run:
 
     def claim(self) -> None:
         worker = self.draw.choice(self.workers)
-        for claim in self.queue.claim(worker.name, free_slots=self.draw.choice([0, GROUP, 2 * GROUP])):
+        claims = self.queue.claim(worker.name, free_slots=self.draw.choice([0, GROUP, 2 * GROUP]))
+        self.require_lonely_suspects(worker.name, claims)
+        for claim in claims:
             worker.held.discard(claim.claim_id)
             worker.begun.setdefault(claim.claim_id, (claim, self.version))
 
@@ -166,6 +178,10 @@ class Run:
         if not running:
             return
         claim, version = self.draw.choice(running)
+        if claim.uid in self.killers:
+            if self.dying is None:
+                self.die(worker)
+            return
         keys = [f"{claim.uid}_{session}_0" for session in range(GROUP)]
         left = [key for key in keys if self.rows.get(key) != claim.claim_id]
         if left:
@@ -204,10 +220,10 @@ class Run:
         else:
             self.queue.give_back(claim)
 
-    def die(self) -> None:
+    def die(self, worker: Worker | None = None) -> None:
         """A worker dies. First its reports are refused, then its rows are cleared, then its prompts are given back."""
         if self.dying is None:
-            worker = self.draw.choice(self.workers)
+            worker = worker or self.draw.choice(self.workers)
             self.workers.remove(worker)
             self.dying = (worker.name, [claim.uid for claim in self.queue.fence_worker(worker.name)])
             return
@@ -217,13 +233,31 @@ class Run:
             return  # clearing takes its time, and repeating it is allowed
         begun = self.queue.snapshot().begun
         going_on = [uid for uid in uids if self.draw.random() < 0.5]
-        self.queue.release_worker(name, going_on)
+        result = self.queue.release_worker(name, going_on)
+        dropped = [claim.uid for claim in result.dropped]
+        self.losses.update(uids)
+        assert len(dropped) <= 1, f"nobody can tell which of {dropped} has killed {name}"
+        assert all(self.losses[uid] >= MAX_LOSSES for uid in dropped)
+        assert sorted([*result.given_back, *dropped]) == sorted(uids)
+        self.lost += dropped
+        self.clear(dropped)
         after = self.queue.snapshot().begun
+        going_on = [uid for uid in going_on if uid not in dropped]
         assert {uid: after.get(uid) for uid in uids} == {uid: begun[uid] if uid in going_on else None for uid in uids}
         self.start_worker()
         self.dying = None
 
     # ---- what must hold ----
+
+    def require_lonely_suspects(self, worker_id: str, claims: list[Claim]) -> None:
+        """A worker that has been given a suspect runs no other one, but those that were held back and go on."""
+        losses, ongoing = self.queue.snapshot().losses, self.queue._claims.ongoing
+        suspects = [uid for uid, num_losses in losses.items() if num_losses == MAX_LOSSES - 1]
+        assert max(losses.values(), default=0) < MAX_LOSSES
+        begun = {claim.uid for worker in self.workers for claim, _ in worker.begun.values()}
+        if any(claim.uid in suspects and claim.uid not in begun for claim in claims):
+            mine = [claim.uid for claim in self.queue._claims.of_worker(worker_id) if claim.claim_id in ongoing]
+            assert len(set(mine) & set(suspects)) == 1, f"{worker_id} has suspects {mine}"
 
     def clear(self, keys: list[str]) -> None:
         for key in keys:
@@ -256,6 +290,8 @@ class Run:
             for _ in range(2 * EVENTS):
                 for happen in (self.claim, self.generate, self.deliver):
                     happen()
+                if self.dying is not None:
+                    self.die()
             if self.saving is not None:
                 self.save()
             self.step()
@@ -266,21 +302,24 @@ class Run:
         raise AssertionError(f"never trained and never dropped: {left}")
 
 
-def play(seed: int, policy: TailPolicy, bound: StalenessBound) -> None:
+def play(
+    seed: int, policy: TailPolicy, bound: StalenessBound, *, num_deaths: int = 2, killers: frozenset[str] = NOBODY
+) -> Run:
     """One schedule; its events are told when it fails."""
-    run = Run(seed, policy, bound)
+    run = Run(seed, policy, bound, killers)
     events: list[Callable[[], None]] = [run.claim] * 4 + [run.generate] * 8 + [run.deliver] * 4 + [run.step] * 3
-    events += [run.die] * 2 + [run.save] * 2 + [run.restart]
+    events += [run.die] * num_deaths + [run.save] * 2 + [run.restart]
     try:
         for _ in range(EVENTS):
             happen = run.draw.choice(events)
             run.log.append(happen.__name__)
             happen()
             run.require_conserved()
-        if seed % 10 == 0:
+        if seed % 10 == 0 or killers:
             run.end()
     except Exception as error:
         raise AssertionError(f"play({seed}, {policy}, {bound}): {error!r} after {', '.join(run.log)}") from error
+    return run
 
 
 @pytest.mark.parametrize(
@@ -289,3 +328,20 @@ def play(seed: int, policy: TailPolicy, bound: StalenessBound) -> None:
 def test_no_schedule_of_failures_loses_a_prompt_or_trains_one_twice(name: str) -> None:
     for seed in range(SCHEDULES // len(POLICIES) + 1):
         play(seed, *POLICIES[name])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other_with_it(name: str) -> None:
+    """No other worker dies. So whoever else was dropped with a worker would have had no part in its death."""
+    for seed in range(SCHEDULES_OF_LOSSES):
+        run = play(seed, *POLICIES[name], num_deaths=0, killers=frozenset({"p1"}))
+        assert set(run.lost) == {"p1"}, seed
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_schedules_of_many_deaths_and_of_prompts_that_kill_their_workers_end(name: str) -> None:
+    num_lost = 0
+    for seed in range(SCHEDULES_OF_LOSSES):
+        killers = frozenset(f"p{number}" for number in range(seed % 4))
+        num_lost += len(play(seed, *POLICIES[name], num_deaths=MANY_DEATHS, killers=killers).lost)
+    assert num_lost > SCHEDULES_OF_LOSSES
