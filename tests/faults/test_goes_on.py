@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from partial_rollout.core.queue.ledger import WORKER_LOST
+from partial_rollout.core.queue.lifecycle import MAX_LOSSES
+from partial_rollout.observability.events import BatchTaken, Fault, PromptDropped
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.runtime import processes
+from tests.e2e.conftest import FLAG, is_conserved, run_job, times_trained, with_lengths
 from tests.faults.conftest import (
     CORE,
     GENERATING,
@@ -42,6 +46,8 @@ BLOWS = [
 NUM_STEPS = 6
 MORE_STEPS = 10
 """With batches in flight that have an engine already, the last steps ask no load balancer."""
+KILLER, SHORT, LONG = 5, 8, 60
+"""Row of the data set whose agent loop crashes, and lengths of responses."""
 SECOND_WORKER = f"{WORKER}_TP1"
 """Part of vLLM's title of the process."""
 
@@ -64,6 +70,31 @@ def test_reward_workers_and_agent_loop_workers_are_replaced(
     check_all_trained_once(job, NUM_STEPS)
     check_same_texts(tmp_path, calm)
     assert "failed (" not in job.output  # no attempt was charged to a prompt
+
+
+def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other_one(
+    task: Path, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    role, lengths = processes.AGENT_LOOP_WORKER.role, [SHORT, SHORT, LONG] * 16
+    rows = with_lengths(task, tmp_path, lengths, {"killing_agent": [KILLER]})
+    steps = ["trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    job = run_job(task, tmp_path, FLAG, *rows, *steps)
+    deaths = [event for event in job.stream if isinstance(event, Fault)]
+    dropped = [event for event in job.stream if isinstance(event, PromptDropped)]
+    report |= {"code": job.code, "faults": [(fault.role, fault.step, fault.action) for fault in deaths]}
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in deaths] == [role] * MAX_LOSSES
+    assert [(event.source_index, event.reason) for event in dropped] == [(str(KILLER), WORKER_LOST)]
+    told = f"(extra_info.index={KILLER}) is dropped: {MAX_LOSSES} agent-loop workers were lost while they generated it"
+    assert told in job.output
+    assert [step["training/global_step"] for step in job.steps] == [1, 2, 3, 4]
+    assert all(is_conserved(step) for step in job.steps)
+    assert job.steps[-1]["partial_rollout/queue/num_dropped"] == 1
+    assert set(times_trained(job.stream).values()) == {1}
+    trained = {int(row) for event in job.stream if isinstance(event, BatchTaken) for row in event.source_index}
+    assert trained >= set(range(8)) - {KILLER}
+    assert KILLER not in trained
+    assert job.survivors == []
 
 
 def test_an_agent_loop_worker_that_is_frozen_is_replaced(
