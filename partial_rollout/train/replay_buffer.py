@@ -168,6 +168,15 @@ class PartialRolloutReplayBuffer(ReplayBufferAsync):
                 "the agent-loop workers' logs say what became of the others"
             )
 
+    def require_answer(self) -> None:
+        """Raise TransferQueueSilent unless TransferQueue answers."""
+        call_bounded(
+            tq.kv_list,
+            timeout_s=self._settings.timeouts.call_s,
+            who_waits="trainer waits for TransferQueue to list its rows",
+            late=TransferQueueSilent,
+        )
+
     def _clear_rows(self, keys: list[str], partition_id: str) -> None:
         if not keys:
             return

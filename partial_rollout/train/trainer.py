@@ -70,7 +70,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.tensordict_utils import assign_non_tensor_stack
 
-from partial_rollout.errors import DataError, EngineDead
+from partial_rollout.errors import DataError, EngineDead, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
@@ -371,11 +371,15 @@ class PartialRolloutTrainer(PPOTrainer):
         admit = super()._add_prompts_to_generate
         # A prompt between dataloader and queue would be in no checkpoint.
         step, self._last_checkpoint.step = self._last_checkpoint.step, None
-        admitted = call_bounded(
-            lambda: admit(*args, **kwargs),
-            timeout_s=ADMIT_TIMEOUT_S,
-            who_waits="trainer waits for the dataloader and TransferQueue to take in prompts",
-        )
+        try:
+            admitted = call_bounded(
+                lambda: admit(*args, **kwargs),
+                timeout_s=ADMIT_TIMEOUT_S,
+                who_waits="trainer waits for the dataloader and TransferQueue to take in prompts",
+            )
+        except WaitTimeout:
+            self.replay_buffer.require_answer()  # otherwise it is the dataloader that is silent
+            raise
         self._last_checkpoint.step = step
         return admitted
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from fake_transfer_queue import FakeTransferQueue
+from verl.trainer.ppo.v1 import PPOTrainer
 
 from partial_rollout.agent_loop import manager as agent_loop_manager
-from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, WaitTimeout
+from partial_rollout.errors import ActorLost, AgentLoopBroken, EngineDead, TransferQueueSilent, WaitTimeout
 from partial_rollout.observability.events import BatchTaken, EventReader, EventWriter
 from partial_rollout.observability.step_line import REPLAYED
 from partial_rollout.runtime import remote_call
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, TimeoutConfig
 from partial_rollout.train import replay_buffer
+from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.replay_buffer import MAX_REFILL_BATCHES, PartialRolloutReplayBuffer
 from partial_rollout.train.stale_mask import StaleTokens
 from partial_rollout.types import (
@@ -30,12 +32,15 @@ from partial_rollout.types import (
     VersionSpan,
 )
 from tests.unit.agent_loop.support import make_workers
+from tests.unit.train.support import bare_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 STEP = 7
+LIMIT_S = 60.0
+"""A bound that no test reaches."""
 
 
 @dataclass(eq=False)
@@ -376,8 +381,26 @@ def test_a_dead_transfer_queue_is_told(world: World, monkeypatch: pytest.MonkeyP
     never = threading.Event()
     monkeypatch.setattr(world.tq, "kv_clear", lambda keys, partition_id: never.wait())
     buffer = world.buffer(Ref(TakeResult(groups=(group("a", 1),))), call_s=0.01)
-    with pytest.raises(WaitTimeout, match="TransferQueue to clear 1 rows of prompts that have left"):
+    with pytest.raises(TransferQueueSilent, match="TransferQueue to clear 1 rows of prompts that have left"):
         buffer.sample(STEP, "train", 1)
+    never.set()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_of_dataloader_and_transfer_queue_the_silent_one_is_told(
+    answers: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda *_: never.wait())
+    monkeypatch.setattr(trainer_module, "ADMIT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(world.tq, "kv_list", dict if answers else never.wait)
+    buffer = world.buffer(call_s=LIMIT_S if answers else 0.01)
+    trainer = bare_trainer(_last_checkpoint=SimpleNamespace(step=STEP), replay_buffer=buffer)
+    told = "the dataloader and TransferQueue to take in prompts" if answers else "TransferQueue to list its rows"
+    with pytest.raises(WaitTimeout, match=f"trainer waits for {told}") as raised:
+        trainer._add_prompts_to_generate(4)
+    assert isinstance(raised.value, TransferQueueSilent) == (not answers)
+    assert trainer._last_checkpoint.step is None  # prompts may have been lost on their way
     never.set()
 
 
