@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from partial_rollout.agent_loop.limits import BLOCKED_S
 from partial_rollout.errors import TransferQueueSilent
 
 if TYPE_CHECKING:
@@ -49,11 +50,21 @@ class RowStore:
             await self._bounded(call, f"clear {len(keys)} rows from {keys[0]!r} on")
 
     async def _bounded(self, call: Awaitable[T], what: str) -> T:
+        async def awaited() -> T:
+            return await call
+
+        answer, clock = asyncio.create_task(awaited()), asyncio.get_running_loop().time
         try:
-            return await asyncio.wait_for(call, self._timeout_s)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one on Python 3.10
-            who = f"worker {self._worker_id} waited {self._timeout_s:g} s"
-            raise TransferQueueSilent(f"{who} for TransferQueue to {what}") from None
+            while True:
+                due_s = clock() + self._timeout_s
+                if (await asyncio.wait([answer], timeout=self._timeout_s))[0]:
+                    return answer.result()
+                # A tool may block the event loop for minutes: the answer is there, and nobody could look at it.
+                if clock() - due_s <= BLOCKED_S:
+                    who = f"worker {self._worker_id} waited {self._timeout_s:g} s"
+                    raise TransferQueueSilent(f"{who} for TransferQueue to {what}")
+        finally:
+            answer.cancel()
 
 
 def _only_row(batch: TensorDict) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.errors import ClusterError, VersionError
 from partial_rollout.runtime.death_watch import node_of
-from partial_rollout.runtime.remote_call import is_missing, settle_all, wait_for_all
+from partial_rollout.runtime.remote_call import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,26 +84,32 @@ def require_equal_nodes(folders: Mapping[str, Path | None], timeout_s: float) ->
     return {probes[name][0] for other in found for name in other.unseen}
 
 
-def remove_elsewhere(ranks: Sequence[tuple[str, ActorHandle]], folders: Sequence[Path], timeout_s: float) -> None:
-    """Let training ranks remove folders, which are gone here, from the disks of their nodes.
+def remove_elsewhere(ranks: Sequence[ActorHandle], folders: Sequence[Path], timeout_s: float) -> None:
+    """Remove folders, which are gone here, from the disks of the nodes of training ranks.
 
     Only there: at the same path of another node's disk the folder is another run's. Where all nodes share a disk there
-    is nothing to remove. What is not removed within `timeout_s` by all of them together costs a warning.
+    is nothing to remove. What is not removed within `timeout_s` from all of them together costs a warning.
     """
-    paths = [str(folder) for folder in folders]
-    calls = [rank.__ray_call__.remote(remove_folders, paths) for _, rank in ranks]
-    who_waits = "trainer waits for training ranks to remove old checkpoints"
-    answers = settle_all(calls, timeout_s=timeout_s, who_waits=who_waits)
-    for (name, rank), answer in zip(ranks, answers, strict=True):
-        if left := paths if is_missing(answer) else answer:
-            why = answer if is_missing(answer) else "they cannot be removed"
-            logger.warning("%s may still be on node %s, that of rank %s: %s", ", ".join(left), node_of(rank), name, why)
+    paths, addresses = [str(folder) for folder in folders], {node_of(rank) for rank in ranks}
+    nodes = [node for node in _others() if node["NodeManagerAddress"] in addresses]
+    run = ray.remote(num_cpus=0, max_retries=0)(remove_folders)  # not in the ranks: a slow disk would keep them
+    calls: list[ray.ObjectRef[list[str]]] = [_on(node, run).remote(paths) for node in nodes]
+    ready = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)[0] if calls else []
+    for node, call in zip(nodes, calls, strict=True):
+        left, why = paths, f"it did not answer within {timeout_s:g} s"
+        if call in ready:
+            try:
+                left, why = ray.get(call), "they cannot be removed"
+            except RayError as error:
+                why = str(error)
+        if left:
+            logger.warning("%s may still be on node %s: %s", ", ".join(left), _name(node), why)
 
 
-def remove_folders(_actor: object, paths: Sequence[str]) -> list[str]:
-    """Run inside an actor: remove folders from its node; returns those that are still there."""
+def remove_folders(paths: Sequence[str]) -> list[str]:
+    """Remove folders from this node; returns those that are still there."""
     for path in paths:
-        shutil.rmtree(path, ignore_errors=True)  # another rank of this node removes them too
+        shutil.rmtree(path, ignore_errors=True)
     return [path for path in paths if os.path.lexists(path)]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import transfer_queue as tq
 
 from partial_rollout.core.resume import GenerationState
-from partial_rollout.errors import ConfigError, DataError
+from partial_rollout.errors import ConfigError, DataError, TransferQueueSilent
 from partial_rollout.runtime.bounded import call_bounded
 from partial_rollout.train.checkpoints import write_durably
 from partial_rollout.types import PromptMeta, QueueSnapshot
@@ -117,7 +117,7 @@ def restore_queue(
 
     Raises:
         DataError: TransferQueue has no row at all, or lacks a trajectory of a group that waits for training.
-        WaitTimeout: TransferQueue did not answer.
+        TransferQueueSilent: TransferQueue did not answer.
     """
     stored = _rows(partition_id).keys()
     if not stored and snapshot.unfinished:
@@ -193,4 +193,5 @@ def _rows(partition_id: str) -> dict[str, dict[str, Any]]:
 
 
 def _bounded(call: Callable[[], T], what: str) -> T:
-    return call_bounded(call, timeout_s=RESTORE_TIMEOUT_S, who_waits=f"trainer waits for TransferQueue to {what}")
+    who_waits = f"trainer waits for TransferQueue to {what}"
+    return call_bounded(call, timeout_s=RESTORE_TIMEOUT_S, who_waits=who_waits, late=TransferQueueSilent)

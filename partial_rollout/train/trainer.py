@@ -467,7 +467,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self._checkpoints.remove_old()
 
     def _remove_elsewhere(self, folders: Sequence[Path]) -> None:
-        remove_elsewhere(training_ranks(self), folders, self.settings.block.timeouts.call_s)
+        remove_elsewhere([rank for _, rank in training_ranks(self)], folders, self.settings.block.timeouts.call_s)
 
     @property
     def _replays(self) -> bool:

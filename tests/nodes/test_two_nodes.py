@@ -40,7 +40,8 @@ where, *names = sys.argv[1:]
 node = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == where)
 there = NodeAffinitySchedulingStrategy(node, soft=False)
 rank = ray.remote(num_cpus=0)(Rank).options(scheduling_strategy=there).remote()
-remove_elsewhere([("actor-1", rank)], [pathlib.Path(name) for name in names], 120.0)
+ray.get(rank.__ray_ready__.remote(), timeout=120)
+remove_elsewhere([rank], [pathlib.Path(name) for name in names], 120.0)
 """
 PLACE_MANAGERS = """
 import ray

@@ -124,6 +124,10 @@ class Entry:
         """Whether one more loss is the last one: the prompt itself may have killed its workers."""
         return self.losses >= MAX_LOSSES - 1
 
+    def acquit(self) -> None:
+        """Another prompt was found to kill workers: this one is no suspect, until it loses a further one."""
+        self.losses = min(self.losses, MAX_LOSSES - 2)
+
     def move(self, event: Event) -> None:
         """Follow the table; raises IllegalTransition."""
         self.state = next_state(self.meta.uid, self.state, event)

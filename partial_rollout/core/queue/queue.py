@@ -122,6 +122,9 @@ class PromptQueue:
         if not self.has_batch(num_groups, wanted):
             # The trainer may ask more than once for the same batch: what is owed is counted anew, not added up.
             self._num_owed = self._num_missing(num_groups, wanted)
+            if wanted:
+                # The policy's plan has other prompts, if one that was dropped before has finished now.
+                self._rounds.let_start(self._num_owed)
             num_filtered, self._num_unreplaced = self._num_unreplaced, 0
             return TakeResult(num_missing=self._num_owed, num_filtered=num_filtered, filtered=self._take_filtered())
         chosen = wanted or self._rounds.choose(num_groups, self._uids_done())
@@ -246,7 +249,8 @@ class PromptQueue:
     def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> ReleaseResult:
         """Give back all claims of a worker that was lost, and so was fenced before, or that stops, and was not.
 
-        Each prompt of a lost worker is charged a loss; one with `MAX_LOSSES` is dropped. Tokens of the prompts
+        Each prompt of a lost worker is charged a loss; one with `MAX_LOSSES` is dropped, and all others are no suspects
+        then. Tokens of the prompts
         `going_on` were found elsewhere: their next claims go on from these.
         """
         is_lost, claims = self._claims.unfence(worker_id), self._claims.of_worker(worker_id)
@@ -267,6 +271,11 @@ class PromptQueue:
             given_back.append(claim.uid)
             if claim.uid in going_on:
                 entry.begun = self._claims.ages.begin(begun)
+        if dropped:
+            # Its neighbours have lost the same workers, and would each be generated apart from the others.
+            for entry in self._claims.entries():
+                entry.acquit()
+            self._rounds.acquit()
         return ReleaseResult(tuple(given_back), tuple(dropped))
 
     # ---- what may happen next ----

@@ -94,6 +94,19 @@ class Rounds:
         self._num_startable += 1
         self.push(entry)
 
+    def acquit(self) -> None:
+        """The one that killed the suspects' workers was found."""
+        for entry in self.deferred.values():
+            entry.acquit()
+        waiting, self._suspects = self._suspects, []
+        for each in waiting:
+            each[2].acquit()
+            self._push(each)
+
+    def let_start(self, num_more: int) -> None:
+        """Let all pending prompts start, and `num_more` that are to come: a batch names them."""
+        self._num_startable = max(self._num_startable, self.num_pending + num_more)
+
     def finished(self, uid: str) -> None:
         """The prompt is done."""
         self.deferred.pop(uid, None)

@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from partial_rollout.agent_loop.store import RowStore
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import TransferQueueSilent
 from tests.unit.runtime.virtual_time import run_virtual
 
 
@@ -99,5 +99,21 @@ async def test_rows_are_plain_dicts_and_only_given_keys_are_cleared():
     ],
 )
 def test_a_queue_that_never_answers_is_named(call, what):
-    with pytest.raises(WaitTimeout, match=f"worker w3 waited 60 s for TransferQueue to {what}"):
+    with pytest.raises(TransferQueueSilent, match=f"worker w3 waited 60 s for TransferQueue to {what}"):
         run_virtual(call(RowStore(LostQueue(), "w3", 60, num_workers=1)))
+
+
+class Blocked(Queue):
+    """A tool blocks the event loop for two minutes; the answer has come, and takes a few turns to get through."""
+
+    async def async_kv_batch_get(self, keys, partition_id):
+        loop = asyncio.get_running_loop()
+        loop._jumping.now_s += 120
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return await super().async_kv_batch_get(keys, partition_id)
+
+
+def test_the_time_in_which_the_event_loop_was_blocked_is_not_the_queues():
+    row = run_virtual(RowStore(Blocked(), "w3", 60, num_workers=1).read_prompt("a"))
+    assert row["raw_prompt"] == "hello"

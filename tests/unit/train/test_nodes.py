@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import NodeDiedError
 
-from partial_rollout.errors import WaitTimeout
 from partial_rollout.train import nodes as nodes_module
 from partial_rollout.train.nodes import (
     OTHERS,
@@ -77,45 +76,59 @@ def test_two_checkouts_of_one_version_differ(tmp_path: Path, monkeypatch: pytest
     assert found[0] == found[2] != found[1]
 
 
-class Rank:
-    """A training rank on a node; `calls` notes what it is asked to do."""
+class Ray:
+    """Ray with three other nodes; `answers` has what their calls return or raise, and nothing of a late one."""
 
-    def __init__(self, node: str, calls: list[tuple[str, object]]) -> None:
-        self.node = node
-        self.__ray_call__ = SimpleNamespace(remote=lambda call, paths: calls.append((node, (call, paths))) or node)
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.waits_s = answers, list[float]()
+
+    def remote(self, **_options: Any) -> Any:
+        return lambda function: function
+
+    def wait(self, calls: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        self.waits_s.append(timeout)
+        return [call for call in calls if call in self.answers], []
+
+    def get(self, call: str) -> Any:
+        if isinstance(answer := self.answers[call], Exception):
+            raise answer
+        return answer
 
 
-def test_old_checkpoints_are_removed_by_the_ranks_of_the_run_and_one_time_bounds_all_of_them(
+def test_old_checkpoints_are_removed_from_nodes_of_the_runs_ranks_and_one_time_bounds_all_of_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """No other node is asked: at this path it may have a checkpoint of another run."""
-    calls: list[tuple[str, object]] = []
-    gone, waits = str(tmp_path / "global_step_3"), []
+    asked: list[tuple[str, object, list[str]]] = []
+    gone = str(tmp_path / "global_step_3")
+    ray = Ray({"10.0.0.2": [], "10.0.0.3": NodeDiedError("the node died"), "10.0.0.4": [gone], "10.0.0.9": []})
 
-    def settle(refs: list[str], *, timeout_s: float, who_waits: str) -> list[object]:
-        waits.append((refs, timeout_s))
-        return [[], ActorDiedError(), WaitTimeout("late"), [gone]]
+    def on(node: dict[str, str], function: object) -> object:
+        where = node["NodeManagerAddress"]
+        return SimpleNamespace(remote=lambda paths: asked.append((where, function, paths)) or where)
 
-    monkeypatch.setattr(nodes_module, "settle_all", settle)
-    monkeypatch.setattr(nodes_module, "node_of", lambda rank: rank.node)
-    nodes = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
-    ranks: list[tuple[str, Any]] = [(f"actor-{number}", Rank(node, calls)) for number, node in enumerate(nodes)]
+    addresses = [f"10.0.0.{number}" for number in (2, 3, 4, 5, 9)]
+    others = [{"NodeManagerHostname": f"host-{each[-1]}", "NodeManagerAddress": each} for each in addresses]
+    monkeypatch.setattr(nodes_module, "ray", ray)
+    monkeypatch.setattr(nodes_module, "_others", lambda: others)
+    monkeypatch.setattr(nodes_module, "_on", on)
+    monkeypatch.setattr(nodes_module, "node_of", lambda rank: rank)
+    ranks: Any = ["10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"]
     remove_elsewhere(ranks, [tmp_path / "global_step_3"], 1.0)
-    assert calls == [(node, (remove_folders, [gone])) for node in nodes]
-    assert waits == [(nodes, 1.0)]
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(": ")[0] for text in told] == [
-        f"{gone} may still be on node {node}, that of rank actor-{number}"
-        for number, node in list(enumerate(nodes))[1:]
+    assert asked == [(node, remove_folders, [gone]) for node in addresses[:-1]]
+    assert ray.waits_s == [1.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{gone} may still be on node host-3 (10.0.0.3): the node died",
+        f"{gone} may still be on node host-4 (10.0.0.4): they cannot be removed",
+        f"{gone} may still be on node host-5 (10.0.0.5): it did not answer within 1 s",
     ]
-    assert told[1].endswith("late")
 
 
-def test_a_rank_says_which_old_checkpoints_it_could_not_remove(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_says_which_old_checkpoints_it_could_not_remove(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("global_step_1", "global_step_2"):
         (tmp_path / name / "actor").mkdir(parents=True)
     gone, none, stays = (str(tmp_path / name) for name in ("global_step_1", "nowhere", "global_step_2"))
-    assert remove_folders(None, [gone, none]) == []
+    assert remove_folders([gone, none]) == []
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
     monkeypatch.setattr(nodes_module.shutil, "rmtree", lambda path, ignore_errors: None)
-    assert remove_folders(None, [none, stays]) == [stays]
+    assert remove_folders([none, stays]) == [stays]

@@ -253,7 +253,34 @@ def test_suspects_are_not_charged_where_nobody_can_tell_which_one_has_killed_the
     assert queue.release_worker("w0") == ReleaseResult(given_back=("a", "b"))
     (b,) = claim_all(queue, "w1")
     assert lose(queue, "w1", [b]).dropped == (b,)
-    assert queue.snapshot().losses == {"a": MAX_LOSSES - 1}
+    assert queue.snapshot().losses == {"a": MAX_LOSSES - 2}
+
+
+def test_who_has_lost_the_same_workers_is_no_suspect_once_the_one_that_kills_them_is_dropped() -> None:
+    queue = make_suspects("killer", "ongoing", "a", "b")
+    killer, ongoing = queue.claim("w0", GROUP), queue.claim("w1", GROUP)
+    assert uids(list(lose(queue, "w0", killer).dropped)) == ["killer"]
+    assert queue.snapshot().losses == dict.fromkeys(("ongoing", "a", "b"), MAX_LOSSES - 2)
+    assert not queue.has_startable_suspect
+    claims = claim_all(queue, "w2")
+    assert uids(claims) == ["a", "b"]
+    assert lose(queue, "w2", claims).dropped == lose(queue, "w1", ongoing).dropped == ()
+    assert uids(claim_all(queue, "w3")) == ["ongoing"]
+
+
+def test_deferred_ones_are_no_suspects_either() -> None:
+    queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
+    queue.begin_round()
+    queue.admit(prompts("a", "b", "x", "y"))
+    for _ in range(MAX_LOSSES - 1):
+        lose(queue, "before", queue.claim("before", 2 * GROUP))
+    claims = {claim.uid: claim for claim in (*queue.claim("w0", GROUP), *claim_all(queue, "w1"))}
+    for uid in ("x", "y"):
+        queue.finish(claims[uid], trajectories(uid))
+    assert uids(list(queue.take(2).deferred)) == ["a", "b"]
+    queue.release_worker("w1")  # it stops: nobody has a claim on b
+    assert lose(queue, "w0", [claims["a"]]).dropped == (claims["a"],)
+    assert queue.snapshot().losses == {"b": MAX_LOSSES - 2}
 
 
 def test_a_round_that_must_contain_suspects_starts_them_all() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.unit.core.queue.queues import claim_all, make_queue, prompts, trajectories
+from partial_rollout.core.queue.queue import PromptQueue
+from partial_rollout.core.queue.tail import Wait
+from tests.unit.core.queue.queues import ManualClock, claim_all, make_queue, prompts, trajectories
 
 
 def test_the_wanted_groups_are_taken_in_their_order_and_no_others() -> None:
@@ -36,3 +38,20 @@ def test_wanted_prompts_that_are_not_in_flight_may_be_admitted_beyond_the_capaci
     assert queue.take(2, ("a", "b", "c", "d")).num_missing == 3
     queue.admit(prompts("c", "d"))
     assert queue.take(2, ("b", "d")).num_missing == 0
+
+
+def test_a_wanted_prompt_starts_though_the_round_has_as_many_as_it_wanted() -> None:
+    """`c` stood in for `a`, which was dropped when the batch was taken first, and has finished now."""
+    queue = PromptQueue(Wait(2), 2, ManualClock())
+    queue.begin_round()
+    queue.admit(prompts("a", "b"))
+    for claim in claim_all(queue):
+        queue.finish(claim, trajectories(claim.uid))
+    assert [queue.take(2, ("b", "c")).num_missing for _ in range(2)] == [1, 1]
+    queue.admit(prompts("c"))
+    (c,) = claim_all(queue)
+    queue.finish(c, trajectories("c"))
+    assert [group.uid for group in queue.take(2, ("b", "c")).groups] == ["b", "c"]
+    queue.begin_round()
+    queue.admit(prompts("d"))
+    assert [claim.uid for claim in claim_all(queue)] == ["d"]
