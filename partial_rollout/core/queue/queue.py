@@ -272,7 +272,7 @@ class PromptQueue:
             if claim.uid in going_on:
                 entry.begun = self._claims.ages.begin(begun)
         if dropped:
-            # Its neighbours have lost the same workers, and would each be generated apart from the others.
+            # The others have lost the same workers, and would each be generated apart.
             for entry in self._claims.entries():
                 entry.acquit()
             self._rounds.acquit()
