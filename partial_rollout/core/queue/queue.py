@@ -123,7 +123,7 @@ class PromptQueue:
             # The trainer may ask more than once for the same batch: what is owed is counted anew, not added up.
             self._num_owed = self._num_missing(num_groups, wanted)
             if wanted:
-                # The policy's plan has other prompts, if one that was dropped before has finished now.
+                # The round was planned without them, if a prompt that was dropped at the first try has finished now.
                 self._rounds.let_start(self._num_owed)
             num_filtered, self._num_unreplaced = self._num_unreplaced, 0
             return TakeResult(num_missing=self._num_owed, num_filtered=num_filtered, filtered=self._take_filtered())
@@ -168,7 +168,7 @@ class PromptQueue:
     def claim(self, worker_id: str, free_slots: int) -> list[Claim]:
         """The worker's resumed claims, whether they fit or not; then pending prompts in order while they fit.
 
-        A prompt that may have killed its workers (`Entry.is_suspect`) is passed over where another one is ongoing.
+        A prompt that may have killed its workers (`Entry.is_suspect`) is passed over while the worker runs another one.
         """
         # Resumed trajectories wait in this worker with their tokens, so nobody else can run them: they go on even where
         # the slots have been given to others meanwhile.
@@ -249,9 +249,9 @@ class PromptQueue:
     def release_worker(self, worker_id: str, going_on: Sequence[str] = ()) -> ReleaseResult:
         """Give back all claims of a worker that was lost, and so was fenced before, or that stops, and was not.
 
-        Each prompt of a lost worker is charged a loss; one with `MAX_LOSSES` is dropped, and all others are no suspects
-        then. Tokens of the prompts
-        `going_on` were found elsewhere: their next claims go on from these.
+        Each prompt of a lost worker is charged a loss. One with `MAX_LOSSES` is dropped, and then no other prompt is a
+        suspect (`Entry.is_suspect`) any more. Tokens of the prompts `going_on` were found elsewhere: their next claims
+        go on from these.
         """
         is_lost, claims = self._claims.unfence(worker_id), self._claims.of_worker(worker_id)
         entries = [self._claims.entry(claim) for claim in claims]
@@ -272,7 +272,7 @@ class PromptQueue:
             if claim.uid in going_on:
                 entry.begun = self._claims.ages.begin(begun)
         if dropped:
-            # The others have lost the same workers, and would each be generated apart.
+            # The others have lost the same workers, and would still be generated one after the other.
             for entry in self._claims.entries():
                 entry.acquit()
             self._rounds.acquit()

@@ -95,7 +95,7 @@ class Rounds:
         self.push(entry)
 
     def acquit(self) -> None:
-        """The one that killed the suspects' workers was found."""
+        """Pending and deferred prompts are no suspects any more: the one that killed their workers was found."""
         for entry in self.deferred.values():
             entry.acquit()
         waiting, self._suspects = self._suspects, []
@@ -104,7 +104,7 @@ class Rounds:
             self._push(each)
 
     def let_start(self, num_more: int) -> None:
-        """Let all pending prompts start, and `num_more` that are to come: a batch names them."""
+        """Let all pending prompts start in this round, and `num_more` that will be admitted for a batch by name."""
         self._num_startable = max(self._num_startable, self.num_pending + num_more)
 
     def finished(self, uid: str) -> None:

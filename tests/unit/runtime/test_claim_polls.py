@@ -46,7 +46,8 @@ async def uids(poll: asyncio.Task[list[Claim]]) -> list[str]:
     return [claim.uid for claim in await woken(poll)]
 
 
-def test_an_event_looks_at_no_more_polls_than_there_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def note_looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Workers of the polls that are looked at from now on."""
     looks: list[str] = []
     can_claim = PromptQueue.can_claim
 
@@ -54,10 +55,15 @@ def test_an_event_looks_at_no_more_polls_than_there_are_prompts(monkeypatch: pyt
         looks.append(worker_id)
         return can_claim(queue, worker_id, free_slots)
 
+    monkeypatch.setattr(PromptQueue, "can_claim", counted)
+    return looks
+
+
+def test_an_event_looks_at_no_more_polls_than_there_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         manager = new_manager()
         polls = await park(manager, NUM_POLLS, GROUP)
-        monkeypatch.setattr(PromptQueue, "can_claim", counted)
+        looks = note_looks(monkeypatch)
         await manager.admit(prompts("a", "b"))
         assert await uids(polls[0]) == ["a"]
         assert await uids(polls[1]) == ["b"]
@@ -129,20 +135,13 @@ async def with_suspects(*uids: str) -> RolloutPromptManager:
 def test_a_suspect_is_given_to_a_younger_poll_where_older_ones_have_one_and_nobody_looks_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks: list[str] = []
-    can_claim = PromptQueue.can_claim
-
-    def counted(queue: PromptQueue, worker_id: str, free_slots: int) -> bool:
-        looks.append(worker_id)
-        return can_claim(queue, worker_id, free_slots)
-
     async def main() -> None:
         manager = await with_suspects("a", "b", "c")
         claims = [claim for each in range(3) for claim in await manager.claim(f"w{each}", GROUP, 0)]
         polls = await park(manager, 2, GROUP)
         young = asyncio.create_task(manager.claim("w3", GROUP, HOUR_S))
         await settle()
-        monkeypatch.setattr(PromptQueue, "can_claim", counted)
+        looks = note_looks(monkeypatch)
         await manager.give_back(claims[2])
         assert await uids(young) == ["c"]
         await settle()

@@ -234,14 +234,25 @@ def test_a_suspect_waits_for_the_end_of_its_workers_other_one_and_no_longer(end:
     assert uids(queue.claim("w0", GROUP)) == (["a"] if end in ("fail", "give_back") else ["b"])
 
 
-def test_suspects_are_not_charged_where_nobody_can_tell_which_one_has_killed_their_worker() -> None:
-    """One is deferred, and so the worker is given another one; then both go on."""
+def begin_round_of_suspects() -> PromptQueue:
+    """A round of `reorder` that has begun: `a` and `b` are suspects, `x` and `y` are not."""
     queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
     queue.begin_round()
     queue.admit(prompts("a", "b", "x", "y"))
     for _ in range(MAX_LOSSES - 1):
         lose(queue, "before", queue.claim("before", 2 * GROUP))
-    claims = {claim.uid: claim for claim in (*queue.claim("w0", GROUP), *claim_all(queue, "w1"))}
+    return queue
+
+
+def claim_one_suspect_each(queue: PromptQueue) -> dict[str, Claim]:
+    """Claims by uid, after `w0` has claimed the first prompt and `w1` the others."""
+    return {claim.uid: claim for claim in (*queue.claim("w0", GROUP), *claim_all(queue, "w1"))}
+
+
+def test_suspects_are_not_charged_where_nobody_can_tell_which_one_has_killed_their_worker() -> None:
+    """One is deferred, and so the worker is given another one; then both go on."""
+    queue = begin_round_of_suspects()
+    claims = claim_one_suspect_each(queue)
     assert {claim.uid: claim.worker_id for claim in claims.values()} == {"a": "w0", "b": "w1", "x": "w1", "y": "w1"}
     queue.give_back(claims["b"])
     for uid in ("x", "y"):
@@ -269,12 +280,8 @@ def test_who_has_lost_the_same_workers_is_no_suspect_once_the_one_that_kills_the
 
 
 def test_deferred_ones_are_no_suspects_either() -> None:
-    queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
-    queue.begin_round()
-    queue.admit(prompts("a", "b", "x", "y"))
-    for _ in range(MAX_LOSSES - 1):
-        lose(queue, "before", queue.claim("before", 2 * GROUP))
-    claims = {claim.uid: claim for claim in (*queue.claim("w0", GROUP), *claim_all(queue, "w1"))}
+    queue = begin_round_of_suspects()
+    claims = claim_one_suspect_each(queue)
     for uid in ("x", "y"):
         queue.finish(claims[uid], trajectories(uid))
     assert uids(list(queue.take(2).deferred)) == ["a", "b"]
@@ -285,11 +292,7 @@ def test_deferred_ones_are_no_suspects_either() -> None:
 
 def test_a_round_that_must_contain_suspects_starts_them_all() -> None:
     """The starts of a long round are for its own prompts: what is passed over keeps its start."""
-    queue = PromptQueue(Reorder(2, 4, max_deferrals=9), 2, ManualClock())
-    queue.begin_round()
-    queue.admit(prompts("a", "b", "x", "y"))
-    for _ in range(MAX_LOSSES - 1):
-        lose(queue, "before", queue.claim("before", 2 * GROUP))
+    queue = begin_round_of_suspects()
     a, x, y = queue.claim("w0", 3 * GROUP)
     (b,) = queue.claim("w1", GROUP)
     for claim in (x, y):
