@@ -109,8 +109,8 @@ ACTOR_OPTIONS: dict[str, Any] = {
 """Task events are off: thousands of calls a second would crowd all other tasks out of the Ray dashboard."""
 LOST_TOO_MANY = (
     "%s is dropped: %d agent-loop workers were lost while they generated it, the last one was %s. Its tool or agent "
-    "loop may end the process (a crash, too much memory), or block the event loop for timeouts.claim_s; the warnings "
-    "of these deaths name the workers' logs"
+    "loop may end the process (a crash, too much memory), or block the event loop for longer than "
+    "partial_rollout.timeouts.claim_s; the warnings of these deaths name the workers' logs"
 )
 NOBODY = ""
 """Makes a change that no call waits for."""
