@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from partial_rollout.agent_loop.limits import BLOCKED_S
-from partial_rollout.errors import TransferQueueSilent
+from partial_rollout.errors import TransferQueueSilent, WaitTimeout
+from partial_rollout.runtime.remote_call import answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Sequence
 
     from tensordict import TensorDict
-
-T = TypeVar("T")
 
 PARTITION = "train"
 NUM_READS = 32
@@ -49,22 +47,12 @@ class RowStore:
             call = self._queue.async_kv_clear(keys=list(keys), partition_id=PARTITION)
             await self._bounded(call, f"clear {len(keys)} rows from {keys[0]!r} on")
 
-    async def _bounded(self, call: Awaitable[T], what: str) -> T:
-        async def awaited() -> T:
-            return await call
-
-        answer, clock = asyncio.create_task(awaited()), asyncio.get_running_loop().time
+    async def _bounded(self, call: Awaitable[Any], what: str) -> Any:
+        who, silent = f"worker {self._worker_id}", f"for TransferQueue to {what}"
         try:
-            while True:
-                due_s = clock() + self._timeout_s
-                if (await asyncio.wait([answer], timeout=self._timeout_s))[0]:
-                    return answer.result()
-                # A tool may block the event loop for minutes: the answer is there, and nobody could look at it.
-                if clock() - due_s <= BLOCKED_S:
-                    who = f"worker {self._worker_id} waited {self._timeout_s:g} s"
-                    raise TransferQueueSilent(f"{who} for TransferQueue to {what}")
-        finally:
-            answer.cancel()
+            return await answer_of(call, timeout_s=self._timeout_s, who_waits=f"{who} waits {silent}")
+        except WaitTimeout:
+            raise TransferQueueSilent(f"{who} waited {self._timeout_s:g} s {silent}") from None
 
 
 def _only_row(batch: TensorDict) -> dict[str, Any]:

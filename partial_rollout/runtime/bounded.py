@@ -55,6 +55,10 @@ class Wait:
         """Seconds until there is something to say, or until the limit."""
         return max(0.0, min(min(self._warn_s, self.timeout_s) - self.waited_s, longest_s))
 
+    def put_off(self, seconds: float) -> None:
+        """Leave out so many seconds, in which nobody could have seen the answer."""
+        self._since_s += seconds
+
     def look(self, missing: str = "") -> None:
         """Warn, if it is time to; `missing` says whose answer is missing."""
         waited_s = self.waited_s

@@ -10,11 +10,15 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from partial_rollout.errors import WaitTimeout
 from partial_rollout.runtime.bounded import Wait
+from partial_rollout.runtime.heartbeat import BLOCKED_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from ray.actor import ActorHandle
+
+MORE_S = 10 * BLOCKED_S
+"""At most: what a wait lasts beyond its limit while the event loop is blocked again and again."""
 
 
 def wait_for(ref: ray.ObjectRef[Any], *, timeout_s: float, who_waits: str) -> Any:
@@ -78,7 +82,8 @@ def is_missing(answer: Any) -> bool:
 async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str, sound_s: float = 0.0) -> Any:
     """The call's answer, awaited in an event loop; raises as `wait_for`.
 
-    A late answer is dropped; a sound one may take `sound_s`.
+    A late answer is dropped; a sound one may take `sound_s`. The time by which a timer comes late, as something blocks
+    the event loop, is left out but for BLOCKED_S: the answer may be there, and nobody could see it.
     """
 
     async def awaited() -> Any:
@@ -86,13 +91,22 @@ async def answer_of(ref: Awaitable[Any], *, timeout_s: float, who_waits: str, so
 
     answer = asyncio.create_task(awaited())
     try:
-        waiting = Wait(who_waits, timeout_s, sound_s, asyncio.get_running_loop().time)
-        # asyncio.wait_for would not tell its own timeout from a TimeoutError that the call raised.
-        while not (await asyncio.wait([answer], timeout=waiting.step_s()))[0]:
-            if waiting.is_over:
+        clock = asyncio.get_running_loop().time
+        waiting, step_s = Wait(who_waits, timeout_s, sound_s, clock), 0.0
+        while True:
+            step_s = max(step_s, waiting.step_s())
+            due_s = clock() + step_s
+            # asyncio.wait_for would not tell its own timeout from a TimeoutError that the call raised.
+            if (await asyncio.wait([answer], timeout=step_s))[0]:
+                return answer.result()
+            late_s = clock() - due_s
+            was_blocked = late_s > BLOCKED_S
+            waiting.put_off(late_s - BLOCKED_S if was_blocked else 0.0)
+            # After a block at the very end the answer gets some more turns of the event loop, and not for ever.
+            if waiting.is_over and not (was_blocked and waiting.waited_s < timeout_s + MORE_S):
                 raise WaitTimeout(f"{who_waits}: no answer within {timeout_s:g} s")
+            step_s = BLOCKED_S if was_blocked else 0.0
             waiting.look()
-        return answer.result()
     finally:
         answer.cancel()
 

@@ -65,3 +65,44 @@ def test_a_long_poll_may_take_its_own_time_beside_the_bound_of_any_call(given, w
 async def test_an_actor_without_the_method_is_an_error_at_the_call():
     with pytest.raises(AttributeError, match="finish"):
         RemoteActor(SilentActor(), 60.0, "worker-0 waits for the prompt manager").finish  # noqa: B018
+
+
+class Blocking:
+    """Something blocks the event loop for two minutes, several times; the answer comes after them, or never."""
+
+    def __init__(self, times: int, *, is_answered: bool):
+        self._times, self._is_answered = times, is_answered
+
+    def __await__(self):
+        return self._answer().__await__()
+
+    async def _answer(self):
+        loop = asyncio.get_running_loop()
+        for _ in range(self._times):
+            loop._jumping.now_s += 120
+            for _ in range(5):  # turns of the event loop, in which a wait that is over ends
+                await asyncio.sleep(0)
+        if not self._is_answered:
+            await loop.create_future()
+        return 3
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 60.0])
+def test_the_time_in_which_the_event_loop_was_blocked_is_left_out(timeout_s):
+    call = answer_of(Blocking(4, is_answered=True), timeout_s=timeout_s, who_waits="worker waits for the manager")
+    assert run_virtual(call) == 3
+
+
+def test_a_blocked_event_loop_does_not_keep_a_wait_from_its_end():
+    async def main():
+        with pytest.raises(WaitTimeout, match="no answer within 60 s"):
+            await answer_of(Blocking(4, is_answered=False), timeout_s=60.0, who_waits="worker waits for the manager")
+        return asyncio.get_running_loop().time()
+
+    assert 4 * 120 < run_virtual(main()) <= 4 * 120 + 60
+
+
+def test_a_wait_ends_though_the_event_loop_is_blocked_again_and_again():
+    call = answer_of(Blocking(10**6, is_answered=True), timeout_s=60.0, who_waits="worker waits for the manager")
+    with pytest.raises(WaitTimeout, match="no answer within 60 s"):
+        run_virtual(call)
