@@ -7,6 +7,10 @@
 vLLM runs in this process, without Ray and without a trainer. A cell is `concurrency` requests with prompts of `context`
 tokens that are sent together. Its decode step is the time between two hand-overs of a request's tokens, divided by
 their number, once all requests have been prefilled. The result is written after every cell.
+
+With `--offload-gib` the engine copies all KV to so much host memory while it decodes, as it does with
+`tail.interrupt_mode=offload_kv`; a copy holds `--offload-block` tokens. Many tokens for each request (`--decoded`) keep
+the copies of the prompts, which come first, from counting for much.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from partial_rollout.advise.predict import markdown
 from partial_rollout.advise.result import about_run, store
 from partial_rollout.advise.shapes import PROMPT_TOKENS, SHAPES, write_model
 from partial_rollout.errors import DataError
+from partial_rollout.rollout.host_memory import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,14 +127,16 @@ class Requests:
         return asked_s
 
 
-async def measure_cell(engine: AsyncLLM, concurrency: int, context: int, seed: int) -> dict[str, float]:
-    """Decode step and prefill rate of one batch size and context length."""
+async def measure_cell(
+    engine: AsyncLLM, concurrency: int, context: int, seed: int, decoded: int = DECODED
+) -> dict[str, float]:
+    """Decode step and prefill rate of one batch size and context length, from `decoded` tokens of each request."""
     requests = Requests(engine, concurrency, context, seed)
     started_s = time.monotonic()
-    wall_s = await requests.run(DECODED)
+    wall_s = await requests.run(decoded)
     return {
         "concurrency": concurrency,
-        "context": context + DECODED / 2,
+        "context": context + decoded / 2,
         "decode_ms": 1000 * requests.step_s,
         "tokens_per_s": concurrency / requests.step_s,
         "prefill_tokens_per_s": concurrency * context / (requests.first_token_s - started_s),
@@ -189,7 +196,9 @@ def cells_for(context: int) -> list[tuple[int, int]]:
     return [(requests, length if length == short else length * context // CONTEXT) for requests, length in CELLS]
 
 
-def fitting(cells: Sequence[tuple[int, int]], slots: int, context: int, kv: float) -> list[tuple[int, int]]:
+def fitting(
+    cells: Sequence[tuple[int, int]], slots: int, context: int, kv: float, decoded: int = DECODED
+) -> list[tuple[int, int]]:
     """The cells that an engine can run: so many requests at once, so long with what they decode, so many tokens of KV.
 
     >>> fitting([(4, 100), (64, 100), (4, 900)], slots=16, context=512, kv=1e6)
@@ -198,7 +207,7 @@ def fitting(cells: Sequence[tuple[int, int]], slots: int, context: int, kv: floa
     return [
         (requests, length)
         for requests, length in cells
-        if requests <= slots and length + DECODED <= context and requests * (length + DECODED) <= kv
+        if requests <= slots and length + decoded <= context and requests * (length + decoded) <= kv
     ]
 
 
@@ -219,22 +228,30 @@ def kv_tokens(engine: AsyncLLM) -> int:
     return (cache.num_gpu_blocks or 0) * cache.block_size
 
 
+def own_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's arguments that the command line asks for, beside those of every engine that is measured."""
+    given: dict[str, Any] = {"kv_cache_memory_bytes": options.kv_bytes} if options.kv_bytes else {}
+    if options.offload_gib:
+        given["kv_transfer_config"] = host_memory(options.offload_gib << 30, "curve", options.offload_block)
+    return given
+
+
 async def measure(options: argparse.Namespace, model: Path, result: dict[str, Any]) -> None:
     """All cells that fit the engine, then two interruptions, until the time is used up; `result` grows with each."""
     started_s = time.monotonic()
-    engine = start(options, model, **({"kv_cache_memory_bytes": options.kv_bytes} if options.kv_bytes else {}))
+    engine = start(options, model, **own_arguments(options))
     tiny = options.shape == "tiny"
     cells: Sequence[tuple[int, int]] = TINY_CELLS if tiny else cells_for(options.context)
     try:
         result["engine"] |= {"startup_s": time.monotonic() - started_s, "kv_tokens": kv_tokens(engine)}
         room = KV_SHARE * result["engine"]["kv_tokens"]
-        if not (possible := fitting(cells, options.slots, options.context, room)):
+        if not (possible := fitting(cells, options.slots, options.context, room, options.decoded)):
             raise DataError(
                 f"a KV cache of {result['engine']['kv_tokens']} tokens is too small: give more with --memory"
             )
         for seed, cell in enumerate(possible):
             if time.monotonic() - started_s < options.budget_s:
-                result["curve"]["cell"].append(await measure_cell(engine, *cell, seed))
+                result["curve"]["cell"].append(await measure_cell(engine, *cell, seed, options.decoded))
                 store(result, options.json)
         for number in range(2):
             cell = TINY_INTERRUPTED if tiny else interrupted_cell(options.slots, options.context, room)
@@ -271,6 +288,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--batched-tokens", type=int, default=8192, help="of an engine step (%(default)s)")
     line.add_argument("--memory", type=float, default=0.88, help="share of the GPU's memory (%(default)s)")
     line.add_argument("--kv-bytes", type=int, help="KV cache on a GPU that others use too (what --memory leaves)")
+    line.add_argument("--offload-gib", type=int, help="host memory that all KV is copied to (none)")
+    line.add_argument("--offload-block", type=int, help="tokens of a copy (one block of the engine)")
+    line.add_argument("--decoded", type=int, default=DECODED, help="tokens of each request (%(default)s)")
     line.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine (%(default)s)")
     line.add_argument("--eager", action="store_true", help="no CUDA graphs: decodes slower")
     line.add_argument("--budget-s", type=float, default=500.0, help="no cell begins after it (%(default)s)")
@@ -293,11 +313,16 @@ def main(words: list[str] | None = None) -> None:
     for name, least in (("slots", LEAST_SLOTS), ("context", LEAST_CONTEXT)):
         if not tiny and getattr(options, name) < least:
             line.error(f"--{name} {getattr(options, name)} is not allowed: at least {least}")
-    names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager")
+    names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager", "decoded", "offload_gib")
     engine = {name: getattr(options, name) for name in names}
     engine |= {"shape": options.shape or options.model.name, "prompt_tokens": TINY_PROMPT if tiny else PROMPT_TOKENS}
+    engine |= {"offload_block": options.offload_block} if options.offload_gib else {}
     if options.dry_run:
-        cells = TINY_CELLS if tiny else fitting(cells_for(options.context), options.slots, options.context, math.inf)
+        cells = (
+            TINY_CELLS
+            if tiny
+            else fitting(cells_for(options.context), options.slots, options.context, math.inf, options.decoded)
+        )
         print(f"{engine}\ncells (requests, tokens of a prompt), as many as the KV cache has room for: {list(cells)}")
         return
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -29,10 +29,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
 from partial_rollout.errors import EngineError
+from partial_rollout.rollout.host_memory import BLOCK_TOKENS, copied_tokens, host_memory
 from partial_rollout.weights.directory import SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from verl.workers.rollout.replica import TokenOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -375,17 +376,12 @@ class Interruption:
             return None
         return retained.cache_salt if retained is not None else f"{self._engine}-{openings}-{version}"
 
-    def engine_arguments(self, given: dict[str, Any]) -> None:
-        """Add the arguments that the mode needs to an engine's arguments, in place."""
+    def engine_arguments(self, given: dict[str, Any], model: Mapping[str, Any]) -> None:
+        """Add the arguments that the mode needs to an engine's arguments, in place; `model` is its `config.json`."""
         given.setdefault("stream_interval", EVERY_TOKEN if self.mode.stays else self._stream_interval)
         if self.mode.releases_memory:
-            given["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "engine_id": self._engine,
-                # vLLM's default offloads prompts only: the KV of an interrupted response would be lost.
-                "kv_connector_extra_config": {"cpu_bytes_to_use": self._offload_bytes, "offload_prompt_only": False},
-            }
+            copied = copied_tokens(model, given.get("block_size") or BLOCK_TOKENS)
+            given["kv_transfer_config"] = host_memory(self._offload_bytes, self._engine, copied)
 
     def unlink_host_memory(self) -> None:
         """Unlink the file that maps a running engine's host memory (vLLM 0.28).

@@ -544,7 +544,7 @@ class PartialRolloutServer(ChannelServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        self._interruption.engine_arguments(engine_kwargs)
+        self._interruption.engine_arguments(engine_kwargs, self.model_config.hf_config.to_dict())
         if self.settings.weights.backend != "verl":
             choose_backend(engine_kwargs)
 

@@ -358,7 +358,7 @@ def model_sizes(config: DictConfig, from_hub: ModelFiles | str | None = None) ->
     model, num_bytes = (files.config, files.num_bytes) if isinstance(files, ModelFiles) else ({}, 0)
     if not num_bytes:
         return f"the folder of the model {path} has no config.json with *.safetensors beside it"
-    if not _is_plain(model):
+    if not is_plain(model):
         return f"the model {path} is not one with the same plain attention in each layer"
     weights = str(model.get("dtype") or model.get("torch_dtype") or "")
     num_parameters = num_bytes // FLOAT_BYTES.get(weights, 2)
@@ -402,7 +402,8 @@ def _model_folder(path: str) -> Path | None:
     return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
-def _is_plain(model: Mapping[str, Any]) -> bool:
+def is_plain(model: Mapping[str, Any]) -> bool:
+    """Whether a model, by its `config.json`, is known to have the same KV for each token in all layers."""
     # Qwen's files have a window's size beside the switch that turns it off.
     windows = bool(model.get("use_sliding_window", model.get("sliding_window")))
     others = set(model.get("layer_types") or ()) - {"full_attention"}

@@ -23,6 +23,7 @@ from partial_rollout.advise.measure import (
     parser,
 )
 from partial_rollout.advise.result import circumstances, store
+from partial_rollout.rollout.host_memory import host_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,10 +35,18 @@ def test_a_model_that_is_given_as_a_folder_is_stored_by_its_name(tmp_path: Path)
     assert json.loads(options.json.read_text())["options"]["model"] == "checkpoint"
 
 
+COPIES = host_memory(4 << 30, "curve", 64)
+
+
 @pytest.mark.parametrize(
-    ("words", "given"), [([], {}), (["--kv-bytes", "46000000000"], {"kv_cache_memory_bytes": 46_000_000_000})]
+    ("words", "given"),
+    [
+        ([], {}),
+        (["--kv-bytes", "46000000000"], {"kv_cache_memory_bytes": 46_000_000_000}),
+        (["--offload-gib", "4", "--offload-block", "64"], {"kv_transfer_config": COPIES}),
+    ],
 )
-def test_a_kv_cache_of_a_given_size_is_what_the_engine_gets(tmp_path: Path, monkeypatch, words, given) -> None:
+def test_the_kv_cache_of_the_command_line_is_what_the_engine_gets(tmp_path: Path, monkeypatch, words, given) -> None:
     def start(_options, _model, **more):
         raise RuntimeError(more)
 
@@ -54,6 +63,9 @@ def test_a_small_engine_runs_the_cells_that_it_has_room_for() -> None:
     assert (LEAST_SLOTS, LEAST_CONTEXT - DECODED) in small
     assert all(requests <= LEAST_SLOTS and length + DECODED <= LEAST_CONTEXT for requests, length in small)
     assert fitting(CELLS, SLOTS, CONTEXT, LEAST_SLOTS * LEAST_CONTEXT - 1) == []
+    assert fitting([(4, 100)], SLOTS, 600, 4 * 600, decoded=500) == [(4, 100)]
+    assert fitting([(4, 100)], SLOTS, 600, 4 * 600 - 1, decoded=500) == []
+    assert fitting([(4, 100)], SLOTS, 599, 4 * 600, decoded=500) == []
     requests, length = interrupted_cell(SLOTS, CONTEXT, kv=10_000)
     assert 0 < requests * (length + 2 * DECODED) <= 10_000
 

@@ -18,6 +18,9 @@ from partial_rollout.settings.block import PartialRolloutConfig, TailConfig, Tim
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import cut, launched, let_run, start, with_mode, without_relaunches
 
+LLAMA: dict[str, object] = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"), 4)
+LLAMA["model_type"] = "llama"
+
 
 async def test_a_kept_request_hands_over_its_tokens_and_goes_on_where_it_is():
     server = await launched(with_mode("keep_kv"))
@@ -251,25 +254,44 @@ async def test_memory_that_somebody_still_uses_is_not_released():
 
 def test_the_modes_settings_reach_the_engine():
     given = {}
-    Interruption(PartialRolloutConfig()).engine_arguments(given)
+    Interruption(PartialRolloutConfig()).engine_arguments(given, {})
     assert given == {"stream_interval": 32}
     given = {}
-    Interruption(with_mode("keep_kv")).engine_arguments(given)
+    Interruption(with_mode("keep_kv")).engine_arguments(given, {})
     assert given == {"stream_interval": 1}
     offload = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}
-    offload.engine_arguments(given)
+    offload.engine_arguments(given, {})
     connector = given.pop("kv_transfer_config")
     assert given == {"stream_interval": 32}
     assert (connector["kv_connector"], connector["kv_role"]) == ("OffloadingConnector", "kv_both")
     assert connector["kv_connector_extra_config"] == {"cpu_bytes_to_use": 4 * 1024**3, "offload_prompt_only": False}
 
 
+@pytest.mark.parametrize(
+    ("model", "block", "copied"),
+    [
+        (LLAMA, {}, 64),
+        (LLAMA, {"block_size": 32}, 64),
+        (LLAMA, {"block_size": 128}, None),
+        (LLAMA, {"block_size": 48}, None),
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, {}, None),
+        ({"model_type": "deepseek_v3"}, {}, None),
+    ],
+    ids=["plain", "blocks of 32", "blocks that are larger", "no multiple", "a layer without KV", "another attention"],
+)
+def test_kv_is_copied_to_host_memory_in_pieces_that_vllm_takes(model, block, copied):
+    given = dict(block)
+    offload = Interruption(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
+    offload.engine_arguments(given, model)
+    assert given["kv_transfer_config"]["kv_connector_extra_config"].get("block_size") == copied
+
+
 async def test_host_memory_has_no_name_once_the_engine_is_up(monkeypatch, tmp_path):
     monkeypatch.setattr(gated_engine, "SHARED_MEMORY", tmp_path)
     server = FakeServer(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     given = {}
-    server._interruption.engine_arguments(given)
+    server._interruption.engine_arguments(given, {})
     own, other = (tmp_path / f"vllm_offload_{name}.mmap" for name in (given["kv_transfer_config"]["engine_id"], "b"))
     for launch in (server.launch_server, server.relaunch):
         own.touch()
