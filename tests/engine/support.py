@@ -7,7 +7,7 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -161,6 +161,28 @@ async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStat
             statistics = (await replica.statistics())[0]
             if condition(statistics):
                 return statistics
+
+
+class DraftCounts(NamedTuple):
+    """vLLM's counts since a server's start: steps of a request with drafts, and drafts that were right."""
+
+    drafts: int
+    accepted: int
+
+    def __sub__(self, before: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.drafts - before.drafts, self.accepted - before.accepted)
+
+
+async def count_drafts(replica: PartialRolloutReplica) -> DraftCounts:
+    """The counts of an engine that was started with `disable_log_stats=false`."""
+
+    def ask(_server: Any) -> DraftCounts:
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+        found = {each.name: each.value for each in get_metrics_snapshot() if isinstance(each, Counter)}
+        return DraftCounts(found["vllm:spec_decode_num_drafts"], found["vllm:spec_decode_num_accepted_tokens"])
+
+    return await replica.server_handle.__ray_call__.remote(ask)
 
 
 async def send_weights(
