@@ -145,3 +145,19 @@ def test_drafts_that_are_wrong_end_and_begin_again_where_they_are_right():
         batch.add(text(1000 + number, 10), text(number, 150))
         batch.run()
     assert gate.is_open(60)
+
+
+def test_a_request_that_moves_to_the_row_of_one_as_long_is_not_taken_for_it():
+    batch = Batch(SuffixDrafts(CONFIG))
+    for number in range(2):
+        batch.add(text(100 + number, 10), text(number))
+    for _ in range(8):
+        batch.step()
+    batch.remove(0)
+    batch.step()
+    kept = {tuple(each.tokens[10:]) for each in batch.drafter._suffixes._prompts[_key(text(100, 10))].texts}
+    assert kept == {tuple(text(0)[:8])}
+
+
+def _key(prompt: list[int]) -> bytes:
+    return np.array(prompt, dtype=np.int32).tobytes()
