@@ -82,11 +82,7 @@ class SuffixDrafts:
                 continue
             length, row = int(num_tokens[number]), self._rows.get(number)
             before = length - len(tokens)
-            if (
-                row
-                and row.length == before
-                and row.last == token_ids[number, max(0, before - RECOGNISED) : before].tolist()
-            ):
+            if row and row.length == before and row.last == _last(token_ids[number], before):
                 checked, brought = checked + row.has_draft, brought + len(tokens) * row.has_draft
                 self._suffixes.extend(row.text, tokens)
             else:
