@@ -47,7 +47,7 @@ class SuffixDrafts:
         """In the engine's worker process."""
         drafts = vllm_config.speculative_config.num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len - drafts - 1
-        self._suffixes, self._gate = Suffixes(drafts), DraftGate()
+        self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
         self._rows: dict[int, Row] = {}
 
     def load_model(self, *_: Any) -> None:

@@ -188,11 +188,12 @@ def _common(tokens: array[int], place: int, tail: array[int]) -> int:
     return next((each for each in range(longest) if tokens[place - 1 - each] != tail[-1 - each]), longest)
 
 
-PRICE = 0.0045
-"""Tokens that a step must bring more for each request in it. With three drafts 8B took 1.05, 1.25 and 2.15 of the time
-of its steps without drafts at 16, 64 and 256 requests on an H200 (docs/results/gpu.md)."""
+PRICE = 0.0015
+"""Tokens that a step must bring more for each token that is checked in it. With three drafts 8B took 1.05, 1.25 and
+2.15 of the time of the same engine's steps without drafts at 16, 64 and 256 requests on an H200, with five 1.21, 1.54
+and 2.75 (docs/results/gpu.md)."""
 FIRST_TOKENS = 1.3
-"""What a step is taken to bring before any was seen: enough for 66 requests."""
+"""What a step is taken to bring before any was seen: with three drafts enough for 66 requests."""
 WINDOW = 1024
 """Checked drafts after which what was seen before counts little."""
 
@@ -200,7 +201,7 @@ WINDOW = 1024
 class DraftGate:
     """Whether drafts are made: while a checked step of so many requests brings more tokens than it costs time.
 
-    >>> gate = DraftGate()
+    >>> gate = DraftGate(drafts=3)
     >>> gate.is_open(64), gate.is_open(256)
     (True, False)
     >>> gate.note(checked=1024, tokens=3 * 1024)
@@ -208,13 +209,13 @@ class DraftGate:
     True
     """
 
-    def __init__(self) -> None:
-        """Nothing was seen yet."""
-        self.tokens_a_step = FIRST_TOKENS
+    def __init__(self, drafts: int) -> None:
+        """`drafts` tokens in each draft; nothing was seen yet."""
+        self._price, self.tokens_a_step = PRICE * drafts, FIRST_TOKENS
 
     def is_open(self, requests: int) -> bool:
         """Whether a step of so many requests has drafts."""
-        return self.tokens_a_step >= 1 + PRICE * requests
+        return self.tokens_a_step >= 1 + self._price * requests
 
     def note(self, checked: int, tokens: int) -> None:
         """So many drafts were checked, and brought so many tokens, those of the model itself included."""

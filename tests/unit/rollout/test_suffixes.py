@@ -157,7 +157,7 @@ def test_whatever_comes_a_draft_is_of_one_length_and_of_known_tokens_and_memory_
 
 
 def test_drafts_are_made_where_they_bring_more_than_they_cost():
-    gate = DraftGate()
+    gate = DraftGate(drafts=3)
     gate.note(checked=2048, tokens=2048)
     assert [gate.is_open(requests) for requests in (1, 16, 256)] == [False, False, False]
     gate.note(checked=512, tokens=3 * 512)
@@ -165,3 +165,4 @@ def test_drafts_are_made_where_they_bring_more_than_they_cost():
     gate.note(checked=0, tokens=0)
     gate.note(checked=10_000, tokens=30_000)
     assert gate.is_open(256)
+    assert not DraftGate(drafts=5).is_open(64)
