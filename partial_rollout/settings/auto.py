@@ -98,6 +98,7 @@ UNTRIED_WITH_OFFLOADING: Needs = {
     "rollout.engine_kwargs.vllm.cpu_offload_gb": (None, 0),
     "rollout.engine_kwargs.vllm.swap_space": (None, 0),
     "rollout.engine_kwargs.vllm.kv_cache_dtype": (None, "auto"),
+    "rollout.engine_kwargs.vllm.speculative_config": (None,),
     "rollout.quantization": (None,),
 }
 

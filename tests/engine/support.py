@@ -7,7 +7,7 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -56,6 +56,8 @@ SILENCE_S = 16.0
 PROBES = ([11, 12, 13, 14], [20, 3, 9], [3 + i % 60 for i in range(140)])
 """Prompts; the last fills several blocks of the prefix cache, also at vLLM's default block size of 128."""
 NUM_PROBE_TOKENS = 32
+ANY_CALL = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment of an engine whose workers take functions."""
 NUM_LOGICAL_GPUS = 0.25
 """Share of the session's one logical GPU, so that several replicas fit."""
 
@@ -161,6 +163,49 @@ async def until(replica: PartialRolloutReplica, condition: Callable[[RolloutStat
             statistics = (await replica.statistics())[0]
             if condition(statistics):
                 return statistics
+
+
+class DraftCounts(NamedTuple):
+    """vLLM's counts since a server's start: steps of a request with drafts, and drafts that were right."""
+
+    drafts: int
+    accepted: int
+
+    def __sub__(self, before: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.drafts - before.drafts, self.accepted - before.accepted)
+
+
+async def count_drafts(replica: PartialRolloutReplica) -> DraftCounts:
+    """The counts of an engine that was started with `disable_log_stats=false`."""
+
+    def ask(_server: Any) -> DraftCounts:
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+        found = {each.name: each.value for each in get_metrics_snapshot() if isinstance(each, Counter)}
+        return DraftCounts(found["vllm:spec_decode_num_drafts"], found["vllm:spec_decode_num_accepted_tokens"])
+
+    return await replica.server_handle.__ray_call__.remote(ask)
+
+
+async def mend_sampling(replica: PartialRolloutReplica) -> None:
+    """Let an engine on a CPU check drafts at a temperature (vLLM 0.28, issue 55005).
+
+    There the temperatures of drafts are uninitialized memory: `expand_kernel` drops its result. The server must have
+    been started with ANY_CALL.
+    """
+
+    def mend(_worker: Any) -> None:
+        from vllm.v1.sample import rejection_sampler
+
+        def expand(
+            x: torch.Tensor, ends: torch.Tensor, _num: int, replace_from: int = 0, replace_to: int = 0
+        ) -> torch.Tensor:
+            repeats = torch.diff(ends, prepend=ends.new_zeros(1))
+            return torch.where(x == replace_from, replace_to, x).repeat_interleave(repeats)
+
+        rejection_sampler.expand_batch_to_tokens = expand
+
+    await replica.server_handle.collective_rpc.remote(mend)
 
 
 async def send_weights(

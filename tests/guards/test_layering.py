@@ -16,6 +16,7 @@ PURE = (
     "partial_rollout.settings.block",
     "partial_rollout.settings.command_line",
     "partial_rollout.advise.scheduler",
+    "partial_rollout.rollout.suffixes",
     "partial_rollout.weights.protocol",
     *(f"partial_rollout.diffusion.{name}" for name in ("books", "hold", "sampling", "sde_window")),
     *(f"partial_rollout.packing.{name}" for name in ("balance", "plan", "planners")),

@@ -383,6 +383,7 @@ def value_of_size(config: DictConfig, machine: Machine) -> int | None:
         ({f"{ROLLOUT}.expert_parallel_size": 2}, LARGE, "expert_parallel_size=2"),
         ({f"{ROLLOUT}.quantization": "fp8"}, LARGE, "quantization=fp8"),
         ({f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}, LARGE, "kv_cache_dtype=fp8"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm.speculative_config": {"a": 1}}, LARGE, "speculative_config="),
         ({f"{ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb": 20}, LARGE, "cpu_offload_gb=20"),
         ({f"{ROLLOUT}.engine_kwargs.vllm.swap_space": 16}, LARGE, "swap_space=16"),
         ({"reward.reward_model.enable": True}, LARGE, "a reward model"),

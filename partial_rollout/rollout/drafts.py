@@ -1,0 +1,102 @@
+"""A drafter for vLLM's speculative decoding: tokens that followed the same ones before, in responses to the prompt.
+
+A user names it in the engine's arguments; with and without the flag:
+
+    '+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method: custom_class,
+        model: partial_rollout.rollout.drafts.SuffixDrafts, num_speculative_tokens: 3}'
+
+vLLM makes it in the engine's worker process and calls it after each step. It is told the rows of the batch and not
+which request is in a row, so it recognises a request by its tokens. When it pays: docs/modes.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from partial_rollout.rollout.suffixes import DraftGate, Suffixes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm.config import VllmConfig
+
+    from partial_rollout.rollout.suffixes import Text
+
+RECOGNISED = 4
+"""Tokens by which the request of a row is told from another one."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of the batch: its text, how many tokens the request has, the last of them, and whether it has a draft."""
+
+    text: Text
+    length: int
+    last: list[int]
+    has_draft: bool = False
+
+
+class SuffixDrafts:
+    """A proposer for vLLM's `custom_class`, bounded in memory, and closed while drafts cost more than they bring.
+
+    Its drafts come from this engine's responses to the same prompt: the response itself, its siblings as far as they
+    are, and those of earlier epochs. vLLM's `vllm:spec_decode_*` metrics count how many are right.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """In the engine's worker process."""
+        drafts = vllm_config.speculative_config.num_speculative_tokens
+        self._longest = vllm_config.model_config.max_model_len - drafts - 1
+        self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
+        self._rows: dict[int, Row] = {}
+
+    def load_model(self, *_: Any) -> None:
+        """The proposer has no model; vLLM's runner for CPUs makes this call on every proposer."""
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray, **_: Any
+    ) -> list[list[int]]:
+        """Drafts for each row of the batch.
+
+        `sampled_token_ids` has the tokens that each row has just got (none while it is prefilled), `num_tokens`
+        (rows,) how many it has with them, and `token_ids` (rows, longest) all of them. An empty list is no draft.
+        """
+        self._take_in(sampled_token_ids, num_tokens, token_ids)
+        running = [number for number, tokens in enumerate(sampled_token_ids) if tokens]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self._gate.is_open(len(running)):
+            return drafts
+        for number in running:
+            row = self._rows[number]
+            if row.length < self._longest:
+                drafts[number], row.has_draft = self._suffixes.draft(row.text), True
+        return drafts
+
+    def _take_in(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
+        """Learn what each row has got, and which rows have other requests than before."""
+        checked, brought, left = 0, 0, []
+        for number in [each for each in self._rows if each >= len(sampled)]:
+            left.append(self._rows.pop(number).text)
+        for number, tokens in enumerate(sampled):
+            if not tokens:
+                continue
+            length, row = int(num_tokens[number]), self._rows.get(number)
+            before = length - len(tokens)
+            if row and row.length == before and row.last == _last(token_ids[number], before):
+                checked, brought = checked + row.has_draft, brought + len(tokens) * row.has_draft
+                self._suffixes.extend(row.text, tokens)
+            else:
+                if row:
+                    left.append(row.text)
+                row = self._rows[number] = Row(self._suffixes.begin(token_ids[number, :before].tolist()), 0, [])
+                self._suffixes.extend(row.text, tokens)
+            row.length, row.has_draft = length, False
+            row.last = _last(token_ids[number], length)
+        # Last, so that a text that has moved to another row stays open.
+        for text in left:
+            self._suffixes.end(text)
+        self._gate.note(checked, brought)
+
+
+def _last(tokens: np.ndarray, length: int) -> list[int]:
+    return tokens[max(0, length - RECOGNISED) : length].tolist()

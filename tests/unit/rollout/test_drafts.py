@@ -1,0 +1,163 @@
+"""The drafter as vLLM calls it: rows of a batch that requests leave, enter and move between."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+
+from partial_rollout.rollout.drafts import SuffixDrafts
+from partial_rollout.rollout.suffixes import FIRST_TOKENS
+
+DRAFTS, LONGEST = 3, 200
+CONFIG = SimpleNamespace(
+    speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+    model_config=SimpleNamespace(max_model_len=LONGEST),
+)
+
+
+class Batch:
+    """The rows of an engine that has a fixed text for each request, so that greedy drafts are right or wrong.
+
+    As in vLLM, the last row moves to the place of one that leaves.
+    """
+
+    def __init__(self, drafter: SuffixDrafts, rows: int = 8):
+        self.drafter = drafter
+        self.requests: list[tuple[list[int], int]] = []  # what a request has at its end, and how many tokens it has
+        self.drafts: list[list[int]] = []
+        self.token_ids = np.zeros((rows, LONGEST), dtype=np.int32)
+        self.steps = self.brought = 0
+
+    def add(self, prompt: list[int], response: list[int]) -> None:
+        self.requests.append(([*prompt, *response], len(prompt)))
+        self.drafts.append([])
+
+    def remove(self, row: int) -> tuple[list[int], int]:
+        """The request of the row leaves; what it has."""
+        request, last, draft = self.requests[row], self.requests.pop(), self.drafts.pop()
+        if row < len(self.requests):
+            self.requests[row], self.drafts[row] = last, draft
+        return request
+
+    def step(self) -> None:
+        """One step: each request gets its drafts that are right, and one token; those that are whole leave."""
+        sampled = []
+        for row, (text, length) in enumerate(self.requests):
+            right = next(
+                (n for n, token in enumerate(self.drafts[row]) if text[length + n : length + n + 1] != [token]), 3
+            )
+            new = text[length : length + min(right, len(self.drafts[row])) + 1]
+            self.requests[row] = (text, length + len(new))
+            self.token_ids[row, : length + len(new)] = text[: length + len(new)]
+            sampled.append(new)
+        self.steps, self.brought = self.steps + len(sampled), self.brought + sum(map(len, sampled))
+        lengths = np.array([length for _, length in self.requests], dtype=np.int32)
+        self.drafts = self.drafter.propose(sampled, lengths, self.token_ids, slot_mappings=None)
+        for row in reversed(range(len(self.requests))):
+            if len(self.requests[row][0]) == self.requests[row][1]:
+                self.remove(row)
+
+    def run(self) -> float:
+        """To the end of all requests; the tokens that a step brought."""
+        self.steps = self.brought = 0
+        while self.requests:
+            self.step()
+        return self.brought / self.steps
+
+
+def text(seed: int, length: int = 60) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def test_in_a_second_epoch_nearly_all_drafts_are_right():
+    batch = Batch(SuffixDrafts(CONFIG))
+    found = []
+    for _ in range(2):
+        for number in range(5):
+            batch.add(text(100 + number, 10 + number), text(number, 40 + 5 * number))
+        found.append(batch.run())
+    assert found[0] == 1.0
+    assert found[1] > 3.0
+
+
+def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_another_row():
+    batch = Batch(SuffixDrafts(CONFIG))
+    for number in range(3):
+        batch.add(text(100 + number), text(number))
+    for _ in range(20):
+        batch.step()
+    whole, length = batch.remove(0)
+    for _ in range(5):
+        batch.step()
+    tokens = batch.drafter._suffixes.num_tokens
+    batch.add(whole[:length], whole[length:])
+    batch.step()
+    # Each of the three requests has got one token, and no text was made for the one that came back.
+    assert batch.drafter._suffixes.num_tokens == tokens + 3
+    batch.run()
+    batch.add(text(100), text(0))
+    assert batch.run() > 3.0
+
+
+def test_requests_that_leave_are_closed():
+    batch = Batch(SuffixDrafts(CONFIG))
+    for number in range(6):
+        batch.add(text(100 + number), text(number, 10 + 3 * number))
+    batch.run()
+    batch.add(text(200), [1, 2])  # a step after which the other rows are seen to be gone
+    batch.run()
+    batch.drafter.propose([], np.zeros(0, dtype=np.int32), batch.token_ids)
+    assert sum(prompt.num_open for prompt in batch.drafter._suffixes._prompts.values()) == 0
+
+
+def test_a_row_that_is_prefilled_has_no_draft():
+    drafter = SuffixDrafts(CONFIG)
+    token_ids = np.zeros((2, LONGEST), dtype=np.int32)
+    token_ids[0, :3] = [1, 2, 3]
+    drafts = drafter.propose([[3], []], np.array([3, 0], dtype=np.int32), token_ids)
+    assert [len(draft) for draft in drafts] == [DRAFTS, 0]
+
+
+def test_a_request_that_is_nearly_as_long_as_it_may_be_has_no_draft():
+    batch = Batch(SuffixDrafts(CONFIG))
+    batch.add(text(1, 10), text(2, LONGEST - 10))
+    batch.add(text(1, 10), text(2, LONGEST - 10))
+    lengths = []
+    while batch.requests:
+        batch.step()
+        lengths += [length for (_, length), draft in zip(batch.requests, batch.drafts, strict=True) if draft]
+    assert max(lengths) < LONGEST - DRAFTS - 1
+
+
+def test_drafts_that_are_wrong_end_and_begin_again_where_they_are_right():
+    batch = Batch(SuffixDrafts(CONFIG), rows=80)
+    gate = batch.drafter._gate
+    assert gate.tokens_a_step == FIRST_TOKENS
+    for number in range(60):
+        batch.add(text(1000 + number, 10), text(number, 150))
+    batch.run()
+    assert gate.tokens_a_step < 1.3
+    assert not gate.is_open(60)
+    for number in range(20):
+        batch.add(text(1000 + number, 10), text(number, 150))
+        batch.run()
+    assert gate.is_open(60)
+
+
+def test_a_request_that_moves_to_the_row_of_one_as_long_is_not_taken_for_it():
+    batch = Batch(SuffixDrafts(CONFIG))
+    for number in range(2):
+        batch.add(text(100 + number, 10), text(number))
+    for _ in range(8):
+        batch.step()
+    batch.remove(0)
+    batch.step()
+    kept = {tuple(each.tokens[10:]) for each in batch.drafter._suffixes._prompts[_key(text(100, 10))].texts}
+    assert kept == {tuple(text(0)[:8])}
+
+
+def _key(prompt: list[int]) -> bytes:
+    return np.array(prompt, dtype=np.int32).tobytes()

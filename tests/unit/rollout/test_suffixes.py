@@ -1,0 +1,168 @@
+"""What a drafter takes for the next tokens, what it keeps, and when it drafts at all."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, DraftGate, Suffixes
+
+PROMPT = [1, 2, 3]
+TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def told(suffixes: Suffixes, prompt: list[int], response: list[int]):
+    """A text of the prompt that has got a response."""
+    text = suffixes.begin(prompt)
+    suffixes.extend(text, response)
+    return text
+
+
+def ended(suffixes: Suffixes, prompt: list[int], response: list[int]) -> None:
+    suffixes.end(told(suffixes, prompt, response))
+
+
+def test_a_response_drafts_what_followed_the_same_tokens_in_itself():
+    suffixes = Suffixes(drafts=3)
+    assert suffixes.draft(told(suffixes, PROMPT, [5, 6, 7, 8, 9, 5, 6])) == [7, 8, 9]
+
+
+def test_a_response_drafts_from_its_prompt():
+    suffixes = Suffixes(drafts=2)
+    assert suffixes.draft(told(suffixes, [5, 6, 7, 8, *PROMPT], [5, 6])) == [7, 8]
+
+
+def test_a_sibling_is_read_as_far_as_it_is():
+    suffixes = Suffixes(drafts=3)
+    first, second = told(suffixes, PROMPT, TEXT[:5]), told(suffixes, PROMPT, TEXT[:3])
+    assert suffixes.draft(second) == [13, 14, 14]
+    suffixes.extend(first, TEXT[5:])
+    assert suffixes.draft(second) == [13, 14, 15]
+
+
+def test_the_first_token_of_a_later_response_is_drafted_from_the_end_of_the_prompt():
+    suffixes = Suffixes(drafts=3)
+    ended(suffixes, PROMPT, TEXT)
+    assert suffixes.draft(suffixes.begin(PROMPT)) == TEXT[:3]
+
+
+def test_the_longest_suffix_counts_and_of_equal_ones_the_newest():
+    suffixes = Suffixes(drafts=1)
+    for response in ([7, 8, 9, 20], [4, 8, 9, 30], [5, 8, 9, 40]):
+        ended(suffixes, PROMPT, response)
+    assert suffixes.draft(told(suffixes, PROMPT, [7, 8, 9])) == [20]
+    assert suffixes.draft(told(suffixes, PROMPT, [6, 8, 9])) == [40]
+
+
+def test_a_draft_goes_on_in_another_text_where_the_first_ends():
+    suffixes = Suffixes(drafts=4)
+    ended(suffixes, PROMPT, [12, 13, 14, 15])
+    ended(suffixes, PROMPT, [9, 10, 11, 12, 13])
+    assert suffixes.draft(told(suffixes, PROMPT, [9, 10])) == [11, 12, 13, 14]
+
+
+def test_other_prompts_say_nothing():
+    suffixes = Suffixes(drafts=2)
+    ended(suffixes, [1, 2, 4], TEXT)
+    assert suffixes.draft(told(suffixes, PROMPT, TEXT[:3])) == [12, 12]
+
+
+def test_a_response_that_went_away_unfinished_is_the_same_text_when_it_comes_back():
+    suffixes = Suffixes(drafts=2)
+    ended(suffixes, PROMPT, TEXT[:4])
+    tokens = suffixes.num_tokens
+    back = suffixes.begin([*PROMPT, *TEXT[:4]])
+    assert suffixes.num_tokens == tokens
+    suffixes.extend(back, TEXT[4:])
+    assert suffixes.draft(told(suffixes, PROMPT, TEXT[:3])) == TEXT[3:5]
+
+
+def test_a_response_that_moves_to_another_row_stays_open():
+    suffixes = Suffixes(drafts=2)
+    old = told(suffixes, PROMPT, TEXT)
+    new = suffixes.begin([*PROMPT, *TEXT])
+    suffixes.end(old)
+    assert new is old
+    assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
+
+
+def test_a_prompt_of_which_nothing_is_open_keeps_its_texts_and_no_places():
+    suffixes = Suffixes(drafts=2)
+    text = told(suffixes, PROMPT, TEXT)
+    assert text.prompt.places
+    suffixes.end(text)
+    assert not text.prompt.places
+    assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
+
+
+def test_prompts_that_were_used_longest_ago_are_forgotten_first():
+    suffixes = Suffixes(drafts=1, most_tokens=45)
+    for number in (1, 2, 1, 3):
+        ended(suffixes, [number, 50, 51], TEXT[: 6 + number])
+    assert suffixes.num_tokens <= 45
+    assert suffixes.draft(told(suffixes, [1, 50, 51], TEXT[:2])) == [12]
+    assert suffixes.draft(told(suffixes, [2, 50, 51], TEXT[:2])) == [11]
+
+
+def test_what_is_open_is_never_forgotten():
+    suffixes = Suffixes(drafts=1, most_tokens=5)
+    first = told(suffixes, [1, 50, 51], TEXT)
+    ended(suffixes, [2, 50, 51], TEXT)
+    assert suffixes.draft(told(suffixes, [1, 50, 51], TEXT[:2])) == [12]
+    suffixes.end(first)
+
+
+def test_of_a_prompt_the_oldest_responses_are_forgotten():
+    suffixes = Suffixes(drafts=1)
+    for number in range(KEPT_TEXTS + 2):
+        ended(suffixes, PROMPT, [100 + number, 200 + number, 300 + number])
+    gone, kept = (told(suffixes, PROMPT, [100 + number, 200 + number]) for number in (0, KEPT_TEXTS))
+    assert suffixes.draft(gone) == [200]
+    assert suffixes.draft(kept) == [300 + KEPT_TEXTS]
+
+
+def test_a_suffix_that_is_everywhere_costs_no_more_than_its_newest_places():
+    suffixes = Suffixes(drafts=2)
+    text = told(suffixes, PROMPT, [7] * 10_000)
+    assert len(text.prompt.places[7, 7]) <= 2 * PLACES
+    assert suffixes.draft(text) == [7, 7]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_comes_a_draft_is_of_one_length_and_of_known_tokens_and_memory_is_bounded(data):
+    suffixes, most = Suffixes(drafts=3, most_tokens=60), 60
+    tokens = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+    open_texts = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        act = data.draw(st.sampled_from(("begin", "extend", "end", "draft")))
+        if act == "begin":
+            open_texts.append(suffixes.begin(data.draw(tokens)))
+        elif open_texts:
+            text = data.draw(st.sampled_from(open_texts))
+            if act == "extend":
+                suffixes.extend(text, data.draw(tokens))
+            elif act == "end":
+                open_texts.remove(text)
+                suffixes.end(text)
+            else:
+                draft = suffixes.draft(text)
+                assert len(draft) == 3
+                assert set(draft) <= {token for each in text.prompt.texts for token in each.tokens} | set(
+                    text.prompt.tokens
+                )
+        assert suffixes.num_tokens == sum(prompt.num_tokens for prompt in suffixes._prompts.values())
+        if not open_texts:
+            assert suffixes.num_tokens <= most
+
+
+def test_drafts_are_made_where_they_bring_more_than_they_cost():
+    gate = DraftGate(drafts=3)
+    gate.note(checked=2048, tokens=2048)
+    assert [gate.is_open(requests) for requests in (1, 16, 256)] == [False, False, False]
+    gate.note(checked=512, tokens=3 * 512)
+    assert [gate.is_open(requests) for requests in (16, 64, 256)] == [True, True, False]
+    gate.note(checked=0, tokens=0)
+    gate.note(checked=10_000, tokens=30_000)
+    assert gate.is_open(256)
+    assert not DraftGate(drafts=5).is_open(64)
