@@ -538,8 +538,19 @@ def _check_engine_devices(config: DictConfig, _settings: Settings) -> Iterator[U
     yield from refused_sizes(config)
 
 
+def _check_drafts(config: DictConfig) -> None:
+    """With drafts vLLM 0.28 on a CPU samples at temperatures that are in memory by chance (its issue 55005)."""
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    _require(
+        config.trainer.device != "cpu" or not OmegaConf.select(config, key),
+        f"trainer.device=cpu with {key}",
+        "a GPU, or no drafts",
+        "on a CPU vLLM 0.28 checks drafts at wrong temperatures, so responses would not be the model's",
+    )
+
+
 INPUT_CHECKS: tuple[Check, ...] = (
-    *(_check_entry_point, _check_paths, _check_files, _check_micro_batches, _check_fields),
+    *(_check_entry_point, _check_paths, _check_files, _check_micro_batches, _check_fields, _check_drafts),
     refused_values,
 )
 MODE_CHECKS: tuple[Check, ...] = (

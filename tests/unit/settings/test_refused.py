@@ -168,6 +168,13 @@ def test_kv_is_offloaded_from_a_gpu_whose_memory_is_released(composed: Composed)
             check(composed(changes | {f"{ROLLOUT}.{key}": value}))
 
 
+def test_drafts_are_refused_on_a_cpu_without_the_flag_too(composed: Composed):
+    drafts = {f"{ROLLOUT}.engine_kwargs.vllm.speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    with pytest.raises(ConfigError, match="trainer.device=cpu with .*speculative_config is .* a GPU, or no drafts"):
+        check_inputs(composed(drafts))
+    check_inputs(composed({**drafts, "trainer.device": "cuda"}))
+
+
 def test_the_slot_budget_is_shared_by_the_workers_and_must_hold_a_prompt_in_each(composed: Composed):
     config = composed({"partial_rollout.num_slots": 8, "actor_rollout_ref.rollout.agent.num_workers": 2})
     check(config)
