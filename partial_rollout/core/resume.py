@@ -262,9 +262,11 @@ class ResumableGeneration:
         """The segment up to the end of the response's first stop string."""
         if self.make_finder is None:
             return segment
+        # The engine has seen the whole response. Its last step may have brought drafts that are past the stop string.
+        is_whole = self._find_stop is None and not self.token_ids and segment.stop_reason != ABORTED
+        if is_whole and segment.stop_string is None:
+            return segment
         if self._find_stop is None:
-            if not self.token_ids and segment.stop_reason != ABORTED:
-                return segment  # the engine has seen the whole response
             self._find_stop = self.make_finder()
             self._find_stop(self.token_ids)
         num = self._find_stop(segment.token_ids)
@@ -272,7 +274,7 @@ class ResumableGeneration:
             self.num_cut = len(segment.token_ids) - num
             log_probs = None if segment.log_probs is None else segment.log_probs[:num]
             return replace(segment, token_ids=segment.token_ids[:num], log_probs=log_probs, stop_reason=STOPPED)
-        if segment.stop_string is not None:
+        if segment.stop_string is not None and not is_whole:
             # The engine took something else for the text of the response, and stopped too early.
             return replace(segment, stop_reason=ABORTED)
         return segment

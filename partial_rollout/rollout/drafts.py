@@ -74,9 +74,9 @@ class SuffixDrafts:
 
     def _take_in(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
         """Learn what each row has got, and which rows have other requests than before."""
-        checked, brought, left = 0, 0, []
+        begun, checked, brought = [], 0, 0
         for number in [each for each in self._rows if each >= len(sampled)]:
-            left.append(self._rows.pop(number).text)
+            self._suffixes.end(self._rows.pop(number).text)
         for number, tokens in enumerate(sampled):
             if not tokens:
                 continue
@@ -85,16 +85,18 @@ class SuffixDrafts:
             if row and row.length == before and row.last == _last(token_ids[number], before):
                 checked, brought = checked + row.has_draft, brought + len(tokens) * row.has_draft
                 self._suffixes.extend(row.text, tokens)
-            else:
-                if row:
-                    left.append(row.text)
-                row = self._rows[number] = Row(self._suffixes.begin(token_ids[number, :before].tolist()), 0, [])
-                self._suffixes.extend(row.text, tokens)
-            row.length, row.has_draft = length, False
-            row.last = _last(token_ids[number], length)
-        # Last, so that a text that has moved to another row stays open.
-        for text in left:
-            self._suffixes.end(text)
+                self._rows[number] = Row(row.text, length, _last(token_ids[number], length))
+                continue
+            if row:
+                self._suffixes.end(self._rows.pop(number).text)
+            begun.append(number)
+        # After the ends, so that a text that has moved to another row is free.
+        for number in begun:
+            length, tokens = int(num_tokens[number]), sampled[number]
+            text = self._suffixes.begin(token_ids[number, : length - len(tokens)].tolist())
+            self._suffixes.extend(text, tokens)
+            self._rows[number] = Row(text, length, _last(token_ids[number], length))
+        self._suffixes.tidy()
         self._gate.note(checked, brought)
 
 

@@ -5,7 +5,7 @@ A draft that is wrong costs time and changes nothing: the engine checks each one
 
     begin -> open -extend, draft-> open -end-> kept -begin with the same tokens-> open
                                                  |
-                                                 v  prompts used longest ago, once there are too many tokens
+                                                 v  tidy: prompts used longest ago, once there are too many tokens
                                                gone
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ PLACES = 8
 KEPT_TEXTS = 24
 """Responses of a prompt that are kept: those of three epochs with groups of eight."""
 MOST_TOKENS = 16_000_000
-"""Of all prompts and their kept responses, 4 bytes each: 64 MB. Those of open prompts take about 200 more each."""
+"""All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB. Tokens of prompts with an open
+response take about 200 bytes more each."""
+FOLD, FOLDED = 1_000_003, (1 << 61) - 1
+"""The number of a prompt's tokens, by which it is looked up, is theirs as digits of a number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +39,8 @@ class Text:
 
     prompt: Prompt
     tokens: array[int]
-    num_open: int = 0
-    """Rows of the batch that it is in; two while the engine moves it from one to the other."""
+    is_open: bool = False
+    """Whether it is in a row of the batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +53,13 @@ class Prompt:
     """After a pair of tokens: the text, and where in it the next token is or will be; the newest last."""
 
     @property
-    def num_open(self) -> int:
-        """Rows of the batch that have a response to it."""
-        return sum(text.num_open for text in self.texts)
+    def is_open(self) -> bool:
+        """Whether a response to it is in a row of the batch."""
+        return any(text.is_open for text in self.texts)
 
     @property
     def num_tokens(self) -> int:
-        """Of itself and its responses."""
+        """Tokens of the prompt and its responses."""
         return len(self.tokens) + sum(len(text.tokens) for text in self.texts)
 
     def note_all(self) -> None:
@@ -88,29 +92,29 @@ class Suffixes:
     def __init__(self, drafts: int, most_tokens: int = MOST_TOKENS) -> None:
         """`drafts` tokens in each draft."""
         self._drafts, self._most_tokens = drafts, most_tokens
-        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, int], Prompt] = OrderedDict()
         self._lengths: defaultdict[int, int] = defaultdict(int)
+        self._ended: list[Prompt] = []
         self.num_tokens = 0
-        """That are kept, those of the prompts included."""
+        """Tokens that are kept, those of the prompts included."""
 
     def begin(self, tokens: Sequence[int]) -> Text:
         """The text of a request that has these tokens: a prompt, or a known one and a response as far as it is."""
         given = array("i", tokens)
-        prompt = self._find(given.tobytes()) or self._new(given)
-        self._prompts.move_to_end(prompt.tokens.tobytes())
-        if not prompt.num_open:
+        prompt = self._prompt(given)
+        if not prompt.places:
             prompt.note_all()
         size = len(prompt.tokens)
         own = given[max(0, size - MOST) :]
-        text = next((each for each in reversed(prompt.texts) if each.tokens == own[: len(each.tokens)]), None)
+        before = [text for text in prompt.texts if not text.is_open and text.tokens == own[: len(text.tokens)]]
+        text = max(before, key=lambda each: len(each.tokens), default=None)
         # A text without a response of its own would be taken for the beginning of every other one.
         if text is None or len(text.tokens) == min(size, MOST):
             text = Text(prompt, own[: min(size, MOST)])
             prompt.texts.append(text)
             self.num_tokens += len(text.tokens)
-        text.num_open += 1
+        text.is_open = True
         self.extend(text, own[len(text.tokens) :])
-        self._forget(prompt)
         return text
 
     def extend(self, text: Text, tokens: Iterable[int]) -> None:
@@ -121,11 +125,27 @@ class Suffixes:
         text.prompt.note(text, start)
 
     def end(self, text: Text) -> None:
-        """A row of the batch has it no more; others of its prompt may go on to draft from it."""
-        text.num_open -= 1
-        if not text.prompt.num_open:
-            text.prompt.places.clear()
-            self._forget(text.prompt)
+        """The text gets no more tokens, for now; others of its prompt may go on to draft from it."""
+        text.is_open = False
+        self._ended.append(text.prompt)
+
+    def tidy(self) -> None:
+        """Keep no places of prompts that are not open, and no more tokens than may be; after the changes of a step."""
+        for prompt in self._ended:
+            if not prompt.is_open:
+                prompt.places.clear()
+            self._forget_texts(prompt)
+        self._ended.clear()
+        while self.num_tokens > self._most_tokens:
+            found = next(((key, prompt) for key, prompt in self._prompts.items() if not prompt.is_open), None)
+            if found is None:
+                return
+            key, prompt = found
+            del self._prompts[key]
+            self._lengths[key[0]] -= 1
+            if not self._lengths[key[0]]:
+                del self._lengths[key[0]]
+            self.num_tokens -= prompt.num_tokens
 
     def draft(self, text: Text) -> list[int]:
         """What may follow; filled up with the last token, since an engine is fastest where all drafts are as long."""
@@ -149,35 +169,29 @@ class Suffixes:
                 break
         return best
 
-    def _find(self, given: bytes) -> Prompt | None:
-        """The longest known prompt that the tokens begin with."""
-        size = array("i").itemsize
-        known = (given[: size * each] for each in sorted(self._lengths, reverse=True) if size * each <= len(given))
-        return next((self._prompts[key] for key in known if key in self._prompts), None)
+    def _prompt(self, given: array[int]) -> Prompt:
+        """The longest known prompt that the tokens begin with, or a new one; used last from now on."""
+        numbers = list(accumulate(given, _fold, initial=0))
+        keys = ((length, numbers[length]) for length in sorted(self._lengths, reverse=True) if length < len(numbers))
+        key = next((each for each in keys if each in self._prompts), (len(given), numbers[-1]))
+        if key not in self._prompts:
+            self._prompts[key] = Prompt(given)
+            self._lengths[len(given)] += 1
+            self.num_tokens += len(given)
+        self._prompts.move_to_end(key)
+        return self._prompts[key]
 
-    def _new(self, given: array[int]) -> Prompt:
-        prompt = self._prompts[given.tobytes()] = Prompt(given)
-        self._lengths[len(given)] += 1
-        self.num_tokens += len(given)
-        return prompt
+    def _forget_texts(self, prompt: Prompt) -> None:
+        """Forget the oldest texts of a prompt that has too many."""
+        ended = [text for text in prompt.texts if not text.is_open]
+        for text in ended[: max(0, len(prompt.texts) - KEPT_TEXTS)]:
+            prompt.texts.remove(text)
+            self.num_tokens -= len(text.tokens)
+            del text.tokens[:]  # so that its noted places lead nowhere
 
-    def _forget(self, begun: Prompt) -> None:
-        """Forget the oldest texts of a prompt, and prompts that were used longest ago."""
-        if len(begun.texts) > KEPT_TEXTS:
-            ended = [text for text in begun.texts if not text.num_open]
-            for text in ended[: len(begun.texts) - KEPT_TEXTS]:
-                begun.texts.remove(text)
-                self.num_tokens -= len(text.tokens)
-                del text.tokens[:]  # so that its noted places lead nowhere
-        while self.num_tokens > self._most_tokens:
-            prompt = next((prompt for prompt in self._prompts.values() if not prompt.num_open), None)
-            if prompt is None:
-                return
-            del self._prompts[prompt.tokens.tobytes()]
-            self._lengths[len(prompt.tokens)] -= 1
-            if not self._lengths[len(prompt.tokens)]:
-                del self._lengths[len(prompt.tokens)]
-            self.num_tokens -= prompt.num_tokens
+
+def _fold(number: int, token: int) -> int:
+    return (number * FOLD + token + 1) % FOLDED
 
 
 def _common(tokens: array[int], place: int, tail: array[int]) -> int:
@@ -196,6 +210,8 @@ FIRST_TOKENS = 1.3
 """What a step is taken to bring before any was seen: with three drafts enough for 66 requests."""
 WINDOW = 1024
 """Checked drafts after which what was seen before counts little."""
+PROBE = 256
+"""Steps without drafts after which one has them all the same, which costs a few steps in a thousand."""
 
 
 class DraftGate:
@@ -212,12 +228,18 @@ class DraftGate:
     def __init__(self, drafts: int) -> None:
         """`drafts` tokens in each draft; nothing was seen yet."""
         self._price, self.tokens_a_step = PRICE * drafts, FIRST_TOKENS
+        self._without = 0
 
     def is_open(self, requests: int) -> bool:
-        """Whether a step of so many requests has drafts."""
-        return self.tokens_a_step >= 1 + self._price * requests
+        """Whether a step of so many requests has drafts; asked once a step."""
+        pays = self.tokens_a_step >= 1 + self._price * requests
+        self._without = 0 if pays else self._without + 1
+        if self._without > PROBE:
+            self._without = 0
+            return True
+        return pays
 
     def note(self, checked: int, tokens: int) -> None:
-        """So many drafts were checked, and brought so many tokens, those of the model itself included."""
+        """Count `checked` drafts, which brought so many tokens, those of the model itself included."""
         if checked:
             self.tokens_a_step += min(1.0, checked / WINDOW) * (tokens / checked - self.tokens_a_step)

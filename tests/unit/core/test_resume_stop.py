@@ -112,4 +112,16 @@ def test_a_stop_string_that_only_the_engine_found_does_not_end_the_response() ->
 def test_a_response_that_was_not_interrupted_ends_where_the_engine_says() -> None:
     generation = ResumableGeneration(PROMPT, 9)
     generation.make_finder = lambda: (_ for _ in ()).throw(AssertionError("nobody has to look"))
-    assert generation.add(segment([2, 1], STOPPED, 0, stop_string="b"))
+    assert generation.add(segment([2, 1], STOPPED, 0))
+    assert generation.token_ids == [2, 1]
+    other = finding("c")  # the engine's text is not the one that is looked at
+    assert other.add(segment([2, 1], STOPPED, 0, stop_string="b"))
+    assert (other.token_ids, other.stop_reason) == ([2, 1], STOPPED)
+
+
+def test_tokens_of_the_engines_last_step_past_the_stop_string_are_cut_without_an_interruption_too() -> None:
+    """With drafts a step brings several tokens."""
+    generation = finding("ab")
+    assert generation.add(segment([6, 3, 1, 1], STOPPED, 0, stop_string="ab"))
+    assert (generation.token_ids, generation.num_cut, generation.stop_reason) == ([6, 3], 2, STOPPED)
+    assert generation.log_probs == [-6.0, -3.0]

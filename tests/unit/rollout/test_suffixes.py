@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, DraftGate, Suffixes
+from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, PROBE, DraftGate, Suffixes
 
 PROMPT = [1, 2, 3]
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -20,6 +20,7 @@ def told(suffixes: Suffixes, prompt: list[int], response: list[int]):
 
 def ended(suffixes: Suffixes, prompt: list[int], response: list[int]) -> None:
     suffixes.end(told(suffixes, prompt, response))
+    suffixes.tidy()
 
 
 def test_a_response_drafts_what_followed_the_same_tokens_in_itself():
@@ -61,6 +62,13 @@ def test_a_draft_goes_on_in_another_text_where_the_first_ends():
     assert suffixes.draft(told(suffixes, PROMPT, [9, 10])) == [11, 12, 13, 14]
 
 
+def test_a_request_belongs_to_the_longest_known_prompt_that_it_begins_with():
+    suffixes = Suffixes(drafts=2)
+    ended(suffixes, [1, 2, 3, 4], [20, 21, 22])
+    ended(suffixes, [1, 2], TEXT)
+    assert suffixes.draft(suffixes.begin([1, 2, 3, 4, 20])) == [21, 22]
+
+
 def test_other_prompts_say_nothing():
     suffixes = Suffixes(drafts=2)
     ended(suffixes, [1, 2, 4], TEXT)
@@ -77,11 +85,40 @@ def test_a_response_that_went_away_unfinished_is_the_same_text_when_it_comes_bac
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:3])) == TEXT[3:5]
 
 
-def test_a_response_that_moves_to_another_row_stays_open():
+def test_of_several_beginnings_of_a_response_the_longest_is_its_text():
+    suffixes = Suffixes(drafts=2)
+    ended(suffixes, PROMPT, TEXT[:5])
+    ended(suffixes, PROMPT, TEXT[:3])
+    longest = suffixes.begin([*PROMPT, *TEXT[:6]])
+    assert longest.tokens.tolist() == [*PROMPT, *TEXT[:6]]
+    assert [len(each.tokens) for each in longest.prompt.texts] == [9, 6]
+
+
+def test_siblings_that_are_equal_so_far_have_texts_of_their_own():
+    suffixes = Suffixes(drafts=2)
+    for _ in range(2):
+        suffixes.end(told(suffixes, PROMPT, TEXT[:4]))
+    first, second = (suffixes.begin([*PROMPT, *TEXT[:4]]) for _ in range(2))
+    suffixes.extend(first, TEXT[4:6])
+    suffixes.extend(second, TEXT[4:6])
+    assert first.tokens == second.tokens
+    assert first.tokens.tolist() == [*PROMPT, *TEXT[:6]]
+
+
+def test_a_running_sibling_that_is_behind_keeps_its_text():
+    suffixes = Suffixes(drafts=2)
+    behind = told(suffixes, PROMPT, TEXT[:2])
+    back = suffixes.begin([*PROMPT, *TEXT[:4]])
+    assert back is not behind
+    assert behind.tokens.tolist() == [*PROMPT, *TEXT[:2]]
+
+
+def test_a_response_that_moves_to_another_row_keeps_its_text():
     suffixes = Suffixes(drafts=2)
     old = told(suffixes, PROMPT, TEXT)
-    new = suffixes.begin([*PROMPT, *TEXT])
     suffixes.end(old)
+    new = suffixes.begin([*PROMPT, *TEXT])
+    suffixes.tidy()
     assert new is old
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
 
@@ -91,6 +128,7 @@ def test_a_prompt_of_which_nothing_is_open_keeps_its_texts_and_no_places():
     text = told(suffixes, PROMPT, TEXT)
     assert text.prompt.places
     suffixes.end(text)
+    suffixes.tidy()
     assert not text.prompt.places
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
 
@@ -109,7 +147,7 @@ def test_what_is_open_is_never_forgotten():
     first = told(suffixes, [1, 50, 51], TEXT)
     ended(suffixes, [2, 50, 51], TEXT)
     assert suffixes.draft(told(suffixes, [1, 50, 51], TEXT[:2])) == [12]
-    suffixes.end(first)
+    assert first.is_open
 
 
 def test_of_a_prompt_the_oldest_responses_are_forgotten():
@@ -138,6 +176,7 @@ def test_whatever_comes_a_draft_is_of_one_length_and_of_known_tokens_and_memory_
         act = data.draw(st.sampled_from(("begin", "extend", "end", "draft")))
         if act == "begin":
             open_texts.append(suffixes.begin(data.draw(tokens)))
+            assert len(set(map(id, open_texts))) == len(open_texts)
         elif open_texts:
             text = data.draw(st.sampled_from(open_texts))
             if act == "extend":
@@ -145,6 +184,7 @@ def test_whatever_comes_a_draft_is_of_one_length_and_of_known_tokens_and_memory_
             elif act == "end":
                 open_texts.remove(text)
                 suffixes.end(text)
+                suffixes.tidy()
             else:
                 draft = suffixes.draft(text)
                 assert len(draft) == 3
@@ -166,3 +206,9 @@ def test_drafts_are_made_where_they_bring_more_than_they_cost():
     gate.note(checked=10_000, tokens=30_000)
     assert gate.is_open(256)
     assert not DraftGate(drafts=5).is_open(64)
+
+
+def test_what_drafts_bring_is_seen_now_and_then_where_they_do_not_pay():
+    gate = DraftGate(drafts=3)
+    opened = [gate.is_open(256) for _ in range(2 * PROBE + 2)]
+    assert [step for step, is_open in enumerate(opened) if is_open] == [PROBE, 2 * PROBE + 1]
