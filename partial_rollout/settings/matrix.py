@@ -689,6 +689,15 @@ ROWS = (
     ),
     Row(
         "other",
+        "drafts (`engine_kwargs.vllm.speculative_config`)",
+        UNTRIED,
+        "with `SuffixDrafts` a real engine on a CPU is tested (`tests/engine/test_drafts.py`), and no job on a GPU ran",
+        lambda config: bool(_of(config, f"{ROLLOUT}.engine_kwargs.vllm.speculative_config")),
+        {f"{ROLLOUT}.engine_kwargs.vllm.speculative_config": {"method": "ngram"}, "trainer.device": "cuda"},
+        also="refused on a CPU",
+    ),
+    Row(
+        "other",
         "separate prefill and decode engines",
         UNTRIED,
         "weights travel by verl's way",
