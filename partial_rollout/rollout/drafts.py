@@ -12,13 +12,13 @@ which request is in a row, so it recognises a request by its tokens. When it pay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from partial_rollout.rollout.suffixes import DraftGate, Suffixes
 
 if TYPE_CHECKING:
     import numpy as np
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
     from partial_rollout.rollout.suffixes import Text
 
@@ -45,7 +45,7 @@ class SuffixDrafts:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """In the engine's worker process."""
-        drafts = vllm_config.speculative_config.num_speculative_tokens
+        drafts = cast("SpeculativeConfig", vllm_config.speculative_config).num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len - drafts - 1
         self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
         self._rows: dict[int, Row] = {}
