@@ -47,6 +47,9 @@ class SuffixDrafts:
         """In the engine's worker process."""
         drafts = cast("SpeculativeConfig", vllm_config.speculative_config).num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len - drafts - 1
+        # A step that is larger than the largest CUDA graph runs in pieces, and the gate's price is that of whole ones.
+        graphs = vllm_config.compilation_config.cudagraph_capture_sizes
+        self._most_rows = max(graphs) // (drafts + 1) if graphs else None
         self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
         self._rows: dict[int, Row] = {}
 
@@ -64,6 +67,8 @@ class SuffixDrafts:
         self._take_in(sampled_token_ids, num_tokens, token_ids)
         running = [number for number, tokens in enumerate(sampled_token_ids) if tokens]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._most_rows is not None and len(running) > self._most_rows:
+            return drafts
         if not self._gate.is_open(len(running)):
             return drafts
         for number in running:
@@ -78,9 +83,12 @@ class SuffixDrafts:
         for number in [each for each in self._rows if each >= len(sampled)]:
             self._suffixes.end(self._rows.pop(number).text)
         for number, tokens in enumerate(sampled):
-            if not tokens:
+            row = self._rows.get(number)
+            if not tokens:  # it is prefilled: the request of the row may be another one than before
+                if row and row.last != _last(token_ids[number], row.length):
+                    self._suffixes.end(self._rows.pop(number).text)
                 continue
-            length, row = int(num_tokens[number]), self._rows.get(number)
+            length = int(num_tokens[number])
             before = length - len(tokens)
             if row and row.length == before and row.last == _last(token_ids[number], before):
                 checked, brought = checked + row.has_draft, brought + len(tokens) * row.has_draft

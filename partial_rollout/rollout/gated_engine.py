@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from partial_rollout.core.interrupt import FRESH, Context, Retained, context_of, mode_of
 from partial_rollout.core.resume import ABORTED
 from partial_rollout.errors import EngineError
-from partial_rollout.rollout.host_memory import BLOCK_TOKENS, copied_tokens, host_memory
+from partial_rollout.rollout.host_memory import copied_tokens, host_memory
 from partial_rollout.weights.directory import SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ class Interruption:
         """Add the arguments that the mode needs to an engine's arguments, in place; `model` is its `config.json`."""
         given.setdefault("stream_interval", EVERY_TOKEN if self.mode.stays else self._stream_interval)
         if self.mode.releases_memory:
-            copied = copied_tokens(model, given.get("block_size") or BLOCK_TOKENS)
+            copied = copied_tokens(model, given)
             given["kv_transfer_config"] = host_memory(self._offload_bytes, self._engine, copied)
 
     def unlink_host_memory(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from partial_rollout.settings.memory import is_plain
@@ -16,14 +17,16 @@ BLOCK_TOKENS = 16
 """Tokens of a block of KV on a GPU, where nobody sets another number."""
 
 
-def copied_tokens(model: Mapping[str, Any], block_tokens: int) -> int | None:
-    """Tokens of a copy for a model, by its `config.json`; None leaves it to vLLM, which takes one block.
+def copied_tokens(model: Mapping[str, Any], engine: Mapping[str, Any]) -> int | None:
+    """Tokens of a copy for a model, by its `config.json`, in an engine with these arguments; None: vLLM's one block.
 
     vLLM refuses a number that is no multiple of its blocks, and models that have blocks of several sizes.
 
-    >>> copied_tokens({}, 16) is None
+    >>> copied_tokens({}, {}) is None
     True
     """
+    parallel = (engine.get(f"{phase}_context_parallel_size") or 1 for phase in ("decode", "prefill"))
+    block_tokens = math.prod((engine.get("block_size") or BLOCK_TOKENS, *parallel))
     return COPY_TOKENS if is_plain(model) and COPY_TOKENS % block_tokens == 0 else None
 
 

@@ -27,8 +27,10 @@ PLACES = 8
 KEPT_TEXTS = 24
 """Responses of a prompt that are kept: those of three epochs with groups of eight."""
 MOST_TOKENS = 16_000_000
-"""All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB. Tokens of prompts with an open
-response take about 200 bytes more each."""
+"""All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
+MOST_NOTED = 2_000_000
+"""Tokens whose places are noted, of about 250 bytes each: beyond them prompts that are not open lose their places, and
+noting them again takes 1.4 microseconds a token. Responses that come back after an interruption find theirs."""
 FOLD, FOLDED = 1_000_003, (1 << 61) - 1
 """The number of a prompt's tokens, by which it is looked up, is theirs as digits of a number."""
 
@@ -45,12 +47,16 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt and the responses to it; while one of them is open, where each pair of tokens is."""
+    """A prompt and the responses to it, and while they are needed the places of each pair of tokens."""
 
+    key: tuple[int, int]
+    """How many tokens it has, and their number."""
     tokens: array[int]
     texts: list[Text] = field(default_factory=list)
     places: defaultdict[tuple[int, int], list[tuple[Text, int]]] = field(default_factory=lambda: defaultdict(list))
     """After a pair of tokens: the text, and where in it the next token is or will be; the newest last."""
+    num_noted: int = 0
+    """Tokens whose places are noted, those of forgotten texts included."""
 
     @property
     def is_open(self) -> bool:
@@ -63,18 +69,35 @@ class Prompt:
         return len(self.tokens) + sum(len(text.tokens) for text in self.texts)
 
     def note_all(self) -> None:
-        """Note the places of all its tokens."""
+        """Note the places of all its tokens, and of no others."""
+        self.forget_places()
         for text in (Text(self, self.tokens), *self.texts):
             self.note(text, 0)
 
     def note(self, text: Text, start: int) -> None:
         """Note the places of a text's tokens from `start` on."""
-        tokens, places = text.tokens, self.places
-        for place in range(max(start, LEAST), len(tokens)):
-            found = places[tokens[place - 2], tokens[place - 1]]
-            found.append((text, place))
-            if len(found) > 2 * PLACES:
-                del found[:PLACES]
+        first, places = max(start, LEAST), self.places
+        tokens = text.tokens[first - LEAST :]
+        for place, pair in enumerate(zip(tokens, tokens[1:-1], strict=False), first):
+            places[pair].append((text, place))
+        self.num_noted += len(text.tokens) - start
+
+    def forget_places(self) -> None:
+        """Note nothing."""
+        self.places.clear()
+        self.num_noted = 0
+
+    def has_begun(self, own: array[int]) -> bool:
+        """Whether one of the responses begins with these tokens, or these tokens with it."""
+        texts = (text for text in self.texts if len(text.tokens) > min(len(self.tokens), MOST))
+        return any(text.tokens[: len(own)] == own[: len(text.tokens)] for text in texts)
+
+    def beginning(self, own: array[int]) -> Text | None:
+        """The longest response that these tokens begin with, of those that are in no row of the batch."""
+        size = min(len(self.tokens), MOST)
+        free = (text for text in self.texts if not text.is_open and len(text.tokens) > size)
+        found = [text for text in free if text.tokens == own[: len(text.tokens)]]
+        return max(found, key=lambda text: len(text.tokens), default=None)
 
 
 class Suffixes:
@@ -89,11 +112,12 @@ class Suffixes:
     [6, 7]
     """
 
-    def __init__(self, drafts: int, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, drafts: int, most_tokens: int = MOST_TOKENS, most_noted: int = MOST_NOTED) -> None:
         """`drafts` tokens in each draft."""
-        self._drafts, self._most_tokens = drafts, most_tokens
+        self._drafts, self._most_tokens, self._most_noted = drafts, most_tokens, most_noted
         self._prompts: OrderedDict[tuple[int, int], Prompt] = OrderedDict()
         self._lengths: defaultdict[int, int] = defaultdict(int)
+        self._noted: OrderedDict[tuple[int, int], Prompt] = OrderedDict()
         self._ended: list[Prompt] = []
         self.num_tokens = 0
         """Tokens that are kept, those of the prompts included."""
@@ -101,16 +125,16 @@ class Suffixes:
     def begin(self, tokens: Sequence[int]) -> Text:
         """The text of a request that has these tokens: a prompt, or a known one and a response as far as it is."""
         given = array("i", tokens)
-        prompt = self._prompt(given)
-        if not prompt.places:
+        prompt = self._known(given)
+        own = given[max(0, len(prompt.tokens) - MOST) :]
+        if not prompt.places or prompt.num_noted > 2 * prompt.num_tokens:
             prompt.note_all()
-        size = len(prompt.tokens)
-        own = given[max(0, size - MOST) :]
-        before = [text for text in prompt.texts if not text.is_open and text.tokens == own[: len(text.tokens)]]
-        text = max(before, key=lambda each: len(each.tokens), default=None)
-        # A text without a response of its own would be taken for the beginning of every other one.
-        if text is None or len(text.tokens) == min(size, MOST):
-            text = Text(prompt, own[: min(size, MOST)])
+        for prompts in (self._prompts, self._noted):
+            prompts[prompt.key] = prompt
+            prompts.move_to_end(prompt.key)
+        text = prompt.beginning(own)
+        if text is None:
+            text = Text(prompt, own[: min(len(prompt.tokens), MOST)])
             prompt.texts.append(text)
             self.num_tokens += len(text.tokens)
         text.is_open = True
@@ -130,22 +154,17 @@ class Suffixes:
         self._ended.append(text.prompt)
 
     def tidy(self) -> None:
-        """Keep no places of prompts that are not open, and no more tokens than may be; after the changes of a step."""
+        """Keep no more tokens and no more places than may be; after the changes of a step."""
         for prompt in self._ended:
-            if not prompt.is_open:
-                prompt.places.clear()
             self._forget_texts(prompt)
+        num_noted = sum(prompt.num_noted for prompt in self._noted.values()) if self._ended else 0
         self._ended.clear()
-        while self.num_tokens > self._most_tokens:
-            found = next(((key, prompt) for key, prompt in self._prompts.items() if not prompt.is_open), None)
-            if found is None:
-                return
-            key, prompt = found
-            del self._prompts[key]
-            self._lengths[key[0]] -= 1
-            if not self._lengths[key[0]]:
-                del self._lengths[key[0]]
-            self.num_tokens -= prompt.num_tokens
+        while num_noted > self._most_noted and (prompt := _first_idle(self._noted)):
+            num_noted -= prompt.num_noted
+            prompt.forget_places()
+            del self._noted[prompt.key]
+        while self.num_tokens > self._most_tokens and (prompt := _first_idle(self._prompts)):
+            self._forget(prompt)
 
     def draft(self, text: Text) -> list[int]:
         """What may follow; filled up with the last token, since an engine is fastest where all drafts are as long."""
@@ -161,7 +180,7 @@ class Suffixes:
         best, most = array("i"), 0
         if len(tail) < LEAST:
             return best
-        for other, place in reversed(text.prompt.places.get((tail[-2], tail[-1]), ())[-PLACES:]):
+        for other, place in reversed(text.prompt.places.get((tail[-2], tail[-1]), [])[-PLACES:]):
             length = _common(other.tokens, place, tail)
             if length > most:
                 best, most = other.tokens[place : place + self._drafts], length
@@ -169,17 +188,27 @@ class Suffixes:
                 break
         return best
 
-    def _prompt(self, given: array[int]) -> Prompt:
-        """The longest known prompt that the tokens begin with, or a new one; used last from now on."""
+    def _known(self, given: array[int]) -> Prompt:
+        """The prompt of a request.
+
+        A request that goes on with no known response is a prompt of its own, whatever it begins with.
+        """
         numbers = list(accumulate(given, _fold, initial=0))
-        keys = ((length, numbers[length]) for length in sorted(self._lengths, reverse=True) if length < len(numbers))
-        key = next((each for each in keys if each in self._prompts), (len(given), numbers[-1]))
-        if key not in self._prompts:
-            self._prompts[key] = Prompt(given)
-            self._lengths[len(given)] += 1
-            self.num_tokens += len(given)
-        self._prompts.move_to_end(key)
-        return self._prompts[key]
+        for length in sorted(self._lengths, reverse=True):
+            prompt = self._prompts.get((length, numbers[length])) if length < len(numbers) else None
+            if prompt and (length == len(given) or prompt.has_begun(given[max(0, length - MOST) :])):
+                return prompt
+        self._lengths[len(given)] += 1
+        self.num_tokens += len(given)
+        return Prompt((len(given), numbers[-1]), given)
+
+    def _forget(self, prompt: Prompt) -> None:
+        del self._prompts[prompt.key]
+        self._noted.pop(prompt.key, None)
+        self._lengths[prompt.key[0]] -= 1
+        if not self._lengths[prompt.key[0]]:
+            del self._lengths[prompt.key[0]]
+        self.num_tokens -= prompt.num_tokens
 
     def _forget_texts(self, prompt: Prompt) -> None:
         """Forget the oldest texts of a prompt that has too many."""
@@ -188,6 +217,11 @@ class Suffixes:
             prompt.texts.remove(text)
             self.num_tokens -= len(text.tokens)
             del text.tokens[:]  # so that its noted places lead nowhere
+
+
+def _first_idle(prompts: OrderedDict[tuple[int, int], Prompt]) -> Prompt | None:
+    """The prompt that was used longest ago, of those that are not open."""
+    return next((prompt for prompt in prompts.values() if not prompt.is_open), None)
 
 
 def _fold(number: int, token: int) -> int:

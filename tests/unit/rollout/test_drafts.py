@@ -14,6 +14,7 @@ DRAFTS, LONGEST = 3, 200
 CONFIG = SimpleNamespace(
     speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
     model_config=SimpleNamespace(max_model_len=LONGEST),
+    compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
 )
 
 
@@ -102,15 +103,17 @@ def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_anothe
     assert batch.run() > 3.0
 
 
-def test_requests_that_leave_are_closed():
+def test_requests_that_leave_are_closed_and_forgotten_where_there_is_no_room():
     batch = Batch(SuffixDrafts(CONFIG))
+    batch.drafter._suffixes._most_tokens = 100
     for number in range(6):
         batch.add(text(100 + number), text(number, 10 + 3 * number))
     batch.run()
     batch.add(text(200), [1, 2])  # a step after which the other rows are seen to be gone
     batch.run()
     batch.drafter.propose([], np.zeros(0, dtype=np.int32), batch.token_ids)
-    assert not any(prompt.is_open or prompt.places for prompt in batch.drafter._suffixes._prompts.values())
+    assert not any(prompt.is_open for prompt in batch.drafter._suffixes._prompts.values())
+    assert batch.drafter._suffixes.num_tokens <= 100
 
 
 def test_a_row_that_is_prefilled_has_no_draft():
@@ -158,3 +161,27 @@ def test_a_request_that_moves_to_the_row_of_one_as_long_is_not_taken_for_it():
     prompts = batch.drafter._suffixes._prompts.values()
     (prompt,) = (each for each in prompts if each.tokens.tolist() == text(100, 10))
     assert [each.tokens[10:].tolist() for each in prompt.texts] == [text(0)[:8]]
+
+
+def test_steps_that_are_larger_than_the_largest_graph_have_no_drafts():
+    graphs = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16])
+    batch = Batch(SuffixDrafts(SimpleNamespace(**{**vars(CONFIG), "compilation_config": graphs})))
+    for number in range(5):
+        batch.add(text(100 + number, 10), text(number))
+    batch.step()
+    assert not any(batch.drafts)
+    batch.remove(4)
+    batch.step()
+    assert [len(draft) for draft in batch.drafts] == [DRAFTS] * 4
+
+
+def test_a_row_in_which_another_request_is_prefilled_frees_the_text_of_the_one_before():
+    drafter = SuffixDrafts(CONFIG)
+    token_ids = np.zeros((4, LONGEST), dtype=np.int32)
+    token_ids[0, :4] = [1, 2, 3, 7]
+    drafter.propose([[7]], np.array([4], dtype=np.int32), token_ids)
+    token_ids[0, :4] = [50, 51, 52, 53]
+    token_ids[1, :5] = [1, 2, 3, 7, 8]
+    drafter.propose([[], [8]], np.array([4, 5], dtype=np.int32), token_ids)
+    (prompt,) = drafter._suffixes._prompts.values()
+    assert [each.tokens.tolist() for each in prompt.texts] == [[1, 2, 3, 7, 8]]

@@ -275,10 +275,19 @@ def test_the_modes_settings_reach_the_engine():
         (LLAMA, {"block_size": 32}, 64),
         (LLAMA, {"block_size": 128}, None),
         (LLAMA, {"block_size": 48}, None),
+        (LLAMA, {"decode_context_parallel_size": 8}, None),
         (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, {}, None),
         ({"model_type": "deepseek_v3"}, {}, None),
     ],
-    ids=["plain", "blocks of 32", "blocks that are larger", "no multiple", "a layer without KV", "another attention"],
+    ids=[
+        "plain",
+        "blocks of 32",
+        "blocks that are larger",
+        "no multiple",
+        "blocks of 8 ranks",
+        "a layer without KV",
+        "another attention",
+    ],
 )
 def test_kv_is_copied_to_host_memory_in_pieces_that_vllm_takes(model, block, copied):
     given = dict(block)

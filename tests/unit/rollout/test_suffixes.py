@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partial_rollout.rollout import suffixes as suffixes_module
 from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, PROBE, DraftGate, Suffixes
 
 PROMPT = [1, 2, 3]
@@ -123,12 +124,14 @@ def test_a_response_that_moves_to_another_row_keeps_its_text():
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
 
 
-def test_a_prompt_of_which_nothing_is_open_keeps_its_texts_and_no_places():
-    suffixes = Suffixes(drafts=2)
+def test_places_of_prompts_that_are_not_open_are_kept_as_long_as_there_is_room():
+    suffixes = Suffixes(drafts=2, most_noted=30)
     text = told(suffixes, PROMPT, TEXT)
-    assert text.prompt.places
     suffixes.end(text)
     suffixes.tidy()
+    assert text.prompt.places
+    ended(suffixes, [4, 5, 6], TEXT)
+    ended(suffixes, [7, 8, 9], TEXT)
     assert not text.prompt.places
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
 
@@ -159,11 +162,30 @@ def test_of_a_prompt_the_oldest_responses_are_forgotten():
     assert suffixes.draft(kept) == [300 + KEPT_TEXTS]
 
 
-def test_a_suffix_that_is_everywhere_costs_no_more_than_its_newest_places():
-    suffixes = Suffixes(drafts=2)
-    text = told(suffixes, PROMPT, [7] * 10_000)
-    assert len(text.prompt.places[7, 7]) <= 2 * PLACES
-    assert suffixes.draft(text) == [7, 7]
+def test_of_a_suffix_that_is_everywhere_only_the_newest_places_are_looked_at(monkeypatch):
+    looked = []
+    monkeypatch.setattr(suffixes_module, "_common", lambda *given: looked.append(given) or 0)
+    suffixes = Suffixes(drafts=1)
+    suffixes.draft(told(suffixes, PROMPT, [7] * 10_000))
+    assert len(looked) == PLACES
+
+
+def test_places_of_forgotten_responses_go_while_their_prompt_stays_open():
+    suffixes = Suffixes(drafts=1)
+    before = told(suffixes, PROMPT, TEXT)
+    for number in range(400):
+        text = told(suffixes, PROMPT, [1000 + 10 * number + each for each in range(10)])
+        suffixes.end(before)
+        suffixes.tidy()
+        before = text
+    assert sum(map(len, before.prompt.places.values())) <= 2 * before.prompt.num_tokens + 10
+
+
+def test_requests_that_begin_with_a_short_prompt_are_prompts_of_their_own():
+    suffixes = Suffixes(drafts=1)
+    suffixes.begin([1])
+    texts = [told(suffixes, [1, *range(10 * number, 10 * number + 5)], TEXT) for number in range(2, 30)]
+    assert len({id(each.prompt) for each in texts}) == len(texts)
 
 
 @settings(max_examples=200, deadline=None)
