@@ -32,7 +32,7 @@ MOST_NOTED = 2_000_000
 """Tokens whose places are noted, of about 250 bytes each: beyond them prompts that are not open lose their places, and
 noting them again takes 1.4 microseconds a token. Responses that come back after an interruption find theirs."""
 FOLD, FOLDED = 1_000_003, (1 << 61) - 1
-"""The number of a prompt's tokens, by which it is looked up, is theirs as digits of a number."""
+"""A prompt is looked up by one number, whose digits to the base FOLD are its tokens, modulo FOLDED."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Prompt:
     """A prompt and the responses to it, and while they are needed the places of each pair of tokens."""
 
     key: tuple[int, int]
-    """How many tokens it has, and their number."""
+    """How many tokens it has, and the number that is made of them (`FOLD`)."""
     tokens: array[int]
     texts: list[Text] = field(default_factory=list)
     places: defaultdict[tuple[int, int], list[tuple[Text, int]]] = field(default_factory=lambda: defaultdict(list))
