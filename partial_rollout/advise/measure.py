@@ -313,16 +313,13 @@ def main(words: list[str] | None = None) -> None:
     for name, least in (("slots", LEAST_SLOTS), ("context", LEAST_CONTEXT)):
         if not tiny and getattr(options, name) < least:
             line.error(f"--{name} {getattr(options, name)} is not allowed: at least {least}")
-    names = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager", "decoded", "offload_gib")
+    sizes = ("slots", "context", "batched_tokens", "memory", "tensor_parallel", "eager")
+    names = (*sizes, "decoded", "offload_gib", "offload_block")
     engine = {name: getattr(options, name) for name in names}
     engine |= {"shape": options.shape or options.model.name, "prompt_tokens": TINY_PROMPT if tiny else PROMPT_TOKENS}
-    engine |= {"offload_block": options.offload_block} if options.offload_gib else {}
     if options.dry_run:
-        cells = (
-            TINY_CELLS
-            if tiny
-            else fitting(cells_for(options.context), options.slots, options.context, math.inf, options.decoded)
-        )
+        large = fitting(cells_for(options.context), options.slots, options.context, math.inf, options.decoded)
+        cells = TINY_CELLS if tiny else large
         print(f"{engine}\ncells (requests, tokens of a prompt), as many as the KV cache has room for: {list(cells)}")
         return
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

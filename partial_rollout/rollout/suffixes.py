@@ -87,16 +87,23 @@ class Prompt:
         self.places.clear()
         self.num_noted = 0
 
-    def has_begun(self, own: array[int]) -> bool:
-        """Whether one of the responses begins with these tokens, or these tokens with it."""
-        texts = (text for text in self.texts if len(text.tokens) > min(len(self.tokens), MOST))
-        return any(text.tokens[: len(own)] == own[: len(text.tokens)] for text in texts)
+    @property
+    def head(self) -> array[int]:
+        """What a response to it begins with."""
+        return self.tokens[-MOST:]
+
+    def own(self, given: array[int]) -> array[int]:
+        """The part of a request's tokens that is its text: the head, and the response as far as it is."""
+        return given[len(self.tokens) - len(self.head) :]
+
+    def begun(self, own: array[int]) -> list[Text]:
+        """The responses that begin with these tokens, or these tokens with them."""
+        texts = (text for text in self.texts if len(text.tokens) > len(self.head))
+        return [text for text in texts if text.tokens[: len(own)] == own[: len(text.tokens)]]
 
     def beginning(self, own: array[int]) -> Text | None:
         """The longest response that these tokens begin with, of those that are in no row of the batch."""
-        size = min(len(self.tokens), MOST)
-        free = (text for text in self.texts if not text.is_open and len(text.tokens) > size)
-        found = [text for text in free if text.tokens == own[: len(text.tokens)]]
+        found = (text for text in self.begun(own) if not text.is_open and len(text.tokens) <= len(own))
         return max(found, key=lambda text: len(text.tokens), default=None)
 
 
@@ -126,7 +133,7 @@ class Suffixes:
         """The text of a request that has these tokens: a prompt, or a known one and a response as far as it is."""
         given = array("i", tokens)
         prompt = self._known(given)
-        own = given[max(0, len(prompt.tokens) - MOST) :]
+        own = prompt.own(given)
         if not prompt.places or prompt.num_noted > 2 * prompt.num_tokens:
             prompt.note_all()
         for prompts in (self._prompts, self._noted):
@@ -134,7 +141,7 @@ class Suffixes:
             prompts.move_to_end(prompt.key)
         text = prompt.beginning(own)
         if text is None:
-            text = Text(prompt, own[: min(len(prompt.tokens), MOST)])
+            text = Text(prompt, prompt.head)
             prompt.texts.append(text)
             self.num_tokens += len(text.tokens)
         text.is_open = True
@@ -196,7 +203,7 @@ class Suffixes:
         numbers = list(accumulate(given, _fold, initial=0))
         for length in sorted(self._lengths, reverse=True):
             prompt = self._prompts.get((length, numbers[length])) if length < len(numbers) else None
-            if prompt and (length == len(given) or prompt.has_begun(given[max(0, length - MOST) :])):
+            if prompt and (length == len(given) or prompt.begun(prompt.own(given))):
                 return prompt
         self._lengths[len(given)] += 1
         self.num_tokens += len(given)
