@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from partial_rollout.core.deadlines import Deadlines, Late
 from partial_rollout.errors import CallOverdue
 from partial_rollout.observability.events import DeadlinePassed
+from partial_rollout.runtime.bounded import BLOCKED_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 CANCEL_S = 5.0
 """How long a cancelled agent loop may take to clean up before it is left alone."""
-BLOCKED_S = 1.0
-"""A timer that is so late says that the event loop was blocked; nobody could go on meanwhile."""
 KEYS = {"agent": "tool_s", "tool": "tool_s", "reward": "reward_s"}
 """The time limit of each phase, below `partial_rollout.timeouts`."""
 WHAT = {"agent": "its agent loop", "tool": "a tool or its agent loop", "reward": "its reward"}

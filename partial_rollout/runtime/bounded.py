@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 UNUSUAL = 2.0
 """A wait for work, such as a batch, is warned of when it lasts so many times as long as the longest one that has ended:
 with an 8B model and responses of 4,096 tokens a sound step waits for 70 s, with longer ones for minutes."""
+BLOCKED_S = 1.0
+"""A timer that is so late says that its event loop or process was blocked: nobody could go on meanwhile."""
 CHECK_INTERVAL_S = 5.0
 """How late the death of the other end is noticed, which sends no event."""
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayActorError
 
 from partial_rollout.core.deadlines import WARN_SHARE, Deadlines, Late
+from partial_rollout.runtime.bounded import BLOCKED_S
 from partial_rollout.runtime.death_watch import own_process
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ BEATS = 40
 """Signs of life within the time of a deadline, at least: four before the first warning."""
 ANSWER_S = 60.0
 """Whoever takes signs of life answers at once; a sign that is late is followed by another one."""
-BLOCKED_S = 1.0
-"""A timer that is so late says that the manager was blocked: signs of life wait for it meanwhile."""
 SILENT = "sign of life"
 CALL_CODE = ("/ray/_private/function_manager.py", "/ray/_private/async_compat.py")
 """Ray's code below which an actor's method runs."""

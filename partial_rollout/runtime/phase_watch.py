@@ -23,8 +23,9 @@ import ray
 from ray.exceptions import RayError
 
 from partial_rollout.core.phases import NUM_NAMED, Phases, alike, shortened, who_is_stuck
+from partial_rollout.runtime.bounded import BLOCKED_S
 from partial_rollout.runtime.death_watch import describe, end_actor, own_process
-from partial_rollout.runtime.heartbeat import BEAT_S, BLOCKED_S, stack_of
+from partial_rollout.runtime.heartbeat import BEAT_S, stack_of
 from partial_rollout.runtime.processes import TASK_RUNNER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.types import Death, Process
 

@@ -9,8 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from partial_rollout.errors import WaitTimeout
-from partial_rollout.runtime.bounded import Wait
-from partial_rollout.runtime.heartbeat import BLOCKED_S
+from partial_rollout.runtime.bounded import BLOCKED_S, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence

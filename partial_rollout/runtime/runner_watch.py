@@ -24,8 +24,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from partial_rollout.core.deadlines import Deadlines
 from partial_rollout.errors import ClusterError, TaskRunnerLost
+from partial_rollout.runtime.bounded import BLOCKED_S
 from partial_rollout.runtime.death_watch import end_actor, how_it_died, kill_pid, last_lines, own_process
-from partial_rollout.runtime.heartbeat import ANSWER_S, BLOCKED_S, SILENT, Pulse, describe_silence, interval_s
+from partial_rollout.runtime.heartbeat import ANSWER_S, SILENT, Pulse, describe_silence, interval_s
 from partial_rollout.runtime.processes import TASK_RUNNER, WITNESS
 from partial_rollout.runtime.run_watch import note_found
 from partial_rollout.types import Death, Process

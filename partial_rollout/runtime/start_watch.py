@@ -31,9 +31,9 @@ from partial_rollout.errors import ActorLost, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.observability.events import Fault
 from partial_rollout.runtime import processes
-from partial_rollout.runtime.bounded import call_bounded
+from partial_rollout.runtime.bounded import BLOCKED_S, call_bounded
 from partial_rollout.runtime.death_watch import how_it_died, kill_pid, rays_process
-from partial_rollout.runtime.heartbeat import BLOCKED_S, interval_s
+from partial_rollout.runtime.heartbeat import interval_s
 from partial_rollout.runtime.remote_call import root_cause
 from partial_rollout.runtime.run_watch import note_found
 from partial_rollout.types import Death, Process
