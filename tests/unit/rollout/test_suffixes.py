@@ -95,6 +95,16 @@ def test_of_several_beginnings_of_a_response_the_longest_is_its_text():
     assert [len(each.tokens) for each in longest.prompt.texts] == [9, 6]
 
 
+def test_a_request_goes_on_with_no_other_response_than_its_own():
+    suffixes = Suffixes(drafts=1)
+    ended(suffixes, PROMPT, TEXT[:4])
+    ended(suffixes, PROMPT, [20, 21, 22, 23, 24])
+    back = suffixes.begin([*PROMPT, 20, 21, 22, 23, 24, 25])
+    other = suffixes.begin([*PROMPT, 30, 31, 32, 33, 34])
+    assert [each.tokens.tolist()[3:] for each in back.prompt.texts] == [TEXT[:4], [20, 21, 22, 23, 24, 25]]
+    assert other.prompt.tokens.tolist() == [*PROMPT, 30, 31, 32, 33, 34]
+
+
 def test_siblings_that_are_equal_so_far_have_texts_of_their_own():
     suffixes = Suffixes(drafts=2)
     for _ in range(2):
