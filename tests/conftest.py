@@ -30,7 +30,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine makes no t
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes")
+FOLDER_MARKERS = ("ray", "engine", "e2e", "omni", "faults", "nodes", "gpu")
 """Folders that mark their tests, in the order of their turns, after all others: the cheapest failure comes first."""
 BY_NAME_ONLY = "nodes"
 """A folder that only runs where the command names it: it needs root, and minutes of a machine without other jobs."""
@@ -126,7 +126,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     skipped = len(terminalreporter.stats.get("skipped", ()))
     parts = [f"{count} of tests/{folder}" for folder, count in sorted(folders.items())]
     left_out = f"; left out by this command: {', '.join(parts)}" if parts else ""
-    gpu = "what needs a GPU is no test: docs/results/gpu.md has its commands"
+    gpu = "what needs a GPU: python -m pytest tests/gpu, and the commands of docs/results/gpu.md"
     terminalreporter.line(f"not run: {skipped} skipped{left_out}; {gpu}")
 
 
