@@ -6,7 +6,6 @@
 
 A transition is one prompt admitted, claimed, finished or taken. The rows (`replicas` runs only if it is named):
 
-- `pure`: the queue alone in this process;
 - `single`: through the actor; each client claims, then reports each group with a call of its own, all at once;
 - `batched`: the same, with `finish_many` of `--batch` groups;
 - `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One process writes all
@@ -49,7 +48,6 @@ import ray
 from benchmarks.virtual_replicas import measure_replicas, num_transitions
 from partial_rollout.advise.result import circumstances, read_result, store
 from partial_rollout.core.interrupt import FRESH, Context
-from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.core.resume import ABORTED, ResumableGeneration, Segment
 from partial_rollout.observability.events import (
@@ -72,7 +70,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.agent_loop.rollout_log import WorkerLog
 
-USUAL = ("pure", "single", "batched", "events", "log")
+USUAL = ("single", "batched", "events", "log")
 ROWS = (*USUAL, "replicas")
 SHORT_STEPS = Path(__file__).parent / "results/gpu/smollm2_h200.json"
 STEP_TRAJECTORIES = 256
@@ -208,25 +206,6 @@ def percentiles(samples: list[dict[str, list[float]]]) -> dict[str, dict[str, fl
 def _percentiles(values: list[float]) -> dict[str, float]:
     rank = {f"p{p}": round(values[min(len(values) - 1, len(values) * p // 100)], 2) for p in PERCENTILES}
     return {**rank, "calls": len(values)}
-
-
-def measure_pure(options: argparse.Namespace) -> dict[str, Any]:
-    """The queue alone, same pattern, no serialisation."""
-    queue = PromptQueue(Partial(options.prompts), 2, time.monotonic)
-    queue.admit(make_prompts(0, options.prompts, options.group))
-    before, admitted, started = num_transitions(queue.statistics()), options.prompts, time.perf_counter()
-    busy_s = 0.0
-    while time.perf_counter() - started < options.seconds / 2:
-        fresh = make_prompts(admitted, options.batch, options.group)
-        group = summaries(Claim("x", 0, "w", options.group, 0, 1))
-        admitted += options.batch
-        lap = time.perf_counter()
-        for claim in queue.claim("w0", options.batch * options.group):
-            queue.finish(claim, group)
-        queue.take(options.batch)
-        queue.admit(fresh)
-        busy_s += time.perf_counter() - lap
-    return {"transitions_per_s": round((num_transitions(queue.statistics()) - before) / busy_s)}
 
 
 def trajectory_events(index: int) -> list[AnyEvent]:
@@ -391,7 +370,6 @@ def main() -> None:
     options = parse()
     pairs = itertools.product(options.replicas, (0.0, options.filtered))
     rows: dict[str, Callable[[], Any]] = {
-        "pure": lambda: measure_pure(options),
         "single": lambda: asyncio.run(measure(options, batched=False)),
         "batched": lambda: asyncio.run(measure(options, batched=True)),
         "events": lambda: measure_events(options),

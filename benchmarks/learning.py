@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.jobs import CPU_MODES, mode_options
 from benchmarks.lanes import Lane, make_lanes
 from benchmarks.training_job import ROOT, run_jobs, training_command
+from partial_rollout.advise.measured import drafted
 from partial_rollout.advise.result import about_run, read_result, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.run.task_files import TaskFiles
@@ -37,19 +38,22 @@ if TYPE_CHECKING:
 Job = dict[str, Any]
 RECIPE = ROOT / "partial_rollout/run/run_smollm2_reasoning_gym.sh"
 KEPT = "actor_rollout_ref.rollout.free_cache_engine=False"
-REUSE_KV = (KEPT, "partial_rollout.tail.interrupt_mode=reuse_kv")
-DEPTH = "partial_rollout.prefetch_factor"
-DEEP = ("partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False")
+DEEP = [
+    "partial_rollout.tail.interrupt_mode=reuse_kv", "partial_rollout.prefetch_factor=5",
+    "partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False",
+]  # fmt: skip
 """All prompts in flight begin at once, so most are old."""
+DRAFTER = "{method:custom_class,model:partial_rollout.rollout.drafts.SuffixDrafts,num_speculative_tokens:3}"
+DRAFTS = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={DRAFTER}"
 VERLS = {"PARTIAL_ROLLOUT": "0"}
 RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "sync": (VERLS, []),
     "colocate_async": (VERLS, ["trainer.v1.trainer_mode=colocate_async"]),
-    "reuse_kv_3": ({}, [*REUSE_KV, f"{DEPTH}=3"]),
-    "reuse_kv_5_adaptive": ({}, [*REUSE_KV, f"{DEPTH}=5", "partial_rollout.slots.adaptive=True"]),
     "flag_alone": ({}, []),
+    "sync_drafts": (VERLS, [DRAFTS]),
+    "flag_drafts": ({}, [DRAFTS]),
     "flag_bypass": ({}, ["algorithm.rollout_correction.bypass_mode=True"]),
-    "reuse_kv_5_deep": ({}, [*REUSE_KV, f"{DEPTH}=5", *DEEP]),
+    "reuse_kv_5_deep": ({}, DEEP),
 }
 """The recipe's variables and overrides of each mode."""
 COMPARED = ("sync", "wait", "partial_rollout", "reorder")
@@ -68,6 +72,7 @@ PANELS = {
     "staleness, steps": "training/off_policy/trajectory_staleness_worst/mean",
     "step, s": STEP_S,
     "generation, s a step": "timing_s/gen",
+    "validation, s": "timing_s/testing",
     "log-probs, s a step": "timing_s/old_log_prob",
     "update, s a step": "timing_s/update_actor",
     "TIS weight, standard deviation": "rollout_corr/rollout_is_std",
@@ -155,6 +160,7 @@ def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
         for title, name in PANELS.items():
             values = [step[name] for step in job["steps"][WINDOW:common] if name in step]
             row[title] = statistics.fmean(values) if values else None
+        row |= drafted(job)
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
     return {"common_steps": common, "summary": rows}
 

@@ -42,6 +42,10 @@ STOP_S = 20.0
 """From asking a job to end to killing it."""
 RUNNING, ENGINE = "vllm:num_requests_running", "VLLM::EngineCore"
 """A gauge, and the title of an engine's process."""
+DRAFTED = [
+    f"vllm:{of}_total" for of in ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens", "generation_tokens")
+]
+"""Counts of an engine that drafts: steps of a request with drafts, drafts that were right, and tokens in all."""
 READ_TIMEOUT_S = 2.0
 CPU_ENVIRONMENT = ROOT / "partial_rollout/run/lib/cpu_environment.sh"
 
@@ -143,12 +147,13 @@ def run_job(
     """Run one job for up to `limit_s`, or `end_after` steps.
 
     Returns its steps, `skip` of them apart, the ends of all, and how many requests ran. Times are seconds
-    from its start; samples are [time, requests in the engines' batches], from the first step on.
+    from its start; samples are [time, requests in the engines' batches], from the first step on, and have DRAFTED too
+    where engines draft.
     """
     started_s = time.monotonic()
     ends_s: list[float] = []
     samples: list[list[float]] = []
-    engines = RunningRequests()
+    engines = EngineCounts()
     lane, mark = lane or Lane(), uuid.uuid4().hex
     with training_job(words, folder, lane, mark) as job:
         for now_s in until_over(job, lane, limit_s):
@@ -157,8 +162,8 @@ def run_job(
                 break
             if ends_s:
                 engines.find(mark)
-                running = engines.sample()
-                samples += [] if running is None else [[round(now_s, 1), running]]
+                sampled = engines.sample()
+                samples += [[round(now_s, 1), *sampled]] if sampled else []
     ended_s, steps = time.monotonic() - started_s, read_steps(folder)
     ends_s += [round(ended_s, 1)] * (len(steps) - len(ends_s))
     times = {"job_s": ended_s, "first_step_s": ends_s[0] if ends_s else None, "ends_s": ends_s}
@@ -187,8 +192,8 @@ def run_jobs(
     run_all([partial(run_one, name, *job) for name, job in jobs.items()], lanes)
 
 
-class RunningRequests:
-    """vLLM's own gauge of a job's engines; needs `rollout.disable_log_stats=False`."""
+class EngineCounts:
+    """vLLM's own numbers of a job's engines; needs `rollout.disable_log_stats=False`."""
 
     def __init__(self) -> None:
         self._pages: set[str] = set()
@@ -199,10 +204,9 @@ class RunningRequests:
             engines = [process for process in processes_of(mark) if _is_engine(process)]
             self._pages = {page for engine in engines for page in _pages_of_server(engine)}
 
-    def sample(self) -> float | None:
-        """The present sum over engines; nothing while none answers."""
-        running = [value for value in map(_read, self._pages) if value is not None]
-        return sum(running) if running else None
+    def sample(self) -> list[float]:
+        """The present sums over engines; nothing while none answers."""
+        return [sum(each) for each in zip(*filter(None, map(_read, self._pages)), strict=True)]
 
 
 def _is_engine(process: psutil.Process) -> bool:
@@ -219,7 +223,7 @@ def _pages_of_server(engine: psutil.Process) -> set[str]:
     except psutil.Error:
         return set()
     for ancestor in ancestors:
-        found = {page for page in _pages(ancestor) if _read(page) is not None}
+        found = {page for page in _pages(ancestor) if _read(page)}
         if found:
             return found
     return set()
@@ -235,12 +239,14 @@ def _pages(process: psutil.Process) -> set[str]:
     return {f"http://{host}:{port}/metrics" for host, port in hosts}
 
 
-def _read(page: str) -> float | None:
-    """The gauge; None if this is no metrics page (an engine server has other ports, too)."""
+def _read(page: str) -> list[float]:
+    """The gauge, and DRAFTED where it has them; nothing if this is no metrics page, as other ports' are."""
     try:
         with urllib.request.urlopen(page, timeout=READ_TIMEOUT_S) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            gauges = [sample.value for family in families for sample in family.samples if sample.name == RUNNING]
+            families = list(text_string_to_metric_families(answer.read().decode()))
     except (OSError, HTTPException, ValueError):
-        return None
-    return sum(gauges) if gauges else None
+        return []
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return [found[name] for name in (RUNNING, *(DRAFTED if DRAFTED[0] in found else ())) if RUNNING in found]

@@ -52,7 +52,7 @@ def job_loads(name: str, labels: dict[str, str]) -> list[Load]:
         job = next(job for job in result["jobs"] if job["mode"] == mode)
         begun = job["ends_s"][0]
         ends = [end - begun for end in job["ends_s"][1:]]
-        points = [(at - begun, running / slots) for at, running in job["samples"] if at >= begun]
+        points = [(row[0] - begun, row[1] / slots) for row in job["samples"] if row[0] >= begun]
         loads.append(Load(label, ends, points))
     return loads
 

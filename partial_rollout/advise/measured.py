@@ -48,13 +48,25 @@ def kept(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def slots_in_use(job: dict[str, Any], num_slots: int) -> float | None:
     """Share of the slots that ran over the measured steps, while any did."""
     since_s = job["ends_s"][SKIP - 1] if len(job["ends_s"]) >= SKIP else float("inf")
-    return utilisation([running for at_s, running in job["samples"] if at_s >= since_s], num_slots)
+    return utilisation([sample[1] for sample in job["samples"] if sample[0] >= since_s], num_slots)
 
 
 def utilisation(samples: Iterable[float], num_slots: int) -> float | None:
     """Mean share of slots in use, over the samples in which any is."""
     busy = [running for running in samples if running > 0]
     return sum(busy) / (len(busy) * num_slots) if busy else None
+
+
+def drafted(job: dict[str, Any]) -> dict[str, float]:
+    """What drafts brought, by vLLM's counts between a job's first sample and its last; nothing without drafts.
+
+    Tokens of a checked step of a request, that of the model itself included, and the share of tokens of such steps.
+    """
+    counts = [sample[2:] for sample in job.get("samples", ()) if len(sample) > 2]
+    if not counts or counts[0][0] == counts[-1][0]:
+        return {}
+    drafts, accepted, tokens = (last - first for first, last in zip(counts[0], counts[-1], strict=True))
+    return {"tokens_a_checked_step": 1 + accepted / drafts, "share_of_checked_tokens": (drafts + accepted) / tokens}
 
 
 def summarise(jobs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -135,7 +147,7 @@ def _by_gauge(jobs: list[dict[str, Any]], load: Workload, *, is_full: bool) -> d
     for job in jobs:
         number = filling_steps(job)
         since_s = job["ends_s"][number - 1] if number and "samples" in job else 0.0
-        running += [count for at_s, count in job.get("samples", ()) if (at_s >= since_s) == is_full]
+        running += [sample[1] for sample in job.get("samples", ()) if (sample[0] >= since_s) == is_full]
     share = utilisation(running, load.batch * load.group)
     return {} if share is None else {"slots_by_gauge": share}
 

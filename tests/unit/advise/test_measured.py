@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partial_rollout.advise.measured import (
     STALENESS,
+    drafted,
     filling_steps,
     generation,
     parts,
@@ -74,3 +75,11 @@ def test_slots_in_use_are_those_of_the_measured_steps_while_any_runs():
     samples = [[1.0, 1], [6.0, 8], [7.0, 0], [8.0, 4]]
     assert slots_in_use({"ends_s": [2.0, 5.0, 9.0], "samples": samples}, 8) == 0.75
     assert slots_in_use({"ends_s": [2.0], "samples": samples}, 8) is None
+
+
+def test_what_drafts_brought_is_counted_from_the_first_sample_to_the_last():
+    samples = [[1.0, 4, 100.0, 50.0, 900.0], [2.0, 4, 130.0, 70.0, 950.0], [3.0, 4, 200.0, 200.0, 1400.0]]
+    assert drafted({"samples": samples}) == {"tokens_a_checked_step": 2.5, "share_of_checked_tokens": 0.5}
+    assert drafted({"samples": samples[:1]}) == {}
+    assert drafted({"samples": [[1.0, 4], [2.0, 4]]}) == {}
+    assert slots_in_use({"ends_s": [0.0, 0.0, 0.0], "samples": samples}, 8) == 0.5

@@ -70,12 +70,14 @@ def test_a_dry_run_shows_the_recipe_of_each_mode(mode: str, capsys: pytest.Captu
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = compose("partial_rollout", overrides=overrides)
     assert not config.actor_rollout_ref.rollout.free_cache_engine
-    assert is_enabled(config) == (mode not in ("sync", "colocate_async"))
+    speculation = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("speculative_config")
+    assert (speculation is not None) == mode.endswith("_drafts")
+    assert is_enabled(config) == (mode not in ("sync", "sync_drafts", "colocate_async"))
     if is_enabled(config):
         check_config(config, read_settings(config))
         assert mode.startswith("flag_") or read_settings(config).block.tail.interrupt_mode == "reuse_kv"
     else:
-        assert config.trainer.v1.trainer_mode == mode
+        assert config.trainer.v1.trainer_mode == mode.removesuffix("_drafts")
 
 
 def test_jobs_of_unequal_length_are_compared_over_the_steps_that_all_have():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from benchmarks.training_job import LOG, METRICS, read_steps, training_job
+from benchmarks.training_job import DRAFTED, LOG, METRICS, RUNNING, EngineCounts, read_steps, training_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,3 +42,41 @@ def test_what_a_job_that_died_has_left_behind_is_ended(tmp_path: Path) -> None:
         job.wait(60)
         left = psutil.Process(int((tmp_path / LOG).read_text()))
     assert not left.is_running()
+
+
+ENGINE_SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(sys.argv[1].encode())
+
+server = HTTPServer(("127.0.0.1", 0), Handler)
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "VLLM::EngineCore"])
+print("listens", flush=True)
+server.serve_forever()
+"""
+"""A process that has an engine's title below it, and a metrics page."""
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({RUNNING: 3.0, DRAFTED[2]: 5.0}, [6.0]),
+        ({RUNNING: 3.0, **dict(zip(DRAFTED, (2.0, 1.0, 5.0), strict=True))}, [6.0, 4.0, 2.0, 10.0]),
+        ({"other": 1.0}, []),
+    ],
+)
+def test_counts_of_a_jobs_engines_are_read(tmp_path: Path, values: dict[str, float], expected: list[float]) -> None:
+    text = "".join(f'{name}{{engine="{i}"}} {value}\n' for name, value in values.items() for i in (0, 1))
+    counts, mark = EngineCounts(), "a-job-of-this-test"
+    with training_job([sys.executable, "-c", ENGINE_SERVER, text], tmp_path, mark=mark) as job:
+        ends_s = time.monotonic() + 60
+        while "listens" not in (tmp_path / LOG).read_text():
+            assert job.poll() is None
+            assert time.monotonic() < ends_s
+        counts.find(mark)
+        assert counts.sample() == expected
