@@ -40,6 +40,8 @@ UNTRIED = "not tried"
 REFUSED = "refused"
 REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
+SPECULATION = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,13 @@ def _above(key: str, least: int) -> Callable[[DictConfig], bool]:
 
 def _vllm_on(device: str) -> Callable[[DictConfig], bool]:
     return lambda config: _of(config, f"{ROLLOUT}.name") == "vllm" and _of(config, "trainer.device") == device
+
+
+def _drafter(config: DictConfig) -> str | None:
+    """The class or model by which an engine drafts; None: it does not."""
+    if not _of(config, SPECULATION):
+        return None
+    return _of(config, f"{SPECULATION}.model") or "another"
 
 
 def _has_several_nodes(config: DictConfig) -> bool:
@@ -689,11 +698,21 @@ ROWS = (
     ),
     Row(
         "other",
-        "drafts (`engine_kwargs.vllm.speculative_config`)",
+        "drafts by `SuffixDrafts` (`engine_kwargs.vllm.speculative_config`)",
+        SEEN,
+        "`run_smollm2_reasoning_gym.sh` with `sync` and with the flag alone, one job each; an engine in "
+        "`tests/gpu/test_drafts.py`, on a CPU in `tests/engine/test_drafts.py`",
+        lambda config: _drafter(config) == SUFFIX_DRAFTS,
+        {SPECULATION: {"method": "custom_class", "model": SUFFIX_DRAFTS}, "trainer.device": "cuda"},
+        also="refused on a CPU",
+    ),
+    Row(
+        "other",
+        "other drafts",
         UNTRIED,
-        "with `SuffixDrafts` a real engine on a CPU is tested (`tests/engine/test_drafts.py`), and no job on a GPU ran",
-        lambda config: bool(_of(config, f"{ROLLOUT}.engine_kwargs.vllm.speculative_config")),
-        {f"{ROLLOUT}.engine_kwargs.vllm.speculative_config": {"method": "ngram"}, "trainer.device": "cuda"},
+        "`SuffixDrafts` is what has run",
+        lambda config: (_drafter(config) or SUFFIX_DRAFTS) != SUFFIX_DRAFTS,
+        {SPECULATION: {"method": "ngram"}, "trainer.device": "cuda"},
         also="refused on a CPU",
     ),
     Row(
