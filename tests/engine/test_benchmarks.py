@@ -90,10 +90,10 @@ def test_the_weight_channel_is_measured_in_all_steps(start, tmp_path):
 def test_the_queue_is_measured_through_its_actor(start, tmp_path):
     path = tmp_path / "queue.json"
     words = ["--prompts", "200", "--batch", "8", "--take", "16", "--seconds", "1"]
-    words += ["--rows", "pure", "single", "batched", "events"]  # the others start in tests/unit/benchmarks
+    words += ["--rows", "single", "batched", "events"]  # the others start in tests/unit/benchmarks
     start("benchmarks.bench_queue", *words, "--json", str(path), starts_ray=True)
     found = json.loads(path.read_text())
-    assert all(found[name]["transitions_per_s"] > 0 for name in ("pure", "single", "batched"))
+    assert all(found[name]["transitions_per_s"] > 0 for name in ("single", "batched"))
     assert all(found[name]["conserved"] for name in ("single", "batched"))
     assert 0 < found["events"]["cpu_percent_of_step"] < 1
 
