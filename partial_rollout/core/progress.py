@@ -52,6 +52,11 @@ class Progress:
         """Whether the engine has stood still for longer than it may."""
         return self.stood_still_s >= self.limit_s
 
+    def put_off(self, seconds: float) -> None:
+        """Leave out so many seconds before the next look, in which nobody took in what the engine had generated."""
+        if self._since_s is not None:
+            self._since_s += seconds
+
     def look(self, *, requests: int, tokens: int, now_s: float) -> float:
         """Tell what the engine holds and has generated in all; returns for how many seconds it has stood still.
 

@@ -140,7 +140,7 @@ class DiffusionJob:
         if self.version:
             async with self._still:
                 await self._update_servers()
-        self._cadence.begin()
+        self._cadence.begin(self.saved_step)
 
     async def step(self) -> dict[str, float]:
         """Run one training step; return its metrics.

@@ -17,6 +17,8 @@ import psutil
 from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.core.progress import Progress
 from partial_rollout.observability.events import EventWriter, Fault, Warned
+from partial_rollout.runtime.bounded import BLOCKED_S
+from partial_rollout.runtime.remote_call import MORE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -58,9 +60,18 @@ class ProgressWatch:
         """End the engine if what is inside takes longer, which waits for it to do `what`; `limit` says which limit."""
         loop = asyncio.get_running_loop()
         late = f"{self._name} was asked to {what}, and has not answered for"
+        due_s, did = loop.time() + limit_s, f"was asked to {what} and did not answer"
+
+        def end() -> None:
+            # The loop was blocked: the answer may be there, and is taken in after this timer.
+            if loop.time() - due_s > BLOCKED_S:
+                timers.append(loop.call_later(MORE_S, self._end, did, limit_s + MORE_S, limit))
+            else:
+                self._end(did, limit_s, limit)
+
         timers = [
             loop.call_later(WARN_SHARE * limit_s, self._say, f"{late} {WARN_SHARE * limit_s:.0f} s of {limit_s:.0f} s"),
-            loop.call_later(limit_s, self._end, f"was asked to {what} and did not answer", limit_s, limit),
+            loop.call_at(due_s, end),
         ]
         try:
             yield
@@ -70,9 +81,14 @@ class ProgressWatch:
 
     async def _run(self, look: Callable[[], tuple[int, int]]) -> None:
         while not self.verdict:
+            due_s = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            # The loop was blocked, or this process stood still: tokens may be there, and are taken in after this look.
+            if now_s - due_s > BLOCKED_S:
+                self._progress.put_off(now_s - due_s)
             requests, tokens = look()
-            stood_still_s = self._progress.look(requests=requests, tokens=tokens, now_s=time.monotonic())
+            stood_still_s = self._progress.look(requests=requests, tokens=tokens, now_s=now_s)
             if self._progress.is_stuck:
                 did = f"held {requests} requests and generated nothing"
                 limit = "partial_rollout.timeouts.stall_s beyond its longest pause before"

@@ -160,7 +160,8 @@ def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_
         _require_content(folder / part, folder_key)
     for path in folder.rglob("*.pt"):
         _require_directory(path, folder_key)
-    sizes = {name: size for name, size in _sizes(folder).items() if name != MANIFEST}
+    # Nor a manifest whose writing was cut off, which goes when this one is written.
+    sizes = {name: size for name, size in _sizes(folder).items() if not name.startswith(MANIFEST)}
     # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
     for path in (*folder.rglob("*"), folder, folder.parent):
         _put_on_disk(path)

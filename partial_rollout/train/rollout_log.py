@@ -48,7 +48,7 @@ from partial_rollout.runtime.log_writer import LogWriter
 from partial_rollout.settings.memory import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omegaconf import DictConfig
 
@@ -78,12 +78,19 @@ WORLD = (
     "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.rollout.agent",
     "actor_rollout_ref.rollout.multi_turn",
-    "algorithm.filter_groups",
+    "algorithm",
+    *(f"actor_rollout_ref.actor.{key}" for key in (
+        "optim.lr", "optim.weight_decay", "optim.betas", "optim.lr_warmup_steps", "policy_loss", "loss_agg_mode",
+        "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "use_kl_loss",
+        "kl_loss_coef", "kl_loss_type", "ppo_mini_batch_size", "ppo_epochs", "grad_clip",
+    )),
+    "critic.optim.lr",
     "reward",
     "trainer.resume_mode",
     "trainer.resume_from_path",
-)
-"""Settings that responses, their scores or their order depend on: with another value the log is of another run."""
+)  # fmt: skip
+"""Settings that responses, their scores, their order or the weights that sampled them depend on: with another value the
+log is of another run."""
 REWARD_FILE = "reward.custom_reward_function.path"
 READ_TIMEOUT_S = 600.0
 """Gigabytes take seconds; this bounds a disk that stands still."""
@@ -249,10 +256,9 @@ class RunLog:
 
     def before_save(self, step: int) -> None:
         """A checkpoint of `step` begins: what follows is written into a folder of its own."""
+        folder = remove_log_after(self._config, step)
         if not self._writer.is_on:
             return
-        folder = self._root / f"after_step_{step}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was left for this one
         self._number = 1
         self._open(LogFolder(str(folder), 1, step), step)
 
@@ -354,17 +360,37 @@ class RunLog:
             )
 
 
+def remove_log_after(config: DictConfig, step: int) -> Path:
+    """Remove what a run that was left for this one has logged after its checkpoint of `step`; returns the folder."""
+    folder = Path(config.trainer.default_local_dir).absolute() / FOLDER / f"after_step_{step}"
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
 def world(config: DictConfig) -> dict[str, str]:
     """The settings that responses depend on, and the reward function's text."""
     found: dict[str, str] = {}
     for key in WORLD:
         value = OmegaConf.select(config, key)
         plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        found[key] = json.dumps(plain, sort_keys=True, default=str)
+        found |= {name: json.dumps(leaf, default=str) for name, leaf in leaves(key, plain)}
     path = OmegaConf.select(config, REWARD_FILE)
     if isinstance(path, str) and Path(path).is_file():
         found["the reward function's file"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found
+
+
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of a block, each by its whole name.
+
+    >>> dict(leaves("a", {"b": 1, "c": {"d": [2, 3], "e": {}}}))
+    {'a.b': 1, 'a.c.d': [2, 3]}
+    """
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from leaves(f"{key}.{name}", each)
+    else:
+        yield key, value
 
 
 def prompt_digest(asked: object) -> str:

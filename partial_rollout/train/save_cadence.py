@@ -17,7 +17,8 @@ MOST_SHARE = 0.05
 class SaveCadence:
     """begin -> the minutes have passed -> due at the end of a step -> saved, or put off -> the minutes pass again
 
-    The end of the last step is due as well, once a checkpoint was saved: a run that is shorter leaves none, as verl's.
+    The end of the last step is due as well, once the run has a checkpoint, its own or the one that it goes on from: a
+    run that is shorter leaves none, as verl's.
     """
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,9 +28,9 @@ class SaveCadence:
         self._cost_s = 0.0
         self._saved_step: int | None = None
 
-    def begin(self) -> None:
-        """The first step begins."""
-        self._since_s = self._clock()
+    def begin(self, saved_step: int) -> None:
+        """The first step begins; `saved_step` is that of the checkpoint that the run goes on from, 0: there is none."""
+        self._since_s, self._saved_step = self._clock(), saved_step or None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether a step that ends now is to be saved; `is_last`: no step follows."""

@@ -113,7 +113,7 @@ from partial_rollout.train.nodes import remove_elsewhere
 from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, training_ranks, transfer_queue_actors
-from partial_rollout.train.rollout_log import RunLog, logs_rollouts, prompt_digest
+from partial_rollout.train.rollout_log import RunLog, logs_rollouts, prompt_digest, remove_log_after
 from partial_rollout.train.save_cadence import SaveCadence
 from partial_rollout.train.shutdown import shutdown_run
 from partial_rollout.train.slot_tuning import SlotTuner
@@ -274,9 +274,9 @@ class PartialRolloutTrainer(PPOTrainer):
     def on_train_begin(self) -> None:
         """Start the workers' claim loops; the prompts of a restored queue are admitted by now."""
         stages.begin(stages.FIRST_STEP)
-        num_taken = self._ask(self.manager.statistics.remote()).taken
-        self._last_checkpoint.begin(self.global_steps - 1, num_taken)
-        self._cadence.begin()
+        num_taken, saved_step = self._ask(self.manager.statistics.remote()).taken, self.global_steps - 1
+        self._last_checkpoint.begin(saved_step, num_taken)
+        self._cadence.begin(saved_step)
         self.agent_loop_manager.start()
 
     def on_validate_begin(self) -> None:
@@ -441,6 +441,8 @@ class PartialRolloutTrainer(PPOTrainer):
         # First of all: what workers finish from now on may be in none of the checkpoint's parts.
         if self._log is not None:
             self._log.before_save(self.global_steps)
+        else:
+            remove_log_after(self.config, self.global_steps)
         # Tokens before the queue: a group that finishes in between is done in the queue, and needs no tokens. The other
         # way round its prompt would be ongoing in the queue, and its tokens forgotten.
         tokens, missing = self.agent_loop_manager.tokens_in_flight()

@@ -78,3 +78,18 @@ def test_a_warning_comes_after_a_tenth_of_what_is_beyond_the_longest_pause_but_n
     progress.look(requests=1, tokens=16, now_s=42.0)
     assert progress.warn_s == 43.0
     assert Progress(stall_s=0.4).warn_s == 2.0
+
+
+def test_time_in_which_nobody_could_take_tokens_in_is_no_pause() -> None:
+    progress = moving()
+    limit_s = progress.limit_s
+    progress.look(requests=2, tokens=8, now_s=30.0)
+    progress.put_off(600.0)
+    assert progress.look(requests=2, tokens=8, now_s=631.0) < limit_s
+    assert not progress.is_stuck
+    progress.put_off(600.0)
+    progress.look(requests=2, tokens=9, now_s=1232.0)
+    assert progress.limit_s < 2 * limit_s
+    idle = Progress(STALL_S)
+    idle.put_off(600.0)
+    assert idle.look(requests=2, tokens=0, now_s=601.0) == 0.0

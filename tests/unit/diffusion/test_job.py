@@ -405,6 +405,18 @@ async def test_a_checkpoint_is_saved_by_time_unless_the_user_wants_none(tmp_path
     await job.end()
 
 
+async def test_a_run_that_goes_on_from_a_checkpoint_saves_its_last_step(tmp_path):
+    last = {"total_training_steps": 3}
+    for trainer, saved_step in (({"save_freq": 2}, 2), ({"save_minutes": 1000.0}, 3)):
+        job = make_job(FakeReplicas(ready=10**6), folder=tmp_path, trainer=last | trainer)
+        await job.begin()
+        while job.version < saved_step:
+            await within(job.step())
+            await job.save_if_due()
+        await job.end()
+        assert Checkpoints(job._config, PROMPTS).books.version == saved_step
+
+
 async def test_a_checkpoint_that_fails_ends_no_run(tmp_path, caplog):
     actor = FakeActor()
     job = make_job(FakeReplicas(ready=10**6), model=actor, folder=tmp_path, trainer={"save_freq": 1})

@@ -103,3 +103,71 @@ def test_an_engine_that_is_ended_on_purpose_is_left_alone(engine: psutil.Process
 
     assert run_virtual(main()) == ""
     assert engine.is_running()
+
+
+def jump(seconds: float) -> None:
+    """Something blocks the event loop, or the machine stands still."""
+    asyncio.get_running_loop()._jumping.now_s += seconds  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("seconds", [600.0, 4 * STALL_S])
+def test_an_engine_whose_tokens_nobody_could_take_in_is_left_alone(
+    engine: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    tokens = 0
+
+    async def main() -> str:
+        nonlocal tokens
+        monkeypatch.setattr(time, "monotonic", asyncio.get_running_loop().time)
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(lambda: (5, tokens), [engine])
+        for number in range(6):
+            tokens += 1
+            await asyncio.sleep(5.0)
+            if number > 2:
+                jump(seconds)
+                await asyncio.sleep(1.5)  # the first look comes before the tokens
+        return watch.verdict
+
+    assert run_virtual(main()) == ""
+    assert engine.is_running()
+
+
+def test_a_frozen_engine_is_ended_though_the_event_loop_is_blocked_again_and_again(
+    engine: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> tuple[str, int]:
+        monkeypatch.setattr(time, "monotonic", asyncio.get_running_loop().time)
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(lambda: (5, 8), [engine])
+        for number in range(400):
+            await asyncio.sleep(0.5)
+            jump(60.0)
+            if watch.verdict:
+                return watch.verdict, number
+        return "", 400
+
+    verdict, number = run_virtual(main())
+    assert "held 5 requests and generated nothing" in verdict
+    assert number < 4 * STALL_S
+    engine.wait(60)
+
+
+@pytest.mark.parametrize("answer_s", [0.1, None])
+def test_an_answer_that_nobody_could_take_in_is_waited_for_a_little_longer(
+    engine: psutil.Process, tmp_path: Path, answer_s: float | None
+) -> None:
+    async def main() -> str:
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(lambda: (0, 0), [engine])
+        with watch.answers_within(20.0, "half of drain_s", "pause"):
+            await asyncio.sleep(1.0)
+            jump(600.0)
+            await asyncio.sleep(answer_s or 60.0)
+        return watch.verdict
+
+    verdict = run_virtual(main())
+    assert bool(verdict) == (answer_s is None)
+    if answer_s is None:
+        engine.wait(60)
+    assert engine.is_running() == (answer_s is not None)

@@ -115,6 +115,13 @@ def test_every_file_is_on_the_disk_before_the_manifest_vouches_for_it(
     assert ((folder / MANIFEST).parent.stat().st_ino, True) in written
 
 
+def test_a_manifest_whose_writing_was_cut_off_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    (folder / f"{MANIFEST}.tmp").write_bytes(b"cut o")
+    mark_whole(folder)
+    assert missing_parts(folder) == []
+
+
 def test_a_checkpoint_of_0_1_has_no_manifest_and_is_whole_with_all_its_parts(tmp_path: Path) -> None:
     assert missing_parts(save(tmp_path, 1, whole=False)) == []
     assert missing_parts(save(tmp_path, 2, whole=False, without="transfer_queue")) == ["transfer_queue"]

@@ -46,7 +46,8 @@ def config(path: Path, **more: Any) -> DictConfig:
         "trainer.default_local_dir": str(path / "checkpoints"), "trainer.resume_mode": "auto", "trainer.save_freq": 4,
         "data.train_files": "a.parquet", "data.train_batch_size": 2, "data.max_prompt_length": 8,
         "data.max_response_length": 8, "data.seed": 1, "actor_rollout_ref.rollout.n": 2,
-        "actor_rollout_ref.model.path": "m", "reward.custom_reward_function.path": str(reward),
+        "actor_rollout_ref.model.path": "m", "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
+        "algorithm.adv_estimator": "grpo", "reward.custom_reward_function.path": str(reward),
     }  # fmt: skip
     made = OmegaConf.create({})
     for key, value in (given | more).items():
@@ -269,7 +270,8 @@ def test_a_wanted_prompt_that_has_left_the_queue_ends_the_replay(
     ("key", "value"),
     [
         ("data.seed", 2), ("actor_rollout_ref.rollout.n", 4), ("data.train_files", "b.parquet"),
-        ("data.max_response_length", 9),
+        ("data.max_response_length", 9), ("actor_rollout_ref.actor.optim.lr", 1e-3),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"), ("algorithm.adv_estimator", "rloo"),
     ],
 )  # fmt: skip
 def test_a_log_of_other_settings_is_not_used(
@@ -328,6 +330,16 @@ def test_a_checkpoint_begins_a_folder_and_takes_the_place_of_those_before_when_i
     assert folders(tmp_path) == {"after_step_8"}
     again = Start(config(tmp_path), step=8, snapshot=snapshot(pending=(PromptMeta("b", 2, 1),)))
     assert again.log.wanted(9) == ("b",)
+    again.die()
+
+
+def test_a_checkpoint_of_a_log_that_is_off_leaves_no_log_of_another_history(tmp_path: Path) -> None:
+    first_start(tmp_path)
+    off = RunLog(config(tmp_path), object())  # pyright: ignore[reportArgumentType] - not begun, as after a full disk
+    off.before_save(4)
+    off.after_save(4)
+    again = Start(config(tmp_path), snapshot=snapshot("kept"))
+    assert (again.log.wanted(5), again.replayed) == ((), {})
     again.die()
 
 

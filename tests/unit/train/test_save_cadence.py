@@ -28,7 +28,7 @@ def clock() -> Clock:
 def cadence(clock: Clock) -> SaveCadence:
     cadence = SaveCadence(MINUTES, clock)
     clock.minutes = 30.0  # the start took 23 minutes
-    cadence.begin()
+    cadence.begin(0)
     return cadence
 
 
@@ -68,6 +68,14 @@ def test_the_last_step_is_due_in_a_run_that_has_saved(cadence: SaveCadence, cloc
     assert cadence.is_due(9, is_last=True)
 
 
+def test_the_last_step_is_due_in_a_run_that_goes_on_from_a_checkpoint(cadence: SaveCadence) -> None:
+    """Short as it is: otherwise its weights would be those of the checkpoint, and the steps since then lost."""
+    cadence.begin(8)
+    assert not cadence.is_due(8, is_last=True)
+    assert not cadence.is_due(9, is_last=False)
+    assert cadence.is_due(9, is_last=True)
+
+
 def test_what_had_no_room_is_tried_again_later(cadence: SaveCadence, clock: Clock) -> None:
     clock.minutes = 50.0
     assert cadence.is_due(8, is_last=False)
@@ -80,7 +88,7 @@ def test_what_had_no_room_is_tried_again_later(cadence: SaveCadence, clock: Cloc
 
 def test_without_minutes_nothing_is_ever_due(clock: Clock) -> None:
     cadence = SaveCadence(None, clock)
-    cadence.begin()
+    cadence.begin(0)
     clock.minutes = 9999.0
     cadence.saved(3, 1.0)
     assert not cadence.is_due(4, is_last=True)

@@ -60,6 +60,21 @@ def test_restored_tokens_are_forgotten_after_each_step_when_the_engines_generate
     assert log == [step[0], "stop", "reject_parked", *step[1:]]
 
 
+@pytest.mark.parametrize(("next_step", "saved_step"), [(1, 0), (41, 40)])
+def test_saving_by_time_knows_the_checkpoint_that_the_run_goes_on_from(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, next_step: int, saved_step: int
+) -> None:
+    told: list[Any] = []
+    trainer.global_steps, trainer._ask = next_step, lambda call: call
+    trainer.manager = SimpleNamespace(statistics=SimpleNamespace(remote=lambda: SimpleNamespace(taken=7)))
+    trainer._last_checkpoint = SimpleNamespace(begin=lambda *given: told.append(given))
+    trainer._cadence = SimpleNamespace(begin=told.append)
+    trainer.agent_loop_manager = SimpleNamespace(start=lambda: told.append("start"))
+    monkeypatch.setattr(trainer_module.stages, "begin", lambda _: None)
+    trainer.on_train_begin()
+    assert told == [(saved_step, 7), saved_step, "start"]
+
+
 def test_old_checkpoints_go_when_all_of_the_new_one_is_noted(
     trainer: Any, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +82,7 @@ def test_old_checkpoints_go_when_all_of_the_new_one_is_noted(
     for name in ("save_tokens", "save_queue"):
         monkeypatch.setattr(trainer_module, name, noted(log, name))
     monkeypatch.setattr(PPOTrainer, "_save_checkpoint", noted(log, "verl saves"))
+    monkeypatch.setattr(trainer_module, "remove_log_after", noted(log, "remove the log"))
     trainer._log, trainer._ask = None, lambda call: call
     trainer.agent_loop_manager.tokens_in_flight = lambda: ({}, [])
     trainer.manager = SimpleNamespace(snapshot=SimpleNamespace(remote=lambda: None))
@@ -81,6 +97,6 @@ def test_old_checkpoints_go_when_all_of_the_new_one_is_noted(
     trainer._events = SimpleNamespace(write=lambda event: log.append(f"{event.num_bytes} bytes told"))
     trainer._save_checkpoint()
     assert log == [
-        "before_save", "save_tokens", "save_queue", "verl saves", "after_save", "last checkpoint saved",
-        "cadence saved", "7 bytes told", "remove_old",
+        "before_save", "remove the log", "save_tokens", "save_queue", "verl saves", "after_save",
+        "last checkpoint saved", "cadence saved", "7 bytes told", "remove_old",
     ]  # fmt: skip
