@@ -32,17 +32,16 @@ class DepthTuner:
         bounds: tuple[float, float],
         *,
         batch: int,
-        num_slots: int,
         set_capacity: Callable[[int], None],
         note: Callable[[DepthDecision], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bounds` are batches in flight, to start with and at most; `num_slots` is the number to start with.
+        """`bounds` are batches in flight, to start with and at most.
 
         `set_capacity` tells the prompt queue a number of prompts; `note` receives every change.
         """
         self._controller = DepthController(*bounds)
-        self._batch, self._num_slots = batch, num_slots
+        self._batch = batch
         self._set_capacity, self._note = set_capacity, note
         self._num_preemptions = 0
         self._clock = clock
@@ -73,14 +72,13 @@ class DepthTuner:
         *,
         taken: float,
         pending: int,
-        num_slots: int,
-        kv_usage: float = 0.0,
+        is_kv_full: bool | None = None,
     ) -> None:
         """Tell the queue another capacity if there is a reason.
 
         `statistics` are the servers' while their gates are still open, `taken` the share of the slots at the start that
-        trajectories took, `pending` the prompts that wait, `num_slots` the slots at present, and `kv_usage` the highest
-        usage of a KV cache that was seen in this step.
+        trajectories took, and `pending` the prompts that wait. `is_kv_full` is as in `StepLoad`; None where the number
+        of slots is fixed, so that `statistics` say it.
 
         Raises:
             WaitTimeout: the prompt manager did not answer.
@@ -89,14 +87,13 @@ class DepthTuner:
         # The count of an engine that was started again begins at 0.
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
-        is_full = bool(preempted) or max(kv_usage, load.kv_usage) >= KV_HIGH
-        # More slots than at the start give way first.
-        is_full = is_full and num_slots <= self._num_slots
+        if is_kv_full is None:
+            is_kv_full = bool(preempted) or load.kv_usage >= KV_HIGH
         now_s = self._clock()
         passed_s = now_s - self._looked_s
         self.waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
         self._looked_s = now_s
-        decision = self._controller.observe(StepLoad(taken, pending, is_full, self.waited))
+        decision = self._controller.observe(StepLoad(taken, pending, is_kv_full, self.waited))
         if decision.after != decision.before:
             logger.info("batches in flight %g -> %g: %s", decision.before, decision.after, decision.reason)
             self._set_capacity(groups_in_flight(decision.after, self._batch))

@@ -52,6 +52,11 @@ class SlotTuner:
         """The highest usage of a KV cache since the last call of `metrics`."""
         return self._highest.kv_usage
 
+    @property
+    def was_full_at_first_budget(self) -> bool:
+        """Whether in this step the KV cache was full, or requests were preempted, with no more slots than at first."""
+        return self._controller.was_full_at_first_budget
+
     def begin(self, statistics: Sequence[RolloutStatistics]) -> None:
         """A step's rollout begins: a validation may have come before it."""
         load = _sum(statistics)

@@ -546,13 +546,13 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _tune(self) -> None:
         """When a batch is complete: how full slots and engines were, and what follows for slots and depth."""
-        slots, kv_usage, metrics = self.settings.num_slots, 0.0, self._pending_sync_metrics
+        is_kv_full, kv_usage, metrics = None, 0.0, self._pending_sync_metrics
         is_replayed = self._log is not None and self._log.has_replayed  # idle slots and engines then say nothing
         if self.slot_tuner is not None:
-            slots = self.slot_tuner.num_slots
             if not is_replayed:
                 self.slot_tuner.look()
             kv_usage = self.slot_tuner.kv_usage_max
+            is_kv_full = self.slot_tuner.was_full_at_first_budget
             metrics |= self.slot_tuner.metrics()
         statistics = self.fleet.statistics()
         running = sum(each.mean_running for each in statistics)
@@ -568,9 +568,7 @@ class PartialRolloutTrainer(PPOTrainer):
             if is_replayed:
                 self.depth_tuner.pass_over()
             else:
-                self.depth_tuner.look(
-                    statistics, taken=taken, pending=status.queue.pending, num_slots=slots, kv_usage=kv_usage
-                )
+                self.depth_tuner.look(statistics, taken=taken, pending=status.queue.pending, is_kv_full=is_kv_full)
                 metrics["partial_rollout/waited"] = self.depth_tuner.waited
 
     def _make_depth_tuner(self) -> DepthTuner | None:
@@ -581,7 +579,6 @@ class PartialRolloutTrainer(PPOTrainer):
         return DepthTuner(
             depth_bounds(block, block.tail.interrupt_mode),
             batch=self.settings.batch,
-            num_slots=self.settings.num_slots,
             set_capacity=lambda capacity: self._ask(self.manager.set_capacity.remote(capacity)),
             note=lambda decision: self._note_choice(DEPTH_KEY, decision),
         )

@@ -71,6 +71,34 @@ def test_slots_that_bring_no_tokens_are_not_added(step_s: float, after: int) -> 
     assert ("hardly more tokens" in decision.reason) is (after == 64)
 
 
+FULL, ROOM = 0.95, 0.4
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([(FULL, 64)], True),
+        ([(FULL, 64), (ROOM, 48)], True),
+        ([(ROOM, 64), (FULL, 72)], False),
+        ([(ROOM, 64), (FULL, 72), (FULL, 70), (FULL, 64)], False),
+        ([(ROOM, 64), (FULL, 72), (FULL, 70), (FULL, 64), (FULL, 60)], True),
+    ],
+    ids=["full at first", "once is enough", "an added slot", "added slots end", "added slots have ended"],
+)
+@pytest.mark.parametrize("preempts", [False, True])
+def test_the_first_budget_is_too_much_only_where_no_added_slot_was_in_use(
+    looks: list[tuple[float, int]], found: bool, preempts: bool
+) -> None:
+    slots, num_preemptions = SlotController(64, SlotBounds(least=64, most=128, group=4)), 7
+    slots.begin(EngineLoad(num_preemptions=num_preemptions))
+    for num_tokens, (usage, in_use) in enumerate(looks, 1):
+        num_preemptions += preempts and usage == FULL
+        slots.observe(EngineLoad(in_use, 0, ROOM if preempts else usage, num_preemptions, num_tokens), in_use)
+    assert slots.was_full_at_first_budget is found
+    slots.begin(EngineLoad(num_preemptions=num_preemptions))
+    assert not slots.was_full_at_first_budget
+
+
 LOADS = st.builds(
     EngineLoad,
     running=st.just(0),

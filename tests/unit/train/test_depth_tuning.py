@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from partial_rollout.core.engine_meter import EngineSpeed
 from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.tail import Partial
-from partial_rollout.core.slots import EngineLoad
+from partial_rollout.core.slots import EngineLoad, SlotBounds
 from partial_rollout.settings.auto import DEPTH_KEY
-from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig, SlotsConfig, TailConfig
 from partial_rollout.train.depth_tuning import DepthTuner
 from partial_rollout.types import PromptMeta, TrajectorySummary
 
@@ -32,14 +34,13 @@ class Run:
         self.tuner = DepthTuner(
             (2.0, most),
             batch=BATCH,
-            num_slots=SLOTS,
             set_capacity=lambda capacity: self.queue.resize(Partial(capacity)),
             note=self.noted.append,
             clock=lambda: self.now_s,
         )
         self.num_admitted = 0
 
-    def step(self, *, taken: float, num_slots: int = SLOTS, waits_s: float = 4.0, **load: Any) -> int:
+    def step(self, *, taken: float, waits_s: float = 4.0, **load: Any) -> int:
         """6 s of training and a wait for the batch; returns how many prompts were in flight while it generated."""
         num = self.queue.begin_round().num_fresh
         fresh = [PromptMeta(str(self.num_admitted + each), GROUP, 1) for each in range(num)]
@@ -53,7 +54,7 @@ class Run:
         self.now_s += 6
         self.tuner.begin_wait()
         self.now_s += waits_s
-        self.tuner.look(engines, taken=taken / SLOTS, pending=0, num_slots=num_slots)
+        self.tuner.look(engines, taken=taken / SLOTS, pending=0)
         assert len(self.queue.take(BATCH).groups) == BATCH
         assert self.queue.statistics().conserved
         return in_flight
@@ -80,13 +81,13 @@ def test_what_is_too_much_for_a_full_cache_is_trained_before_more_is_admitted():
     assert run.tuner.depth == 2.5
 
 
-@pytest.mark.parametrize(("load", "num_slots"), [({"num_preemptions": 3}, SLOTS), ({"kv_usage": 0.91}, SLOTS)])
-def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any], num_slots: int):
+@pytest.mark.parametrize("load", [{"num_preemptions": 3}, {"kv_usage": 0.91}])
+def test_preempted_requests_and_a_full_cache_take_it_back(load: dict[str, Any]):
     run = Run()
     for _ in range(5):
         run.step(taken=16)
     assert run.tuner.depth == 3.0
-    run.step(taken=16, num_slots=num_slots, **load)
+    run.step(taken=16, **load)
     assert run.tuner.depth == 2.5
 
 
@@ -100,40 +101,40 @@ def test_preemptions_of_a_validation_do_not_count():
     assert run.tuner.depth == 3.0
 
 
-def test_slots_beyond_those_of_the_start_give_way_first():
-    run = Run()
-    for _ in range(5):
-        run.step(taken=16)
-    run.step(taken=30, num_slots=2 * SLOTS, kv_usage=0.95)
-    assert run.tuner.depth == 3.0
-
-
 def test_a_bound_on_staleness_keeps_two_batches():
     run = Run(most=2.0)
     assert {run.step(taken=16) for _ in range(20)} == {16}
     assert run.noted == []
 
 
-def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monkeypatch: pytest.MonkeyPatch):
+def make_trainer(told: list[int], noted: list[Any], slots: SlotsConfig | None = None) -> Any:
+    """A trainer whose engines run 16 requests in 20 slots; `told` gets capacities of the queue, `noted` the events."""
     pytest.importorskip("vllm")
     from tests.unit.train.support import bare_trainer
 
-    told: list[int] = []
     method = lambda answer: SimpleNamespace(remote=answer)  # noqa: E731
     status = SimpleNamespace(queue=SimpleNamespace(pending=0), mean_slots_in_use=20.0)
-    block = PartialRolloutConfig(tail=TailConfig(interrupt_mode="reuse_kv"))
-    trainer = bare_trainer(settings=SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS))
+    block = PartialRolloutConfig(tail=TailConfig(interrupt_mode="reuse_kv"), slots=slots or SlotsConfig())
+    bounds = SlotBounds(SLOTS, 3 * SLOTS, GROUP)
+    trainer = bare_trainer(settings=SimpleNamespace(block=block, batch=BATCH, num_slots=SLOTS, slot_bounds=bounds))
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"disable_log_stats": False}}})
     trainer.manager = SimpleNamespace(status=method(lambda: status), set_capacity=method(told.append))
     trainer._phase = SimpleNamespace(begin=lambda *_: None)
-    trainer._begin_round = lambda: 0
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
-    added = SimpleNamespace(num_slots=4 * SLOTS, kv_usage_max=0.0, look=lambda: None, metrics=dict)
-    trainer.slot_tuner, trainer._pending_sync_metrics, trainer.global_steps = added, {}, 7
-    noted: list[Any] = []
+    added = SimpleNamespace(kv_usage_max=0.0, was_full_at_first_budget=False, look=lambda: None, metrics=dict)
+    trainer.slot_tuner = added
+    trainer._pending_sync_metrics, trainer.global_steps, trainer._log = {}, 7, None
     trainer._events = SimpleNamespace(write=noted.append)
-    monkeypatch.setattr(trainer, "_ask", lambda answer: answer)
+    trainer._ask = lambda answer: answer
     trainer.depth_tuner = trainer._make_depth_tuner()
+    return trainer
+
+
+def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monkeypatch: pytest.MonkeyPatch):
+    told: list[int] = []
+    noted: list[Any] = []
+    trainer = make_trainer(told, noted)
+    trainer._begin_round = lambda: 0
     depths, now_s = [], [trainer.depth_tuner._looked_s]
     monkeypatch.setattr(trainer.depth_tuner, "_clock", lambda: now_s[0])
     trainer._log = SimpleNamespace(has_replayed=True)
@@ -153,3 +154,53 @@ def test_the_trainer_looks_at_each_batch_and_tells_queue_metrics_and_events(monk
     assert depths == [2.0] * 5 + [3.0]
     assert told == [24]
     assert [(each.step, each.key, each.before, each.after) for each in noted] == [(7, DEPTH_KEY, 2.0, 3.0)]
+
+
+@dataclass
+class Load:
+    """Engines at each look: trajectories take all slots, and of those that were taken away 2 come free in between."""
+
+    kv_usage: float
+    """With the slots of the start."""
+    preempts: int = 0
+    """Requests that each added slot preempts."""
+    in_use: int = 0
+    num_preemptions: int = 0
+    num_tokens: int = 0
+
+    def move(self, num_slots: int) -> None:
+        self.in_use = max(num_slots, self.in_use - 2)
+        self.num_preemptions += self.preempts * max(0, self.in_use - SLOTS)
+        self.num_tokens += 1000
+
+    def statistics(self) -> list[Any]:
+        usage = min(1.0, self.kv_usage * self.in_use / SLOTS)
+        load = EngineLoad(self.in_use, 0, usage, self.num_preemptions, self.num_tokens)
+        return [SimpleNamespace(mean_running=self.in_use, load=load, speed=EngineSpeed())]
+
+
+@pytest.mark.parametrize(
+    ("load", "depth"),
+    [(Load(0.7), 3.0), (Load(0.84), 3.0), (Load(0.3, preempts=1), 3.0), (Load(0.92), 2.0)],
+    ids=["added slots fill the cache", "the first of them does", "added slots preempt", "full without added slots"],
+)
+def test_a_cache_that_only_added_slots_fill_takes_no_batch_back(load: Load, depth: float):
+    """Slots are added and taken away again within a step, so that its end has those of the start and a full cache."""
+    trainer = make_trainer([], [], slots=SlotsConfig(adaptive=True))
+    trainer.depth_tuner._controller.depth = 3.0
+    load = trainer.fleet = replace(load)
+    status = {"queue": SimpleNamespace(pending=0), "mean_slots_in_use": float(SLOTS)}
+    trainer.manager.status.remote = lambda: SimpleNamespace(slots_in_use=load.in_use, **status)
+    trainer.slot_tuner = trainer._make_slot_tuner(SimpleNamespace(resize=lambda _: None))
+    slots = []
+    for step in range(60):
+        for tuner in (trainer.slot_tuner, trainer.depth_tuner):
+            tuner.begin(load.statistics())
+        for _ in range(5 + step % 5):
+            load.move(trainer.slot_tuner.num_slots)
+            trainer.slot_tuner.look()
+        load.move(trainer.slot_tuner.num_slots)
+        slots.append(trainer.slot_tuner.num_slots)
+        trainer._tune()
+    assert (SLOTS in slots, max(slots) > SLOTS) == (True, depth == 3.0)
+    assert trainer.depth_tuner.depth == depth
