@@ -16,6 +16,7 @@ from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.qwen_image import sample_of
 from partial_rollout.diffusion.snapshot import pack
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.rollout.ends_with_server import end_with_parent
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver
 
@@ -42,6 +43,11 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
 
     model_runner: Any
     rank: int
+
+    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
+        """Load our pipeline; where a worker is a process of its own (vllm-omni 0.24), it ends with its server."""
+        end_with_parent()
+        super().re_init_pipeline(custom_pipeline_args)
 
     def denoising_boundary(self) -> int:
         """Denoise steps that were computed here, each request's counted; answered while none is running."""
