@@ -19,6 +19,7 @@ from partial_rollout.errors import WeightMismatch
 from partial_rollout.rollout.ends_with_server import end_with_parent
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver
+from partial_rollout.weights.transport import Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 PREFIX = "transformer."
 """Begins the names of the trained parameters in the pipeline; the trainer sends names without it."""
 NUM_NAMED_PARAMETERS = 8
+BY_HOST = Transports(cuda=None)
+"""The job trains on a GPU of its own, and the channel's buffers on a GPU need both ends on it: host memory for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
     def _receive(self, version: int, timeout_s: float) -> int:
         pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()
         channel = channel_name(self.rank)
-        receiver = WeightReceiver(address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device)
+        receiver = WeightReceiver(
+            address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device, transports=BY_HOST
+        )
         with receiver, torch.no_grad():
             loaded = pipeline.load_weights(_under_prefix(receiver))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}
