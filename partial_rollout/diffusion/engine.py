@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
-from vllm_omni.diffusion.sched import StepScheduler
+from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.interface import CachedRequestData, DiffusionSchedulerOutput
 
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_omni.diffusion.request import OmniDiffusionRequest
 
 HOLD = "hold_denoising"
 RELEASE = "release_denoising"
@@ -17,15 +22,43 @@ BOUNDARY = "denoising_boundary"
 """Method of the worker extension, which answers between two denoise steps."""
 
 
-class HoldableScheduler(StepScheduler):
-    """vllm-omni's step scheduler, with a hold: while held it schedules nothing and only reports aborted requests.
+class ArrivalMixin:
+    """Makes a scheduler tell a request's sender that the request has come in.
+
+    Requests come into vllm-omni's engine in another way in each version, and always pass this method of its scheduler.
+    """
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        """`abort` asks the engine to end a request."""
+        super().__init__()
+        self._abort = abort
+
+    def add_request(self, request: OmniDiffusionRequest) -> str:
+        """Take a request; its `on_arrival` is called and stays here: workers may be other processes."""
+        sampling = request.sampling_params
+        options = SampleOptions.of(sampling.extra_args)
+        kept = dataclasses.replace(options, on_arrival=None)
+        sampling.extra_args = {**(sampling.extra_args or {}), OPTIONS_KEY: kept}
+        scheduler: Any = super()
+        request_id = scheduler.add_request(request)
+        if options.on_arrival is not None:
+            options.on_arrival(lambda: self._abort(request_id))
+        return request_id
+
+
+class ArrivalScheduler(ArrivalMixin, RequestScheduler):
+    """vllm-omni's scheduler of whole requests."""
+
+
+class HoldableScheduler(ArrivalMixin, StepScheduler):
+    """vllm-omni's step scheduler, with a hold: while held it schedules nothing, and reports aborted requests.
 
     The engine calls each method with its own lock held.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, abort: Callable[[str], None]) -> None:
         """Start released."""
-        super().__init__()
+        super().__init__(abort)
         self._held = False
         self._unreported: set[str] = set()
         """Requests that finished before or during the hold: the worker learns of them with the next step."""
@@ -45,17 +78,20 @@ class HoldableScheduler(StepScheduler):
 
     def has_requests(self) -> bool:
         """Whether `schedule` has anything to report; if not, the engine's loop sleeps instead of spinning."""
-        return bool(self._aborted()) if self._held else super().has_requests()
+        return bool(self._aborted()) or (not self._held and super().has_requests())
 
     def schedule(self) -> DiffusionSchedulerOutput:
-        """Schedule one cycle; while held, an empty cycle with the ids of the requests aborted since the last."""
-        if not self._held:
+        """Schedule one cycle; while held, or after an abort, an empty one with the ids of those aborted since the last.
+
+        vllm-omni 0.24 ends aborted requests at empty cycles only, and would keep them beside requests that go on.
+        """
+        aborted = self._aborted()
+        if not self._held and not aborted:
             output = super().schedule()
             if not output.is_empty:
                 output.finished_req_ids |= self._unreported
                 self._unreported = set()
             return output
-        aborted = self._aborted()
         self._unreported |= self._finished_req_ids
         self._finished_req_ids.clear()
         return DiffusionSchedulerOutput(
@@ -86,22 +122,13 @@ class HoldableEngine(DiffusionEngine):
     works because the engine of a single stage lives in the process of its caller.
     """
 
-    def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
-        if scheduler is None and od_config.step_execution:
-            scheduler = HoldableScheduler()
-        super()._init_scheduler(od_config, scheduler, *args, **kwargs)
+    scheduler_class: type[HoldableScheduler] = HoldableScheduler
 
-    def _add_prepared_request(self, request: Any) -> str:
-        sampling = request.sampling_params
-        options = SampleOptions.of(sampling.extra_args)
-        sampling.extra_args = {
-            **(sampling.extra_args or {}),
-            OPTIONS_KEY: dataclasses.replace(options, on_arrival=None),
-        }
-        request_id = super()._add_prepared_request(request)
-        if options.on_arrival is not None:
-            options.on_arrival(lambda: self.abort(request_id))
-        return request_id
+    def __init__(self, od_config: Any, scheduler: Any = None) -> None:
+        """Take the parameters of DiffusionEngine."""
+        if scheduler is None:
+            scheduler = (self.scheduler_class if od_config.step_execution else ArrivalScheduler)(self.abort)
+        super().__init__(od_config, scheduler)
 
     def collective_rpc(
         self,

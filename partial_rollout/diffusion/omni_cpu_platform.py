@@ -1,4 +1,4 @@
-"""A platform for vllm-omni on a CPU, which its version 0.28.0 lacks. On a GPU this file is not imported.
+"""A platform for vllm-omni on a CPU, which its versions up to 0.28.0 lack. On a GPU this file is not imported.
 
 vllm-omni imports this file while it is being imported itself, so only its platform interface is imported here.
 """

@@ -1,4 +1,4 @@
-"""Qwen-Image pipelines on vllm-omni 0.28.0 for FlowGRPO and MixGRPO: whole requests, and one denoise step at a time.
+"""Qwen-Image pipelines on vllm-omni for FlowGRPO and MixGRPO: whole requests, and one denoise step at a time.
 
 FlowGRPO and MixGRPO differ only in how a request's SDE window is drawn (`contract.py`), so both use these classes.
 """
@@ -9,23 +9,23 @@ import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
-from vllm_omni.diffusion.worker.utils import StepRequestState
 
 from partial_rollout.diffusion.policy import padded
 from partial_rollout.diffusion.sample import OPTIONS_KEY, Sample, SampleOptions, advance
 from partial_rollout.diffusion.sampling import NO_CFG
 from partial_rollout.diffusion.snapshot import EMBEDS, SampleState, unpack
 from partial_rollout.errors import DataError
+from partial_rollout.integrations.omni_compat import image_output, step_request_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
     from vllm_omni.diffusion.worker.input_batch import InputBatch
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+    from vllm_omni.diffusion.worker.utils import StepRequestState
 
 DEFAULT_NUM_STEPS = 50
 
@@ -121,7 +121,7 @@ class QwenImageRollout(QwenImagePipeline):
             "window": (sample.options.window.start, sample.options.window.stop),
             **{name: state.extra[name] for name in EMBEDS if name in state.extra},
         }
-        return DiffusionOutput(output={"payload": {"image": image, "trajectory": trajectory}}, to_cpu=True)
+        return image_output(image, trajectory)
 
     def _predict(self, *, true_cfg_scale: float, **inputs: Any) -> torch.Tensor:
         self.num_denoise_steps += inputs["latents"].shape[0]
@@ -138,8 +138,10 @@ class QwenImageRollout(QwenImagePipeline):
         return _tensor(velocity)
 
     def _new_state(self, request: Any) -> StepRequestState:
-        state = StepRequestState(request_id=request.request_id, sampling=request.sampling_params, prompt=request.prompt)
-        return self.prepare_encode(state)
+        new_state = step_request_state()
+        return self.prepare_encode(
+            new_state(request_id=request.request_id, sampling=request.sampling_params, prompt=request.prompt)
+        )
 
     def _start(self, state: StepRequestState, options: SampleOptions) -> None:
         sampling, (height, width) = state.sampling, self._size(state)

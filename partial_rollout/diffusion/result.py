@@ -10,6 +10,7 @@ import torch
 
 from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.errors import DataError, EngineError
+from partial_rollout.integrations.omni_compat import trajectory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,7 +55,7 @@ def to_result(request_id: str, output: OmniRequestOutput) -> SampleResult:
     Raises:
         EngineError: the output holds no image; the message has the engine's error.
     """
-    trajectory = (output.multimodal_output or {}).get("trajectory")
+    trajectory = trajectory_of(output)
     if not output.images or trajectory is None:
         raise EngineError(f"request {request_id!r} came back without an image: {getattr(output, 'error', None)}")
     return SampleResult(

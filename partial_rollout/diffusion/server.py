@@ -34,14 +34,16 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 from partial_rollout.diffusion.sampling import Interrupted, SampleRequest
 from partial_rollout.diffusion.snapshot import read_header
 from partial_rollout.errors import EngineError, PartialRolloutError, WaitTimeout, WeightUpdateError
+from partial_rollout.integrations.omni_compat import async_omni_arguments
 from partial_rollout.rollout.admission import Admission
+from partial_rollout.rollout.ends_with_server import mark_engine
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.remote_call import answer_of
 from partial_rollout.weights.directory import open_channels
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from partial_rollout.core.gate import GateStatistics, Ticket
     from partial_rollout.diffusion.contract import Adapter
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 
 ENGINE_NAME = "the diffusion engine"
 SLEEP_LEVEL = 1
-"""Weights go to host memory; from level 2 vllm-omni 0.28.0 cannot wake."""
+"""Weights go to host memory; from level 2 vllm-omni, up to 0.28.0, cannot wake."""
 WORKER_EXTENSION = "partial_rollout.diffusion.worker_extension.DiffusionWorkerExtension"
 DRAIN = "drain"
 PACK, FORGET = "pack_samples", "forget_samples"
@@ -106,12 +108,15 @@ class DiffusionServer:
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
         self._interrupted: dict[str, bytes | None] = {}
+        self._waits: dict[str, asyncio.Task[Any]] = {}
+        """The wait for each request's image, by its name."""
         self._asleep = False
         self._version = self._num_finished = self._num_interrupted = self._num_denoise_steps = 0
+        mark_engine()
         # All servers on this machine would inherit the same port from their parent.
         os.environ.pop("MASTER_PORT", None)
-        self._omni = AsyncOmni(
-            model=options.model_path,
+        arguments = async_omni_arguments(
+            options.model_path,
             dtype=options.dtype,
             enforce_eager=options.dtype == "float32",
             step_execution=options.adapter.stepwise,
@@ -122,6 +127,8 @@ class DiffusionServer:
             worker_extension_cls=WORKER_EXTENSION,
             enable_sleep_mode=options.sleep_mode,
         )
+        with arguments as given:
+            self._omni = AsyncOmni(**given)
 
     async def generate(self, request: SampleRequest) -> SampleResult | Interrupted:
         """Generate one image; an interrupted request comes back with the snapshot from which it can go on.
@@ -138,7 +145,7 @@ class DiffusionServer:
         openings = self._admission.openings
         try:
             self._weights.require_whole(ENGINE_NAME)
-            output = await self._run(name, request, ticket)
+            output = await self._unless_interrupted(name, self._run(name, request, ticket))
             self._weights.require_whole(ENGINE_NAME)
         finally:
             interrupted = name in self._interrupted
@@ -253,7 +260,7 @@ class DiffusionServer:
         return self._num_denoise_steps
 
     def place(self) -> Process:
-        """The process of the server, in which its engine runs too: vllm-omni starts no other one for one device."""
+        """The process of the server. Its engine runs in it too; a worker that vllm-omni 0.24 starts ends with it."""
         return own_process("", "")
 
     def weight_channel(self) -> ChannelAddress:
@@ -297,6 +304,18 @@ class DiffusionServer:
             raise EngineError(f"{ENGINE_NAME} ended request {request.request_id!r} without an answer")
         return output
 
+    async def _unless_interrupted(self, name: str, run: Coroutine[Any, Any, Any]) -> Any:
+        """The output of `run`; None if a drain has ended it."""
+        self._waits[name] = asyncio.ensure_future(run)
+        try:
+            return await self._waits[name]
+        except asyncio.CancelledError:
+            if name not in self._interrupted:
+                raise  # whoever waits for the image has given it up
+            return None
+        finally:
+            del self._waits[name]
+
     def _arrived(self, ticket: Ticket, abort: Callable[[], None]) -> None:
         if self._admission.is_arriving(ticket):
             self._admission.arrived(ticket)
@@ -314,7 +333,12 @@ class DiffusionServer:
         for name in self._admission.in_flight_ids():  # a request that was given up has state, and no caller
             if name in taken or name in unstarted:
                 self._interrupted[name] = taken.get(name)
-        await self._omni.abort(list(self._interrupted))
+        # AsyncOmni aborts what nobody waits for. Its own `abort` does not end the wait in its version 0.24.
+        waits = [self._waits[name] for name in self._interrupted if name in self._waits]
+        for wait in waits:
+            wait.cancel()
+        if waits:
+            await asyncio.wait(waits)
         await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
     async def _hold_engine(self, holder: str) -> list[str]:

@@ -16,8 +16,10 @@ from partial_rollout.diffusion.contract import channel_name
 from partial_rollout.diffusion.qwen_image import sample_of
 from partial_rollout.diffusion.snapshot import pack
 from partial_rollout.errors import WeightMismatch
+from partial_rollout.rollout.ends_with_server import end_with_parent
 from partial_rollout.weights.directory import ChannelAddress
 from partial_rollout.weights.receiver import WeightReceiver
+from partial_rollout.weights.transport import Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 PREFIX = "transformer."
 """Begins the names of the trained parameters in the pipeline; the trainer sends names without it."""
 NUM_NAMED_PARAMETERS = 8
+BY_HOST = Transports(cuda=None)
+"""The job trains on a GPU of its own, and the channel's buffers on a GPU need both ends on it: host memory for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +46,11 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
 
     model_runner: Any
     rank: int
+
+    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
+        """Load our pipeline; where a worker is a process of its own (vllm-omni 0.24), it ends with its server."""
+        end_with_parent()
+        super().re_init_pipeline(custom_pipeline_args)
 
     def denoising_boundary(self) -> int:
         """Denoise steps that were computed here, each request's counted; answered while none is running."""
@@ -76,7 +85,9 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
     def _receive(self, version: int, timeout_s: float) -> int:
         pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()
         channel = channel_name(self.rank)
-        receiver = WeightReceiver(address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device)
+        receiver = WeightReceiver(
+            address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device, transports=BY_HOST
+        )
         with receiver, torch.no_grad():
             loaded = pipeline.load_weights(_under_prefix(receiver))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}

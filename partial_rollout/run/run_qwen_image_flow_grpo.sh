@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # FlowGRPO of Qwen-Image with LoRA: one GPU trains, the others generate. Needs an environment with this package, vllm and
-# vllm-omni (requirements/omni.txt) and GPUs with 80 GB.
+# vllm-omni (requirements/omni-gpu.txt) and GPUs with 80 GB.
 # For MixGRPO: ALGORITHM=mix_grpo. The default reward says how red an image is: set REWARD and PROMPTS to your own.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"

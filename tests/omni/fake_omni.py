@@ -88,10 +88,8 @@ class FakeOmni:
         self.lose(call)
         return [SimpleNamespace(status="ERROR" if self.ack_error else "SUCCESS", error_msg=self.ack_error)]
 
-    async def abort(self, names):
-        self.lose("abort")
-        for name in names:
-            self.queues[name].put_nowait(SimpleNamespace(images=[], multimodal_output={}))
+    def fail(self, name):
+        self.queues[name].put_nowait(SimpleNamespace(images=[], multimodal_output={}))
 
     def finish(self, name):
         output = SimpleNamespace(images=[np.zeros((8, 8, 3))], multimodal_output={"trajectory": TRAJECTORY})

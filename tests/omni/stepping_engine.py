@@ -45,5 +45,4 @@ class SteppingScheduler(HoldableScheduler):
 
 
 class SteppingEngine(HoldableEngine):
-    def _init_scheduler(self, od_config, scheduler=None, *args, **kwargs):
-        super()._init_scheduler(od_config, SteppingScheduler() if od_config.step_execution else None, *args, **kwargs)
+    scheduler_class = SteppingScheduler

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.diffusion.diffusion_engine import DiffusionExecutionMode
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -19,12 +19,27 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 CALL_S = 10.0
 
 
-class CountingExecutor:
+class CountingExecutor(DiffusionExecutor):
     """Takes steps when it is given permits; remembers who was in each."""
 
-    def __init__(self):
-        self.steps, self.permits, self.progress, self.state = [], threading.Semaphore(0), {}, set()
+    def _init_executor(self):
+        self.begin(permits=100)  # for the warm-up that an engine of vllm-omni 0.24 takes when it starts
+
+    def begin(self, permits=0):
+        self.steps, self.permits, self.progress, self.state = [], threading.Semaphore(permits), {}, set()
         self.after_step = lambda number: None
+
+    def execute_request(self, output):
+        raise NotImplementedError
+
+    execute_batch = execute_request
+
+    @property
+    def is_dead(self):
+        return False
+
+    def check_health(self):
+        pass
 
     def execute_step(self, output):
         self.permits.acquire(timeout=CALL_S)
@@ -55,13 +70,11 @@ class CountingExecutor:
 
 @pytest.fixture
 def engine():
-    engine = HoldableEngine.__new__(HoldableEngine)
-    engine.od_config = SimpleNamespace(step_execution=True, max_num_seqs=4, streaming_output=False)
-    engine.execution_mode = DiffusionExecutionMode.STEP_BATCH
-    engine.executor = CountingExecutor()
-    engine._init_scheduler(engine.od_config)
-    engine._init_runtime_state()
-    engine._init_execute_fn()
+    executor: Any = CountingExecutor
+    engine = HoldableEngine(
+        OmniDiffusionConfig(step_execution=True, max_num_seqs=4, distributed_executor_backend=executor)
+    )
+    engine.executor.begin()
     yield engine
     engine.executor.permits.release(100)
     engine.close()
@@ -70,16 +83,8 @@ def engine():
 def start(engine, name, on_arrival=None):
     options = SampleOptions(name=f"{name}#0", on_arrival=on_arrival)
     params = OmniDiffusionSamplingParams(num_inference_steps=3, seed=0, extra_args={OPTIONS_KEY: options})
-    stream = engine.async_add_req_and_stream_response(
-        OmniDiffusionRequest(prompt={"prompt": ""}, sampling_params=params, request_id=name)
-    )
-
-    async def last():
-        async for output in stream:
-            found = output
-        return found
-
-    return asyncio.ensure_future(last())
+    request = OmniDiffusionRequest(prompt={"prompt": ""}, sampling_params=params, request_id=name)
+    return asyncio.ensure_future(engine.async_add_req_and_wait_for_response(request))
 
 
 async def call(engine, method, **kwargs):
@@ -90,6 +95,7 @@ async def test_held_between_steps_nothing_runs_and_released_everybody_goes_on(en
     await engine._check_and_start_background_loop()
     assert (await call(engine, HOLD))["unstarted"] == []
     tasks = [start(engine, name) for name in "ab"]
+    await asyncio.sleep(0)  # both are in the engine when their tasks have run once
     assert await call(engine, HOLD) == {"unstarted": ["a#0", "b#0"], "num_denoise_steps": 0}
     engine.executor.permits.release(1)
     await call(engine, "boundary")
@@ -105,6 +111,7 @@ async def test_what_was_taken_and_aborted_is_never_stepped_again(engine):
     await engine._check_and_start_background_loop()
     await call(engine, HOLD)
     tasks = [start(engine, name) for name in "abc"]
+    await asyncio.sleep(0)
     engine.executor.permits.release(100)
     reached = threading.Event()
 
@@ -135,6 +142,7 @@ async def test_held_an_abort_is_answered_at_once(engine):
     await engine._check_and_start_background_loop()
     await call(engine, HOLD)
     task = start(engine, "a")
+    await asyncio.sleep(0)
     engine.abort("a")
     assert (await asyncio.wait_for(task, CALL_S)).aborted
 
@@ -150,6 +158,7 @@ async def test_it_says_that_a_request_has_come_in_and_keeps_the_way_to_say_so_fr
         aborts.append(abort)
 
     task = start(engine, "a", on_arrival=arrived)
+    await asyncio.sleep(0)
     assert seen == [["a#0"]]
     [state] = engine.scheduler._request_states.values()
     assert SampleOptions.of(state.req.sampling_params.extra_args) == SampleOptions(name="a#0")

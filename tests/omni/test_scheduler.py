@@ -16,7 +16,7 @@ from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 
 @pytest.fixture
 def scheduler():
-    scheduler = HoldableScheduler()
+    scheduler = HoldableScheduler(lambda request_id: None)
     scheduler.initialize(SimpleNamespace(max_num_seqs=2))
     return scheduler
 
@@ -66,6 +66,19 @@ def test_held_it_reports_aborts_once_and_tells_the_worker_later(scheduler):
     scheduler.release()
     assert scheduler.schedule().finished_req_ids == {"a"}
     assert scheduler.schedule().finished_req_ids == set()
+
+
+def test_released_it_reports_aborts_before_others_go_on(scheduler):
+    """vllm-omni 0.24 would never end a request that was aborted beside one that goes on."""
+    for name in "ab":
+        add(scheduler, name)
+    run_step(scheduler)
+    scheduler.finish_requests("a", DiffusionRequestStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    assert output.is_empty
+    assert output.finished_req_ids == {"a"}
+    output = scheduler.schedule()
+    assert (output.scheduled_request_ids, output.finished_req_ids) == (["b"], {"a"})
 
 
 def test_what_ended_by_itself_before_the_hold_is_not_reported(scheduler):

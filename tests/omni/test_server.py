@@ -87,7 +87,7 @@ async def test_a_drain_brings_back_each_as_it_stands(server):
     assert statistics.holders == ["drain"]
 
 
-@pytest.mark.parametrize("lost", [HOLD, PACK, "abort", FORGET])
+@pytest.mark.parametrize("lost", [HOLD, PACK, FORGET])
 async def test_wherever_a_drain_stops_short_the_engine_stands_and_the_next_one_ends_it(server, lost):
     begun, waiting = await start(server, "begun", "waiting")
     FakeOmni.instance.begun = {"begun#0"}
@@ -357,6 +357,6 @@ async def test_an_engine_without_sleep_mode_is_not_sent_to_sleep(server):
 async def test_an_answer_without_an_image_is_an_error(server):
     [task] = await start(server, "r")
     [name] = FakeOmni.instance.queues
-    await FakeOmni.instance.abort([name])
+    FakeOmni.instance.fail(name)
     with pytest.raises(EngineError, match="without an image"):
         await task

@@ -1,0 +1,29 @@
+"""What a worker asks of the weight channel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from partial_rollout.diffusion import worker_extension
+from partial_rollout.diffusion.worker_extension import DiffusionWorkerExtension
+from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
+
+
+def test_it_takes_weights_from_a_trainer_on_another_gpu(monkeypatch):
+    """A worker that named its GPU would be refused: the trainer has another one."""
+    asked = {}
+
+    def receiver(*_, **options):
+        asked.update(options)
+        raise RuntimeError("asked")
+
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "/nowhere")
+    monkeypatch.setenv(SECRET_VARIABLE, "00")
+    monkeypatch.setattr(worker_extension, "WeightReceiver", receiver)
+    worker = DiffusionWorkerExtension()
+    worker.rank = 0
+    worker.model_runner = SimpleNamespace(pipeline=SimpleNamespace(device=torch.device("cuda", 0)))
+    assert worker.receive_weights(version=1, timeout_s=1.0).error == "RuntimeError: asked"
+    assert asked["transports"].identify(torch.device("cuda", 0)) == ""
