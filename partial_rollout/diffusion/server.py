@@ -338,7 +338,7 @@ class DiffusionServer:
         for wait in waits:
             wait.cancel()
         if waits:
-            await asyncio.wait(waits)
+            await asyncio.wait(waits, timeout=self.options.timeout_s)
         await self._call(FORGET, self.options.timeout_s, names=list(taken))
 
     async def _hold_engine(self, holder: str) -> list[str]:
