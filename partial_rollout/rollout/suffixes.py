@@ -14,11 +14,11 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from itertools import accumulate
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
 LEAST, MOST = 2, 16
 """Tokens of a suffix: shorter ones say nothing, and longer ones are not told apart."""
@@ -29,10 +29,16 @@ KEPT_TEXTS = 24
 MOST_TOKENS = 16_000_000
 """All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
 MOST_NOTED = 2_000_000
-"""Tokens whose places are noted, of about 250 bytes each: beyond them prompts that are not open lose their places, and
-noting them again takes 1.4 microseconds a token. Responses that come back after an interruption find theirs."""
-FOLD, FOLDED = 1_000_003, (1 << 61) - 1
-"""A prompt is looked up by one number, whose digits to the base FOLD are its tokens, modulo FOLDED."""
+"""Tokens whose places are noted, of up to 140 bytes each: beyond them prompts that are not open lose their places, and
+noting them again takes 0.5 microseconds a token. No prompt does in the step in which a response to it ends, and one at
+most for each response that ends: after an interruption not all rows come back in the same step."""
+DIGEST_BYTES = 16
+"""A prompt is looked up by a digest of its tokens, so long that no two prompts have the same one."""
+NEXT_TEXT = 1 << 32
+"""A place is one integer, since the garbage collector visits no integers: the number of its text times this, and where
+in the text the next token is."""
+NOWHERE = -1
+"""No place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,18 +49,24 @@ class Text:
     tokens: array[int]
     is_open: bool = False
     """Whether it is in a row of the batch."""
+    number: int | None = None
+    """In `noted` of its prompt, once a place in it is noted."""
+    before: array[int] = field(default_factory=lambda: array("q"))
+    """By where a noted place is in it: the place that the same pair of tokens had before, or `NOWHERE`."""
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
     """A prompt and the responses to it, and while they are needed the places of each pair of tokens."""
 
-    key: tuple[int, int]
-    """How many tokens it has, and the number that is made of them (`FOLD`)."""
+    key: bytes
+    """Digest of its tokens."""
     tokens: array[int]
     texts: list[Text] = field(default_factory=list)
-    places: defaultdict[tuple[int, int], list[tuple[Text, int]]] = field(default_factory=lambda: defaultdict(list))
-    """After a pair of tokens: the text, and where in it the next token is or will be; the newest last."""
+    places: dict[int, int] = field(default_factory=dict)
+    """After a pair of tokens: its newest place."""
+    noted: list[Text] = field(default_factory=list)
+    """Texts with noted places, by number; forgotten ones and the prompt itself included."""
     num_noted: int = 0
     """Tokens whose places are noted, those of forgotten texts included."""
 
@@ -76,14 +88,34 @@ class Prompt:
 
     def note(self, text: Text, start: int) -> None:
         """Note the places of a text's tokens from `start` on."""
-        first, places = max(start, LEAST), self.places
+        first, places, before = max(start, LEAST), self.places, text.before
+        if text.number is None:
+            text.number = len(self.noted)
+            self.noted.append(text)
+            before.extend([NOWHERE] * first)  # the head of a response is noted with the prompt
         tokens = text.tokens[first - LEAST :]
-        for place, pair in enumerate(zip(tokens, tokens[1:-1], strict=False), first):
-            places[pair].append((text, place))
+        for place, (last, token) in enumerate(zip(tokens, tokens[1:-1], strict=False), text.number * NEXT_TEXT + first):
+            pair = last << 32 | token
+            before.append(places.get(pair, NOWHERE))
+            places[pair] = place
         self.num_noted += len(text.tokens) - start
+
+    def noted_places(self, pair: tuple[int, int]) -> Iterator[tuple[Text, int]]:
+        """The newest `PLACES` places after a pair of tokens, the newest first: the text, and where in it."""
+        place = self.places.get(pair[0] << 32 | pair[1], NOWHERE)
+        for _ in range(PLACES):
+            if place == NOWHERE:
+                return
+            text, where = self.noted[place // NEXT_TEXT], place % NEXT_TEXT
+            yield text, where
+            place = text.before[where]
 
     def forget_places(self) -> None:
         """Note nothing."""
+        for text in self.noted:
+            text.number = None
+            del text.before[:]
+        self.noted.clear()
         self.places.clear()
         self.num_noted = 0
 
@@ -122,9 +154,9 @@ class Suffixes:
     def __init__(self, drafts: int, most_tokens: int = MOST_TOKENS, most_noted: int = MOST_NOTED) -> None:
         """`drafts` tokens in each draft."""
         self._drafts, self._most_tokens, self._most_noted = drafts, most_tokens, most_noted
-        self._prompts: OrderedDict[tuple[int, int], Prompt] = OrderedDict()
+        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
         self._lengths: defaultdict[int, int] = defaultdict(int)
-        self._noted: OrderedDict[tuple[int, int], Prompt] = OrderedDict()
+        self._noted: OrderedDict[bytes, Prompt] = OrderedDict()
         self._ended: list[Prompt] = []
         self.num_tokens = 0
         """Tokens that are kept, those of the prompts included."""
@@ -162,14 +194,17 @@ class Suffixes:
 
     def tidy(self) -> None:
         """Keep no more tokens and no more places than may be; after the changes of a step."""
-        for prompt in self._ended:
+        ended = dict.fromkeys(self._ended)
+        for prompt in ended:
             self._forget_texts(prompt)
-        num_noted = sum(prompt.num_noted for prompt in self._noted.values()) if self._ended else 0
-        self._ended.clear()
-        while num_noted > self._most_noted and (prompt := _first_idle(self._noted)):
+        num_noted = sum(prompt.num_noted for prompt in self._noted.values()) if ended else 0
+        for _ in self._ended:
+            if num_noted <= self._most_noted or not (prompt := _first_idle(self._noted, ended)):
+                break
             num_noted -= prompt.num_noted
             prompt.forget_places()
             del self._noted[prompt.key]
+        self._ended.clear()
         while self.num_tokens > self._most_tokens and (prompt := _first_idle(self._prompts)):
             self._forget(prompt)
 
@@ -187,7 +222,7 @@ class Suffixes:
         best, most = array("i"), 0
         if len(tail) < LEAST:
             return best
-        for other, place in reversed(text.prompt.places.get((tail[-2], tail[-1]), [])[-PLACES:]):
+        for other, place in text.prompt.noted_places((tail[-2], tail[-1])):
             length = _common(other.tokens, place, tail)
             if length > most:
                 best, most = other.tokens[place : place + self._drafts], length
@@ -200,22 +235,33 @@ class Suffixes:
 
         A request that goes on with no known response is a prompt of its own, whatever it begins with.
         """
-        numbers = list(accumulate(given, _fold, initial=0))
-        for length in sorted(self._lengths, reverse=True):
-            prompt = self._prompts.get((length, numbers[length])) if length < len(numbers) else None
-            if prompt and (length == len(given) or prompt.begun(prompt.own(given))):
+        raw, digest, done, found = given.tobytes(), blake2b(digest_size=DIGEST_BYTES), 0, []
+        for length in sorted(self._lengths):
+            if length > len(given):
+                break
+            digest.update(raw[given.itemsize * done : given.itemsize * length])
+            done = length
+            if prompt := self._prompts.get(digest.digest()):
+                found.append(prompt)
+        for prompt in reversed(found):
+            if len(prompt.tokens) == len(given) or prompt.begun(prompt.own(given)):
                 return prompt
+        digest.update(raw[given.itemsize * done :])
         self._lengths[len(given)] += 1
         self.num_tokens += len(given)
-        return Prompt((len(given), numbers[-1]), given)
+        return Prompt(digest.digest(), given)
 
     def _forget(self, prompt: Prompt) -> None:
         del self._prompts[prompt.key]
         self._noted.pop(prompt.key, None)
-        self._lengths[prompt.key[0]] -= 1
-        if not self._lengths[prompt.key[0]]:
-            del self._lengths[prompt.key[0]]
+        length = len(prompt.tokens)
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
         self.num_tokens -= prompt.num_tokens
+        # A prompt whose texts know it would stay in memory until a full collection.
+        prompt.forget_places()
+        prompt.texts.clear()
 
     def _forget_texts(self, prompt: Prompt) -> None:
         """Forget the oldest texts of a prompt that has too many."""
@@ -223,16 +269,12 @@ class Suffixes:
         for text in ended[: max(0, len(prompt.texts) - KEPT_TEXTS)]:
             prompt.texts.remove(text)
             self.num_tokens -= len(text.tokens)
-            del text.tokens[:]  # so that its noted places lead nowhere
+            del text.tokens[:]  # noted places in it then lead nowhere
 
 
-def _first_idle(prompts: OrderedDict[tuple[int, int], Prompt]) -> Prompt | None:
-    """The prompt that was used longest ago, of those that are not open."""
-    return next((prompt for prompt in prompts.values() if not prompt.is_open), None)
-
-
-def _fold(number: int, token: int) -> int:
-    return (number * FOLD + token + 1) % FOLDED
+def _first_idle(prompts: OrderedDict[bytes, Prompt], but: Container[Prompt] = ()) -> Prompt | None:
+    """The prompt that was used longest ago, of those that are not open; none of `but`."""
+    return next((prompt for prompt in prompts.values() if not prompt.is_open and prompt not in but), None)
 
 
 def _common(tokens: array[int], place: int, tail: array[int]) -> int:

@@ -103,6 +103,22 @@ def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_anothe
     assert batch.run() > 3.0
 
 
+def test_places_are_kept_over_an_interruption_after_which_rows_come_back_over_several_steps():
+    batch = Batch(SuffixDrafts(CONFIG))
+    for number in range(6):
+        batch.add(text(100 + number), text(number))
+    for _ in range(20):
+        batch.step()
+    suffixes = batch.drafter._suffixes
+    suffixes._most_noted = 100
+    noted = dict.fromkeys(suffixes._noted.values())
+    away = [batch.remove(0) for _ in range(6)]
+    for whole, length in away:
+        batch.add(whole[:length], whole[length:])
+        batch.step()
+        assert all(prompt.places for prompt in noted)
+
+
 def test_requests_that_leave_are_closed_and_forgotten_where_there_is_no_room():
     batch = Batch(SuffixDrafts(CONFIG))
     batch.drafter._suffixes._most_tokens = 100

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.rollout import suffixes as suffixes_module
-from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, PROBE, DraftGate, Suffixes
+from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, PROBE, DraftGate, Prompt, Suffixes
 
 PROMPT = [1, 2, 3]
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -146,6 +148,18 @@ def test_places_of_prompts_that_are_not_open_are_kept_as_long_as_there_is_room()
     assert suffixes.draft(told(suffixes, PROMPT, TEXT[:2])) == TEXT[2:4]
 
 
+def test_a_response_whose_places_were_forgotten_has_all_of_them_when_it_comes_back():
+    suffixes = Suffixes(drafts=1, most_noted=0)
+    text = told(suffixes, PROMPT, [7, 8, 9, 20])
+    suffixes.end(text)
+    suffixes.tidy()
+    ended(suffixes, [4, 5, 6], TEXT)
+    assert not text.prompt.places
+    assert suffixes.begin([*PROMPT, 7, 8, 9, 20]) is text
+    suffixes.extend(text, [4, 8, 9, 30, 6, 7, 8, 9])
+    assert suffixes.draft(text) == [20]
+
+
 def test_prompts_that_were_used_longest_ago_are_forgotten_first():
     suffixes = Suffixes(drafts=1, most_tokens=45)
     for number in (1, 2, 1, 3):
@@ -188,7 +202,75 @@ def test_places_of_forgotten_responses_go_while_their_prompt_stays_open():
         suffixes.end(before)
         suffixes.tidy()
         before = text
-    assert sum(map(len, before.prompt.places.values())) <= 2 * before.prompt.num_tokens + 10
+    assert len(before.prompt.places) <= 2 * before.prompt.num_tokens + 10
+    assert len(before.prompt.noted) <= 3 * KEPT_TEXTS
+
+
+def test_places_of_forgotten_responses_lead_nowhere_and_older_ones_are_still_found():
+    suffixes = Suffixes(drafts=1)
+    told(suffixes, PROMPT, [50, 51, 60])
+    ended(suffixes, PROMPT, [50, 51, 61])
+    last = told(suffixes, PROMPT, [50, 51])
+    assert suffixes.draft(last) == [61]
+    for number in range(KEPT_TEXTS - 2):
+        ended(suffixes, PROMPT, [1000 + number])
+    assert suffixes.draft(last) == [60]
+
+
+def test_prompts_are_told_apart_by_all_of_their_tokens():
+    # The first two are one number to the base 1,000,003, and the others begin or end alike.
+    prompts = [[1, 1_000_008], [2, 5], [1], [2], [5], [1, 1_000_008, 5], [0, 2, 5], [2, 5, 0], [2 << 8, 5 << 8]]
+    suffixes = Suffixes(drafts=1)
+    texts = [suffixes.begin(prompt) for prompt in prompts]
+    assert [each.prompt.tokens.tolist() for each in texts] == prompts
+    for text, prompt in zip(texts, prompts, strict=True):
+        assert suffixes.begin(prompt).prompt is text.prompt
+
+
+def test_newer_places_of_other_pairs_hide_none_of_a_pair():
+    suffixes, most = Suffixes(drafts=1), 2**31 - 1
+    others = [0, most, 7, most, most, 7, 0, 0, 7, 1, most - 1, 7] * PLACES
+    assert suffixes.draft(told(suffixes, PROMPT, [most, 0, 8, *others, most, 0])) == [8]
+
+
+def test_the_garbage_collector_visits_nothing_for_each_token():
+    suffixes = Suffixes(drafts=1)
+    text = suffixes.begin(PROMPT)
+    before = len(gc.get_objects())
+    suffixes.extend(text, range(100, 5100))
+    assert len(text.prompt.places) > 5000
+    assert len(gc.get_objects()) - before < 100
+
+
+def test_a_forgotten_prompt_leaves_memory_without_the_garbage_collector():
+    def prompts() -> int:
+        return sum(isinstance(each, Prompt) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        suffixes, before = Suffixes(drafts=1, most_tokens=30), prompts()
+        for number in range(20):
+            ended(suffixes, [number, 50, 51], TEXT)
+        assert prompts() - before == len(suffixes._prompts) < 3
+    finally:
+        gc.enable()
+
+
+def test_prompts_whose_responses_left_together_lose_their_places_one_by_one():
+    suffixes = Suffixes(drafts=2, most_noted=30)
+    gone = [told(suffixes, [number, 50, 51], TEXT) for number in range(6)]
+    last = told(suffixes, [7, 8, 9], TEXT)
+    for text in gone:
+        suffixes.end(text)
+    suffixes.tidy()
+    assert all(text.prompt.places for text in gone)
+    suffixes.end(last)
+    suffixes.tidy()
+    assert [bool(text.prompt.places) for text in gone] == [False] + [True] * 5
+    for number in range(6):
+        ended(suffixes, [20 + number, 8, 9], [1])
+    assert sum(prompt.num_noted for prompt in suffixes._noted.values()) <= 30
 
 
 def test_requests_that_begin_with_a_short_prompt_are_prompts_of_their_own():
