@@ -205,8 +205,9 @@ class EngineCounts:
             self._pages = {page for engine in engines for page in _pages_of_server(engine)}
 
     def sample(self) -> list[float]:
-        """The present sums over engines; nothing while none answers."""
-        return [sum(each) for each in zip(*filter(None, map(_read, self._pages)), strict=True)]
+        """The present sums over engines; nothing while one does not answer."""
+        found = [_read(page) for page in self._pages]
+        return [sum(each) for each in zip(*found, strict=True)] if len({len(each) for each in found}) == 1 else []
 
 
 def _is_engine(process: psutil.Process) -> bool:
@@ -249,4 +250,4 @@ def _read(page: str) -> list[float]:
     found: dict[str, float] = {}
     for sample in (sample for family in families for sample in family.samples):
         found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return [found[name] for name in (RUNNING, *(DRAFTED if DRAFTED[0] in found else ())) if RUNNING in found]
+    return [found[name] for name in (RUNNING, *(DRAFTED if found.keys() >= set(DRAFTED) else ())) if RUNNING in found]

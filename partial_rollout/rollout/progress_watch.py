@@ -65,7 +65,8 @@ class ProgressWatch:
         def end() -> None:
             # The loop was blocked: the answer may be there, and is taken in after this timer.
             if loop.time() - due_s > BLOCKED_S:
-                timers.append(loop.call_later(MORE_S, self._end, did, limit_s + MORE_S, limit))
+                more = f"{limit}, and {MORE_S:g} s more since the event loop was blocked"
+                timers.append(loop.call_later(MORE_S, self._end, did, limit_s + MORE_S, more))
             else:
                 self._end(did, limit_s, limit)
 

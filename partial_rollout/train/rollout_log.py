@@ -80,7 +80,8 @@ WORLD = (
     "actor_rollout_ref.rollout.multi_turn",
     "algorithm",
     *(f"actor_rollout_ref.actor.{key}" for key in (
-        "optim.lr", "optim.weight_decay", "optim.betas", "optim.lr_warmup_steps", "policy_loss", "loss_agg_mode",
+        "optim.lr", "optim.weight_decay", "optim.betas", "optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio",
+        "optim.lr_scheduler_type", "optim.warmup_style", "optim.min_lr_ratio", "policy_loss", "loss_agg_mode",
         "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "use_kl_loss",
         "kl_loss_coef", "kl_loss_type", "ppo_mini_batch_size", "ppo_epochs", "grad_clip",
     )),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from partial_rollout.diffusion import worker_extension
-from partial_rollout.diffusion.worker_extension import DiffusionWorkerExtension
+from partial_rollout.diffusion.worker_extension import BY_HOST, DiffusionWorkerExtension
 from partial_rollout.weights.directory import DIRECTORY_VARIABLE, SECRET_VARIABLE
 
 
@@ -26,4 +26,14 @@ def test_it_takes_weights_from_a_trainer_on_another_gpu(monkeypatch):
     worker.rank = 0
     worker.model_runner = SimpleNamespace(pipeline=SimpleNamespace(device=torch.device("cuda", 0)))
     assert worker.receive_weights(version=1, timeout_s=1.0).error == "RuntimeError: asked"
-    assert asked["transports"].identify(torch.device("cuda", 0)) == ""
+    assert asked["transports"] is BY_HOST
+    assert BY_HOST.cuda is None
+
+
+def test_a_worker_that_is_a_process_of_its_own_ends_with_its_server(monkeypatch):
+    called = []
+    monkeypatch.setattr(worker_extension, "end_with_parent", lambda: called.append("ends with its parent"))
+    base = worker_extension.CustomPipelineWorkerExtension
+    monkeypatch.setattr(base, "re_init_pipeline", lambda _self, arguments: called.append(arguments))
+    DiffusionWorkerExtension().re_init_pipeline({"a": 1})
+    assert called == ["ends with its parent", {"a": 1}]

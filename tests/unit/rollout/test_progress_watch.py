@@ -168,6 +168,7 @@ def test_an_answer_that_nobody_could_take_in_is_waited_for_a_little_longer(
 
     verdict = run_virtual(main())
     assert bool(verdict) == (answer_s is None)
+    assert ("which is half of drain_s, and 10 s more since the event loop was blocked" in verdict) == bool(verdict)
     if answer_s is None:
         engine.wait(60)
     assert engine.is_running() == (answer_s is not None)
