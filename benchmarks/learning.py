@@ -31,6 +31,8 @@ from partial_rollout.advise.result import about_run, read_result, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.run.task_files import TaskFiles
 from partial_rollout.runtime.termination import heed_termination
+from partial_rollout.settings.flag import SPECULATION
+from partial_rollout.settings.matrix import SUFFIX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +45,7 @@ DEEP = [
     "partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False",
 ]  # fmt: skip
 """All prompts in flight begin at once, so most are old."""
-DRAFTER = "{method:custom_class,model:partial_rollout.rollout.drafts.SuffixDrafts,num_speculative_tokens:3}"
-DRAFTS = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={DRAFTER}"
+DRAFTS = f"+{SPECULATION}={{method:custom_class,model:{SUFFIX_DRAFTS},num_speculative_tokens:3}}"
 VERLS = {"PARTIAL_ROLLOUT": "0"}
 RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "sync": (VERLS, []),

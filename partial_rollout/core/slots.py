@@ -63,6 +63,10 @@ class EngineLoad:
     num_tokens: int = 0
     """Tokens generated since the engines' start."""
 
+    def is_full(self, preempted: int) -> bool:
+        """Whether the KV cache has no room for more; so many requests have made room since the load before."""
+        return preempted > 0 or self.kv_usage >= KV_HIGH
+
     def __add__(self, other: EngineLoad) -> EngineLoad:
         """The load of two engines, or of two groups of engines."""
         return EngineLoad(
@@ -134,7 +138,7 @@ class SlotController:
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         before = self.budget
-        if (preempted or load.kv_usage >= KV_HIGH) and max(before, self._in_use) <= self._first:
+        if load.is_full(preempted) and max(before, self._in_use) <= self._first:
             self.was_full_at_first_budget = True
         self._in_use = slots_in_use
         self.budget, reason = self._next(load, preempted, slots_in_use)
@@ -145,7 +149,7 @@ class SlotController:
 
     def _next(self, load: EngineLoad, preempted: int, slots_in_use: int) -> tuple[int, str]:
         full = f"KV cache {load.kv_usage:.0%} full"
-        if preempted or load.kv_usage >= KV_HIGH:
+        if load.is_full(preempted):
             why = f"{preempted} requests preempted" if preempted else full
             return self._lower(slots_in_use, why)
         if load.waiting:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from partial_rollout.settings.derived import Settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
+SPECULATION = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+"""How an engine drafts; empty: it does not."""
 TRAINER_MODE, SEPARATE_MODE = "partial_rollout", "partial_rollout_separate"
 """Names of the trainers in verl: for engines that share the trainer's devices, and for engines on their own."""
 AGENT_LOOP_MANAGER = "partial_rollout.agent_loop.manager.PartialRolloutAgentLoopManager"

@@ -25,7 +25,7 @@ from partial_rollout.settings.derived import (
     num_rollout_devices,
     sequence_parallel_size,
 )
-from partial_rollout.settings.flag import ROLLOUT
+from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import ModelSizes, model_sizes
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ UNTRIED = "not tried"
 REFUSED = "refused"
 REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
-SPECULATION = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
 
 
@@ -711,7 +710,7 @@ ROWS = (
         "other drafts",
         UNTRIED,
         "`SuffixDrafts` is what has run",
-        lambda config: (_drafter(config) or SUFFIX_DRAFTS) != SUFFIX_DRAFTS,
+        lambda config: _drafter(config) not in (None, SUFFIX_DRAFTS),
         {SPECULATION: {"method": "ngram"}, "trainer.device": "cuda"},
         also="refused on a CPU",
     ),

@@ -32,7 +32,7 @@ from partial_rollout.settings.derived import (
     sequence_parallel_size,
 )
 from partial_rollout.settings.fields import unlisted
-from partial_rollout.settings.flag import PACKED_ATTENTION, SEPARATE_MODE, TRAINER_MODE, attention_of
+from partial_rollout.settings.flag import PACKED_ATTENTION, SEPARATE_MODE, SPECULATION, TRAINER_MODE, attention_of
 from partial_rollout.settings.mistyped import of_a_request
 from partial_rollout.settings.verl_values import refusal, refused_sizes, refused_values
 
@@ -540,10 +540,9 @@ def _check_engine_devices(config: DictConfig, _settings: Settings) -> Iterator[U
 
 def _check_drafts(config: DictConfig) -> None:
     """With drafts vLLM 0.28 on a CPU samples at temperatures that are in memory by chance (its issue 55005)."""
-    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
     _require(
-        config.trainer.device != "cpu" or not OmegaConf.select(config, key),
-        f"trainer.device=cpu with {key}",
+        config.trainer.device != "cpu" or not OmegaConf.select(config, SPECULATION),
+        f"trainer.device=cpu with {SPECULATION}",
         "a GPU, or no drafts",
         "on a CPU vLLM 0.28 checks drafts at wrong temperatures, so responses would not be the model's",
     )

@@ -9,7 +9,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from partial_rollout.core.depth import DepthController, StepLoad
-from partial_rollout.core.slots import KV_HIGH, EngineLoad
+from partial_rollout.core.slots import EngineLoad
 from partial_rollout.settings.block import groups_in_flight
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class DepthTuner:
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         if is_kv_full is None:
-            is_kv_full = bool(preempted) or load.kv_usage >= KV_HIGH
+            is_kv_full = load.is_full(preempted)
         now_s = self._clock()
         passed_s = now_s - self._looked_s
         self.waited = (now_s - self._wait_began_s) / passed_s if passed_s else 1.0
