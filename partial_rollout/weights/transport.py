@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable  # noqa: TC003 - a dataclass reads it
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,6 @@ CUDA_BUFFER_BYTES = 256 << 20
 """A copy of one takes long enough to hide the messages and the launches for the next."""
 
 
-@cache
 def find_cuda() -> CudaRuntime | None:
     """The CUDA runtime, or None where torch has no GPU or the bindings are not installed."""
     if not torch.cuda.is_available():
