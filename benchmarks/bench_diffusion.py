@@ -7,6 +7,7 @@ steps are measured: those that the engine computed in all, less those of the fin
 
     make setup-omni
     .venv-cpu/omni/bin/python -m benchmarks.bench_diffusion --repeats 7 --json benchmarks/results/bench_diffusion.json
+    python -m benchmarks.bench_diffusion --layers 20 --size 256 --gap-s 0.5 --json FILE    # the servers share a GPU
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MODES = {
 }
 WAYS = ("not interrupted", "hold", "snapshot", "regenerate")
 TIMED = ("images_per_s", "wait_median_s", "wait_max_s", "seconds")
-SIZE, PATCH = 64, 8
+PATCH = 8
 START_S = 240.0
 
 
-def start_servers(model: Path) -> dict[str, Any]:
+def start_servers(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One actor for each mode."""
     import ray
 
@@ -44,20 +45,22 @@ def start_servers(model: Path) -> dict[str, Any]:
     from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 
     servers = {}
+    on_gpu = options.layers > 0
     for mode, how in MODES.items():
-        options = ServerOptions(
+        server = ServerOptions(
             model_path=str(model),
             adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=how["step_execution"]),
-            limits=SamplingLimits(sizes=((SIZE, SIZE),), multiple=PATCH, max_steps=100),
-            dtype="float32",
+            limits=SamplingLimits(sizes=((options.size, options.size),), multiple=PATCH, max_steps=100),
+            dtype="bfloat16" if on_gpu else "float32",
             max_num_seqs=how["max_num_seqs"],
         )
-        servers[mode] = ray.remote(DiffusionServer).options(max_concurrency=1000).remote(options)
+        actor = ray.remote(DiffusionServer).options(max_concurrency=1000, num_gpus=0.3 * on_gpu)
+        servers[mode] = actor.remote(server)
     ray.get([server.statistics.remote() for server in servers.values()], timeout=START_S)
     return servers
 
 
-def make_requests(number: int, steps: int) -> list[Any]:
+def make_requests(number: int, steps: int, size: int) -> list[Any]:
     """Requests with prompts of unlike lengths."""
     from partial_rollout.diffusion.sampling import SampleRequest
     from partial_rollout.diffusion.sde_window import SdeWindow
@@ -67,8 +70,8 @@ def make_requests(number: int, steps: int) -> list[Any]:
             request_id=f"r{index}",
             prompt_ids=tuple(range(10, 190 + 5 * (index % 8))),
             seed=index,
-            height=SIZE,
-            width=SIZE,
+            height=size,
+            width=size,
             num_steps=steps,
             window=SdeWindow(0, 2),
             noise_level=0.7,
@@ -125,11 +128,11 @@ async def interrupted(server: Any, requests: list[Any], way: str, after_s: float
 
 async def measure(servers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """All repeats; every number of each."""
-    requests = make_requests(options.images, options.steps)
+    requests = make_requests(options.images, options.steps, options.size)
     clock, arrivals_s = random.Random(0), [0.0]
     while len(arrivals_s) < len(requests):
         arrivals_s.append(arrivals_s[-1] + clock.expovariate(1 / options.gap_s))
-    together = make_requests(MODES["step-wise"]["max_num_seqs"], options.steps)
+    together = make_requests(MODES["step-wise"]["max_num_seqs"], options.steps, options.size)
     found: dict[str, Any] = {"at_once": {}, "spread": {}, "interrupted": {}}
     server, after_s = servers["step-wise"], 0.0
     for number in range(options.repeats + 1):
@@ -175,10 +178,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gap-s", type=float, default=0.1, help="mean time between arrivals, when they are spread")
+    parser.add_argument("--size", type=int, default=64, help="height and width of the images (%(default)s)")
+    parser.add_argument("--layers", type=int, default=0, help="of Qwen-Image's sizes, on a GPU; 0: tiny, on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    apply_cpu_environment()
+    if not options.layers:
+        apply_cpu_environment()
 
     import ray
 
@@ -186,9 +192,9 @@ def main() -> None:
 
     result = circumstances(options)
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder))
+        make_checkpoint(Path(folder), layers=options.layers)
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-        servers = start_servers(Path(folder))
+        servers = start_servers(Path(folder), options)
         repeats = asyncio.run(measure(servers, options))
         ray.get([server.shutdown.remote() for server in servers.values()], timeout=START_S)
         ray.shutdown()

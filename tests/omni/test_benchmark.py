@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 
+import torch
+
+from partial_rollout.run.tiny_qwen_image import make_checkpoint
 from tests import preloaded
 
 TIMEOUT_S = 600
@@ -23,3 +26,11 @@ def test_every_way_to_interrupt_is_measured(repository, nursery, tmp_path):
     assert set(summary["at_once"]) == {"whole, one by one", "whole, batched", "step-wise"}
     assert set(summary["interrupted"]) == {"not interrupted", "hold", "snapshot", "regenerate"}
     assert summary["interrupted"]["hold"]["wasted_steps"][0] == 0
+
+
+def test_a_layer_of_the_large_transformer_is_as_large_as_qwen_images(monkeypatch):
+    """A layer has 339,831,296 parameters, and what is around the layers 29,313,072."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    large = make_checkpoint._large_transformer(1)
+    assert large.num_parameters() == 339_831_296 + 29_313_072
+    assert (large.dtype, torch.get_default_dtype()) == (torch.bfloat16, torch.float32)

@@ -3,7 +3,8 @@
     python -m partial_rollout.run.tiny_qwen_image.make_checkpoint --out DIR
 
 All parts have the architecture of the real model, so the same code runs them. A 64 x 64 image is 64 packed latent
-tokens. The tokenizer is byte-level.
+tokens. The tokenizer is byte-level. With `--layers N` the transformer has the sizes of Qwen-Image's and N of its 60
+layers (340 M parameters each, in bf16): for GPUs, to see what the real model costs. The other parts stay tiny.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ LATENT_CHANNELS = 4
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def make_checkpoint(folder: Path, seed: int = 0) -> None:
-    """Write the pipeline to `folder`; the same seed gives the same weights."""
+def make_checkpoint(folder: Path, seed: int = 0, layers: int = 0) -> None:
+    """Write the pipeline to `folder`; the same seed gives the same weights. `layers`: those of Qwen-Image's sizes."""
     torch.manual_seed(seed)
     pipeline = QwenImagePipeline(
         scheduler=_scheduler(),
         vae=_vae(),
         text_encoder=_text_encoder(),
         tokenizer=_tokenizer(folder / "tokenizer"),
-        transformer=_transformer(),
+        transformer=_large_transformer(layers) if layers else _transformer(),
     )
     pipeline.save_pretrained(folder)
 
@@ -64,6 +65,21 @@ def _transformer() -> QwenImageTransformer2DModel:
         joint_attention_dim=TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
     )
+
+
+def _large_transformer(num_layers: int) -> QwenImageTransformer2DModel:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return QwenImageTransformer2DModel(
+                in_channels=4 * LATENT_CHANNELS,
+                out_channels=LATENT_CHANNELS,
+                num_layers=num_layers,
+                joint_attention_dim=TEXT_WIDTH,
+            )
+        finally:
+            torch.set_default_dtype(usual)
 
 
 def _vae() -> AutoencoderKLQwenImage:
@@ -120,9 +136,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="of Qwen-Image's sizes; 0: the tiny transformer")
     options = parser.parse_args()
     if not (options.out / "model_index.json").exists():
-        make_checkpoint(options.out, options.seed)
+        make_checkpoint(options.out, options.seed, options.layers)
 
 
 if __name__ == "__main__":
