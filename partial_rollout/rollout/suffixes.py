@@ -30,8 +30,11 @@ MOST_TOKENS = 16_000_000
 """All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
 MOST_NOTED = 2_000_000
 """Tokens whose places are noted, of up to 140 bytes each: beyond them prompts that are not open lose their places, and
-noting them again takes 0.5 microseconds a token. No prompt does in the step in which a response to it ends, and one at
-most for each response that ends: after an interruption not all rows come back in the same step."""
+noting them again takes 0.5 microseconds a token. No prompt does in the step in which a response to it ends, and
+`FORGOTTEN` at most for each response that ends: after an interruption not all rows come back in the same step."""
+FORGOTTEN = 2
+"""One more than the prompt that a response may have brought: with one, prompts that get longer were noted without end
+where each response has a prompt of its own, as in conversations whose earlier thinking the chat template drops."""
 DIGEST_BYTES = 16
 """A prompt is looked up by a digest of its tokens, so long that no two prompts have the same one."""
 NEXT_TEXT = 1 << 32
@@ -198,7 +201,7 @@ class Suffixes:
         for prompt in ended:
             self._forget_texts(prompt)
         num_noted = sum(prompt.num_noted for prompt in self._noted.values()) if ended else 0
-        for _ in self._ended:
+        for _ in range(FORGOTTEN * len(self._ended)):
             if num_noted <= self._most_noted or not (prompt := _first_idle(self._noted, ended)):
                 break
             num_noted -= prompt.num_noted

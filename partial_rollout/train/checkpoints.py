@@ -57,6 +57,8 @@ MEGATRON_FOLDERS = ("model", "optimizer", "extra")
 """Folders of a model that verl's Megatron engine has saved, of which with `async_save` any may be unfinished."""
 MEGATRON_MANIFEST = "ckpt_contents.json"
 """Written beside these folders when all of them are whole, before verl's tracker."""
+KEPT_BY_NFS = ".nfs"
+"""Beginning of the name of a removed file that NFS keeps while a program on this machine has it open."""
 ZIP_MARK = b"PK\x03\x04"
 """The first bytes of a file that `torch.save` has written."""
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
@@ -163,7 +165,7 @@ def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_
     # Nor a manifest whose writing was cut off, which goes when this one is written.
     sizes = {name: size for name, size in _sizes(folder).items() if not name.startswith(MANIFEST)}
     # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
-    for path in (*folder.rglob("*"), folder, folder.parent):
+    for path in (*_below(folder), folder, folder.parent):
         _put_on_disk(path)
     write_durably(folder / MANIFEST, json.dumps({"format": 1, "bytes": sizes}).encode())
     return sum(sizes.values())
@@ -299,7 +301,12 @@ def _what_is_wrong(root: Path, named: int | None, steps: dict[int, Path]) -> str
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in _below(folder) if path.is_file()}
+
+
+def _below(folder: Path) -> list[Path]:
+    """Files and folders below one, without removed files that NFS keeps for a while."""
+    return [path for path in folder.rglob("*") if not path.name.startswith(KEPT_BY_NFS)]
 
 
 def _has_content(part: Path) -> bool:

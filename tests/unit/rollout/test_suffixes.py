@@ -257,7 +257,7 @@ def test_a_forgotten_prompt_leaves_memory_without_the_garbage_collector():
         gc.enable()
 
 
-def test_prompts_whose_responses_left_together_lose_their_places_one_by_one():
+def test_prompts_whose_responses_left_together_do_not_lose_their_places_at_once():
     suffixes = Suffixes(drafts=2, most_noted=30)
     gone = [told(suffixes, [number, 50, 51], TEXT) for number in range(6)]
     last = told(suffixes, [7, 8, 9], TEXT)
@@ -267,10 +267,18 @@ def test_prompts_whose_responses_left_together_lose_their_places_one_by_one():
     assert all(text.prompt.places for text in gone)
     suffixes.end(last)
     suffixes.tidy()
-    assert [bool(text.prompt.places) for text in gone] == [False] + [True] * 5
+    assert [bool(text.prompt.places) for text in gone] == [False] * 2 + [True] * 4
     for number in range(6):
         ended(suffixes, [20 + number, 8, 9], [1])
     assert sum(prompt.num_noted for prompt in suffixes._noted.values()) <= 30
+
+
+def test_places_are_bounded_where_each_response_has_a_longer_prompt_of_its_own():
+    suffixes = Suffixes(drafts=1, most_noted=2000)
+    for number in range(400):
+        size = 10 + number
+        ended(suffixes, list(range(1000 * number, 1000 * number + size)), [1])
+    assert sum(prompt.num_noted for prompt in suffixes._noted.values()) <= 2000 + size
 
 
 def test_requests_that_begin_with_a_short_prompt_are_prompts_of_their_own():

@@ -122,6 +122,16 @@ def test_a_manifest_whose_writing_was_cut_off_is_no_part_of_the_next_one(tmp_pat
     assert missing_parts(folder) == []
 
 
+def test_a_removed_file_that_nfs_keeps_is_not_missed_when_it_goes(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    kept = folder / "actor/.nfs00000000016c2a9f00000003"
+    kept.write_text("removed, and still open in another program")
+    mark_whole(folder)
+    assert missing_parts(folder) == []
+    kept.unlink()
+    assert missing_parts(folder) == []
+
+
 def test_a_checkpoint_of_0_1_has_no_manifest_and_is_whole_with_all_its_parts(tmp_path: Path) -> None:
     assert missing_parts(save(tmp_path, 1, whole=False)) == []
     assert missing_parts(save(tmp_path, 2, whole=False, without="transfer_queue")) == ["transfer_queue"]
