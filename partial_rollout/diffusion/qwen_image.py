@@ -129,7 +129,7 @@ class QwenImageRollout(QwenImagePipeline):
             **inputs, extra_transformer_kwargs={"attention_kwargs": self.attention_kwargs, "return_dict": False}
         )
         self.transformer.do_true_cfg = inputs["do_true_cfg"]
-        dtype = self.transformer.img_in.weight.dtype
+        dtype = self._dtype()
         for branch in (positive, negative or {}):
             branch.update({name: branch[name].to(dtype) for name in ("hidden_states", "timestep") if name in branch})
         velocity = self.predict_noise_maybe_with_cfg(
@@ -193,13 +193,19 @@ class QwenImageRollout(QwenImagePipeline):
         state.extra[name] = embeds.clone()
 
     def _encode(self, prompt: Mapping[str, Any], name: str) -> torch.Tensor:
-        """Embeddings [1, L, D] of token ids that have the template in them, or of raw text (the engine's warm-up)."""
-        ids = prompt.get(f"{name}_token_ids")
+        """Embeddings [1, L, D] of token ids that have the template in them, or of raw text (the engine's warm-up).
+
+        Their dtype is the transformer's; the text encoder has that of its checkpoint, which may be another one.
+        """
+        dtype, ids = self._dtype(), prompt.get(f"{name}_token_ids")
         if ids is None:
-            return self.encode_prompt(prompt.get(name) or "", prompt_name=name)[0]
+            return self.encode_prompt(prompt.get(name) or "", prompt_name=name)[0].to(dtype)
         tokens = torch.tensor([list(ids)], device=self.device)
         hidden = self.text_encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
-        return hidden.hidden_states[-1][:, self.prompt_template_encode_start_idx :].to(self.text_encoder.dtype)
+        return hidden.hidden_states[-1][:, self.prompt_template_encode_start_idx :].to(dtype)
+
+    def _dtype(self) -> torch.dtype:
+        return self.transformer.img_in.weight.dtype
 
     def _make_schedule(self, state: StepRequestState) -> tuple[torch.Tensor, Any]:
         """Timesteps [num_steps] and a scheduler that is this request's alone."""

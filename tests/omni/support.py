@@ -35,14 +35,14 @@ PATCH = 8
 class Rig:
     """One server and the event loop it lives on."""
 
-    def __init__(self, model: Path, *, step_execution: bool, max_num_seqs: int = 4) -> None:
+    def __init__(self, model: Path, **changes: Any) -> None:
         self.tokenizer = Qwen2Tokenizer.from_pretrained(model / "tokenizer")
         self.model = model
         self.loop = asyncio.new_event_loop()
-        self.server: DiffusionServer = self.run(self._start(step_execution, max_num_seqs))
+        self.server: DiffusionServer = self.run(self._start(changes))
 
-    async def _start(self, step_execution: bool, max_num_seqs: int) -> DiffusionServer:
-        return DiffusionServer(options(self.model, step_execution=step_execution, max_num_seqs=max_num_seqs))
+    async def _start(self, changes: dict[str, Any]) -> DiffusionServer:
+        return DiffusionServer(options(self.model, **changes))
 
     def run(self, call: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(call, CALL_S))

@@ -10,6 +10,7 @@ from partial_rollout.errors import DataError
 from tests.omni.support import NUM_STEPS, recomputed, training_model
 
 INTERLEAVED_TOLERANCE = 1e-5
+BFLOAT16_TOLERANCE = 0.05
 
 
 @pytest.mark.parametrize("name", ["plain", "guided"])
@@ -44,6 +45,14 @@ def test_before_an_update_the_recomputed_ratio_is_one(rig, tiny_qwen_image, guid
     ratio = torch.exp(recomputed(training_model(tiny_qwen_image), result, 4.0 if guided else 1.0) - result.log_probs)
     # Guidance is combined in another order of operations there.
     assert torch.equal(ratio, torch.ones(NUM_STEPS)) or (guided and (ratio - 1).abs().max() < 1e-6)
+
+
+def test_the_transformers_dtype_need_not_be_the_text_encoders(whole, tiny_qwen_image):
+    """The checkpoint's text encoder is in float32, a real one in bfloat16."""
+    result, exact = whole["bfloat16"], whole["guided"]
+    assert 0 < (result.latents - exact.latents).abs().max() < BFLOAT16_TOLERANCE
+    ratio = torch.exp(recomputed(training_model(tiny_qwen_image).to(torch.bfloat16), result, 4.0) - result.log_probs)
+    assert (ratio - 1).abs().max() < BFLOAT16_TOLERANCE
 
 
 def test_the_other_sde_has_its_own_noise_and_agrees_as_well(rig, tiny_qwen_image):
