@@ -45,16 +45,15 @@ def start_servers(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     from partial_rollout.diffusion.server import DiffusionServer, ServerOptions
 
     servers = {}
-    on_gpu = options.layers > 0
     for mode, how in MODES.items():
         server = ServerOptions(
             model_path=str(model),
             adapter=resolve(QWEN_IMAGE, "flow_grpo", step_execution=how["step_execution"]),
             limits=SamplingLimits(sizes=((options.size, options.size),), multiple=PATCH, max_steps=100),
-            dtype="bfloat16" if on_gpu else "float32",
+            dtype="bfloat16" if options.layers else "float32",
             max_num_seqs=how["max_num_seqs"],
         )
-        actor = ray.remote(DiffusionServer).options(max_concurrency=1000, num_gpus=0.3 * on_gpu)
+        actor = ray.remote(DiffusionServer).options(max_concurrency=1000, num_gpus=0.3 if options.layers else 0)
         servers[mode] = actor.remote(server)
     ray.get([server.statistics.remote() for server in servers.values()], timeout=START_S)
     return servers

@@ -54,6 +54,9 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "sync_drafts": (VERLS, [DRAFTS]),
     "flag_drafts": ({}, [DRAFTS]),
     "flag_bypass": ({}, ["algorithm.rollout_correction.bypass_mode=True"]),
+    "flag_uncorrected": ({}, ["algorithm.rollout_correction.rollout_is=null"]),
+    "flag_released": ({}, ["actor_rollout_ref.rollout.free_cache_engine=True"]),
+    "reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
     "reuse_kv_5_deep": ({}, DEEP),
 }
 """The recipe's variables and overrides of each mode."""
