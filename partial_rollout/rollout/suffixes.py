@@ -12,7 +12,7 @@ A draft that is wrong costs time and changes nothing: the engine checks each one
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -26,6 +26,9 @@ PLACES = 8
 """The newest places of a suffix that are looked at."""
 KEPT_TEXTS = 24
 """Responses of a prompt that are kept: those of three epochs with groups of eight."""
+KEPT_GROUPS = 3
+"""Times as many responses of a prompt are kept, if that is more, as were in the batch at once: an interruption takes all
+of a large group out, and they come back."""
 MOST_TOKENS = 16_000_000
 """All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
 MOST_NOTED = 2_000_000
@@ -37,6 +40,9 @@ FORGOTTEN = 2
 where each response has a prompt of its own, as in conversations whose earlier thinking the chat template drops."""
 DIGEST_BYTES = 16
 """A prompt is looked up by a digest of its tokens, so long that no two prompts have the same one."""
+BLOCK = 64
+"""A request is compared with the known prompts that have the same whole blocks of so many tokens as it begins with. Else
+each request would be compared with prompts of all lengths, of which conversations of many turns have thousands."""
 NEXT_TEXT = 1 << 32
 """A place is one integer, since the garbage collector visits no integers: the number of its text times this, and where
 in the text the next token is."""
@@ -64,6 +70,8 @@ class Prompt:
 
     key: bytes
     """Digest of its tokens."""
+    blocks: bytes
+    """Digest of its whole blocks."""
     tokens: array[int]
     texts: list[Text] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
@@ -72,6 +80,8 @@ class Prompt:
     """Texts with noted places, by number; forgotten ones and the prompt itself included."""
     num_noted: int = 0
     """Tokens whose places are noted, those of forgotten texts included."""
+    most_open: int = 0
+    """Most responses that were in the batch at once."""
 
     @property
     def is_open(self) -> bool:
@@ -158,7 +168,7 @@ class Suffixes:
         """`drafts` tokens in each draft."""
         self._drafts, self._most_tokens, self._most_noted = drafts, most_tokens, most_noted
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
-        self._lengths: defaultdict[int, int] = defaultdict(int)
+        self._lengths: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
         self._noted: OrderedDict[bytes, Prompt] = OrderedDict()
         self._ended: list[Prompt] = []
         self.num_tokens = 0
@@ -180,6 +190,7 @@ class Suffixes:
             prompt.texts.append(text)
             self.num_tokens += len(text.tokens)
         text.is_open = True
+        prompt.most_open = max(prompt.most_open, sum(each.is_open for each in prompt.texts))
         self.extend(text, own[len(text.tokens) :])
         return text
 
@@ -238,29 +249,33 @@ class Suffixes:
 
         A request that goes on with no known response is a prompt of its own, whatever it begins with.
         """
-        raw, digest, done, found = given.tobytes(), blake2b(digest_size=DIGEST_BYTES), 0, []
-        for length in sorted(self._lengths):
-            if length > len(given):
-                break
-            digest.update(raw[given.itemsize * done : given.itemsize * length])
-            done = length
-            if prompt := self._prompts.get(digest.digest()):
-                found.append(prompt)
+        raw, size, digest, found = given.tobytes(), given.itemsize, blake2b(digest_size=DIGEST_BYTES), list[Prompt]()
+        for start in range(0, len(given) + 1, BLOCK):
+            if start:
+                digest.update(raw[size * (start - BLOCK) : size * start])
+            for length in sorted(self._lengths.get(digest.digest(), ())):
+                whole = digest.copy()
+                whole.update(raw[size * start : size * length])
+                if length <= len(given) and (prompt := self._prompts.get(whole.digest())):
+                    found.append(prompt)
         for prompt in reversed(found):
             if len(prompt.tokens) == len(given) or prompt.begun(prompt.own(given)):
                 return prompt
-        digest.update(raw[given.itemsize * done :])
-        self._lengths[len(given)] += 1
+        blocks = digest.digest()
+        digest.update(raw[size * (len(given) // BLOCK * BLOCK) :])
+        self._lengths[blocks][len(given)] += 1
         self.num_tokens += len(given)
-        return Prompt(digest.digest(), given)
+        return Prompt(digest.digest(), blocks, given)
 
     def _forget(self, prompt: Prompt) -> None:
         del self._prompts[prompt.key]
         self._noted.pop(prompt.key, None)
-        length = len(prompt.tokens)
-        self._lengths[length] -= 1
-        if not self._lengths[length]:
-            del self._lengths[length]
+        lengths, length = self._lengths[prompt.blocks], len(prompt.tokens)
+        lengths[length] -= 1
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._lengths[prompt.blocks]
         self.num_tokens -= prompt.num_tokens
         # A prompt whose texts know it would stay in memory until a full collection.
         prompt.forget_places()
@@ -269,7 +284,8 @@ class Suffixes:
     def _forget_texts(self, prompt: Prompt) -> None:
         """Forget the oldest texts of a prompt that has too many."""
         ended = [text for text in prompt.texts if not text.is_open]
-        for text in ended[: max(0, len(prompt.texts) - KEPT_TEXTS)]:
+        kept = max(KEPT_TEXTS, KEPT_GROUPS * prompt.most_open)
+        for text in ended[: max(0, len(prompt.texts) - kept)]:
             prompt.texts.remove(text)
             self.num_tokens -= len(text.tokens)
             del text.tokens[:]  # noted places in it then lead nowhere

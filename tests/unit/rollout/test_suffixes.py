@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.rollout import suffixes as suffixes_module
-from partial_rollout.rollout.suffixes import KEPT_TEXTS, PLACES, PROBE, DraftGate, Prompt, Suffixes
+from partial_rollout.rollout.suffixes import BLOCK, KEPT_TEXTS, PLACES, PROBE, DraftGate, Prompt, Suffixes
 
 PROMPT = [1, 2, 3]
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -70,6 +71,59 @@ def test_a_request_belongs_to_the_longest_known_prompt_that_it_begins_with():
     ended(suffixes, [1, 2, 3, 4], [20, 21, 22])
     ended(suffixes, [1, 2], TEXT)
     assert suffixes.draft(suffixes.begin([1, 2, 3, 4, 20])) == [21, 22]
+
+
+def test_a_prompt_is_known_whatever_its_length_and_the_requests():
+    for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 5):
+        suffixes, prompt = Suffixes(drafts=2), [number % 7 for number in range(length)]
+        ended(suffixes, prompt, TEXT * BLOCK)
+        for more in (0, 1, BLOCK, BLOCK + 1, 3 * BLOCK):
+            text = suffixes.begin([*prompt, *(TEXT * BLOCK)[:more]])
+            assert len(text.prompt.tokens) == length
+            suffixes.end(text)
+
+
+def test_a_request_is_compared_with_prompts_that_begin_as_it_does():
+    """A conversation of many turns brings prompts of thousands of lengths."""
+
+    class Compared(OrderedDict):
+        number = 0
+
+        def get(self, *key):
+            Compared.number += 1
+            return super().get(*key)
+
+    suffixes = Suffixes(drafts=2)
+    for number in range(300):
+        ended(suffixes, [number] * (BLOCK + number), TEXT)
+    suffixes._prompts = Compared(suffixes._prompts)
+    ended(suffixes, [1000] * 600, TEXT)
+    assert Compared.number == 0
+    suffixes.begin([7] * (BLOCK + 7))
+    assert Compared.number == 1
+
+
+def test_a_large_group_that_leaves_for_a_step_is_known_when_it_comes_back():
+    suffixes = Suffixes(drafts=2)
+    responses = [[*TEXT, 100 + number] for number in range(2 * KEPT_TEXTS)]
+    for text in [told(suffixes, PROMPT, response) for response in responses]:
+        suffixes.end(text)
+    suffixes.tidy()
+    for response in responses:
+        suffixes.begin([*PROMPT, *response])
+        suffixes.tidy()
+    assert len(suffixes._prompts) == 1
+
+
+def test_nothing_is_left_of_prompts_that_are_forgotten():
+    suffixes = Suffixes(drafts=2, most_tokens=50)
+    for number in range(20):
+        ended(suffixes, [number] * (BLOCK + number % 3), TEXT)
+    last = suffixes.begin([7, 7])
+    suffixes._most_tokens = 0
+    suffixes.tidy()
+    assert [dict(lengths) for lengths in suffixes._lengths.values()] == [{2: 1}]
+    assert suffixes.num_tokens == len(last.tokens) + 2
 
 
 def test_other_prompts_say_nothing():
