@@ -27,8 +27,8 @@ PLACES = 8
 KEPT_TEXTS = 24
 """Responses of a prompt that are kept: those of three epochs with groups of eight."""
 KEPT_GROUPS = 3
-"""Times as many responses of a prompt are kept, if that is more, as were in the batch at once: an interruption takes all
-of a large group out, and they come back."""
+"""Times as many responses of a prompt are kept, if that is more, as were in the batch at once: an interruption takes
+all of a large group out, and they come back."""
 MOST_TOKENS = 16_000_000
 """All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
 MOST_NOTED = 2_000_000
@@ -41,8 +41,8 @@ where each response has a prompt of its own, as in conversations whose earlier t
 DIGEST_BYTES = 16
 """A prompt is looked up by a digest of its tokens, so long that no two prompts have the same one."""
 BLOCK = 64
-"""A request is compared with the known prompts that have the same whole blocks of so many tokens as it begins with. Else
-each request would be compared with prompts of all lengths, of which conversations of many turns have thousands."""
+"""A request is compared with known prompts whose whole blocks of so many tokens are those that it begins with. Else it
+would be compared with prompts of all lengths, of which conversations of many turns have thousands."""
 NEXT_TEXT = 1 << 32
 """A place is one integer, since the garbage collector visits no integers: the number of its text times this, and where
 in the text the next token is."""

@@ -62,7 +62,7 @@ class Batch:
         lengths = np.array([length for _, length in self.requests], dtype=np.int32)
         given = ([list(tokens) for tokens in sampled], lengths.copy(), self.token_ids.copy())
         self.drafts = self.drafter.propose(sampled, lengths, self.token_ids, slot_mappings=None)
-        # These are the engine's own: a drafter that changed them would change responses.
+        # The arrays are the engine's own: a drafter that changed them would change responses.
         assert sampled == given[0]
         assert np.array_equal(lengths, given[1])
         assert np.array_equal(self.token_ids, given[2])
