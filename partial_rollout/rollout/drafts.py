@@ -12,9 +12,11 @@ which request is in a row, so it recognises a request by its tokens. When it pay
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-from partial_rollout.rollout.suffixes import DraftGate, Suffixes
+from partial_rollout.rollout.draft_gate import DraftGate
+from partial_rollout.rollout.suffixes import Suffixes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +54,8 @@ class SuffixDrafts:
         self._most_rows = max(graphs) // (drafts + 1) if graphs else None
         self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
         self._rows: dict[int, Row] = {}
+        self._clock, self._called_s = perf_counter, 0.0
+        self._had_drafts = False
 
     def load_model(self, *_: Any) -> None:
         """The proposer has no model; vLLM's runner for CPUs makes this call on every proposer."""
@@ -64,21 +68,22 @@ class SuffixDrafts:
         `sampled_token_ids` has the tokens that each row has just got (none while it is prefilled), `num_tokens`
         (rows,) how many it has with them, and `token_ids` (rows, longest) all of them. An empty list is no draft.
         """
-        self._take_in(sampled_token_ids, num_tokens, token_ids)
+        before_s, self._called_s = self._called_s, self._clock()
+        went_on = self._take_in(sampled_token_ids, num_tokens, token_ids)
         running = [number for number, tokens in enumerate(sampled_token_ids) if tokens]
+        if went_on and running:
+            self._gate.took(len(running), self._called_s - before_s, has_drafts=self._had_drafts)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._most_rows is not None and len(running) > self._most_rows:
-            return drafts
-        if not self._gate.is_open(len(running)):
-            return drafts
-        for number in running:
+        fits = self._most_rows is None or len(running) <= self._most_rows
+        self._had_drafts = fits and self._gate.is_open(len(running))
+        for number in running if self._had_drafts else ():
             row = self._rows[number]
             if row.length < self._longest:
                 drafts[number], row.has_draft = self._suffixes.draft(row.text), True
         return drafts
 
-    def _take_in(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
-        """Learn what each row has got, and which rows have other requests than before."""
+    def _take_in(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> bool:
+        """Learn what each row has got, and which have other requests than before; whether none has, or is prefilled."""
         begun, checked, brought = [], 0, 0
         for number in [each for each in self._rows if each >= len(sampled)]:
             self._suffixes.end(self._rows.pop(number).text)
@@ -106,6 +111,7 @@ class SuffixDrafts:
             self._rows[number] = Row(text, length, _last(token_ids[number], length))
         self._suffixes.tidy()
         self._gate.note(checked, brought)
+        return not begun and all(sampled)
 
 
 def _last(tokens: np.ndarray, length: int) -> list[int]:

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partial_rollout.rollout.draft_gate import FIRST_TOKENS, LIKE
 from partial_rollout.rollout.drafts import SuffixDrafts
-from partial_rollout.rollout.suffixes import FIRST_TOKENS
 
 DRAFTS, LONGEST = 3, 200
 CONFIG = SimpleNamespace(
@@ -28,6 +28,7 @@ class Batch:
 
     def __init__(self, drafter: SuffixDrafts, rows: int = 8):
         self.drafter = drafter
+        drafter._gate.took = lambda *_, **__: None  # the time of these steps is nobody's
         self.requests: list[tuple[list[int], int]] = []  # what a request has at its end, and how many tokens it has
         self.drafts: list[list[int]] = []
         self.prefills: list[int] = []  # steps in which the request of the row gets no token yet
@@ -183,6 +184,32 @@ def test_drafts_that_are_wrong_end_and_begin_again_where_they_are_right():
         batch.add(text(1000 + number, 10), text(number, 150))
         batch.run()
     assert gate.is_open(60)
+
+
+def test_the_time_of_a_step_counts_where_no_request_begins_in_it():
+    """By a clock that each step moves: steps of one request take 10 ms, and longer if one is prefilled or begins."""
+    batch = Batch(SuffixDrafts(CONFIG))
+    now = [0.0]
+    batch.drafter._clock = lambda: now[0]
+    noted = []
+    batch.drafter._gate.took = lambda requests, seconds, *, has_drafts: noted.append((requests, seconds, has_drafts))
+
+    def step(seconds: float) -> None:
+        now[0] += seconds
+        batch.step()
+
+    batch.add(text(100, 10), text(0, 150))
+    step(5.0)  # it begins
+    for _ in range(LIKE):
+        step(0.01)
+    batch.add(text(101, 10), text(1, 150), prefills=1)
+    step(0.5)  # the second is prefilled
+    step(0.25)  # and begins
+    batch.drafter._gate.is_open = lambda requests: False
+    for _ in range(2):
+        step(0.02)
+    found = [(requests, round(seconds, 3), has_drafts) for requests, seconds, has_drafts in noted]
+    assert found == [(1, 0.01, True)] * LIKE + [(2, 0.02, True), (2, 0.02, False)]
 
 
 def test_rows_that_are_prefilled_do_not_count_as_requests_of_the_step():

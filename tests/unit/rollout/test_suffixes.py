@@ -1,4 +1,4 @@
-"""What a drafter takes for the next tokens, what it keeps, and when it drafts at all."""
+"""What a drafter takes for the next tokens, and what it keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partial_rollout.rollout import suffixes as suffixes_module
-from partial_rollout.rollout.suffixes import BLOCK, KEPT_TEXTS, PLACES, PROBE, DraftGate, Prompt, Suffixes
+from partial_rollout.rollout.suffixes import BLOCK, KEPT_TEXTS, PLACES, Prompt, Suffixes
 
 PROMPT = [1, 2, 3]
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -370,21 +370,3 @@ def test_whatever_comes_a_draft_is_of_one_length_and_of_known_tokens_and_memory_
         assert suffixes.num_tokens == sum(prompt.num_tokens for prompt in suffixes._prompts.values())
         if not open_texts:
             assert suffixes.num_tokens <= most
-
-
-def test_drafts_are_made_where_they_bring_more_than_they_cost():
-    gate = DraftGate(drafts=3)
-    gate.note(checked=2048, tokens=2048)
-    assert [gate.is_open(requests) for requests in (1, 16, 256)] == [False, False, False]
-    gate.note(checked=512, tokens=3 * 512)
-    assert [gate.is_open(requests) for requests in (16, 64, 256)] == [True, True, False]
-    gate.note(checked=0, tokens=0)
-    gate.note(checked=10_000, tokens=30_000)
-    assert gate.is_open(256)
-    assert not DraftGate(drafts=5).is_open(64)
-
-
-def test_what_drafts_bring_is_seen_now_and_then_where_they_do_not_pay():
-    gate = DraftGate(drafts=3)
-    opened = [gate.is_open(256) for _ in range(2 * PROBE + 2)]
-    assert [step for step, is_open in enumerate(opened) if is_open] == [PROBE, 2 * PROBE + 1]
