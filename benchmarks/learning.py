@@ -31,8 +31,8 @@ from partial_rollout.advise.result import about_run, read_result, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.run.task_files import TaskFiles
 from partial_rollout.runtime.termination import heed_termination
+from partial_rollout.settings.drafts import SUFFIX_DRAFTS
 from partial_rollout.settings.flag import SPECULATION
-from partial_rollout.settings.matrix import SUFFIX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

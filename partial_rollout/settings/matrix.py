@@ -25,6 +25,7 @@ from partial_rollout.settings.derived import (
     num_rollout_devices,
     sequence_parallel_size,
 )
+from partial_rollout.settings.drafts import SUFFIX_DRAFTS
 from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import ModelSizes, model_sizes
 
@@ -40,7 +41,6 @@ UNTRIED = "not tried"
 REFUSED = "refused"
 REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
-SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
 
 
 @dataclass(frozen=True, slots=True)
