@@ -645,7 +645,7 @@ ROWS = (
         "`ignore_eos`",
         TESTED,
         "`tests/engine/test_interruption.py`, `tests/unit/rollout/test_client.py`; limits count over the whole "
-        "response",
+        "response. With drafts vLLM refuses each sampled request with `min_p`",
         brief="temperature, `top_p`, `top_k`, seeds, stop tokens, `min_tokens`",
     ),
     Row(
