@@ -31,8 +31,8 @@ from partial_rollout.advise.result import about_run, read_result, store
 from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.run.task_files import TaskFiles
 from partial_rollout.runtime.termination import heed_termination
+from partial_rollout.settings.drafts import SUFFIX_DRAFTS
 from partial_rollout.settings.flag import SPECULATION
-from partial_rollout.settings.matrix import SUFFIX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "flag_bypass": ({}, ["algorithm.rollout_correction.bypass_mode=True"]),
     "flag_uncorrected": ({}, ["algorithm.rollout_correction.rollout_is=null"]),
     "flag_released": ({}, ["actor_rollout_ref.rollout.free_cache_engine=True"]),
-    "reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
+    "flag_reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
     "reuse_kv_5_deep": ({}, DEEP),
 }
 """The recipe's variables and overrides of each mode."""

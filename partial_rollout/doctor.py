@@ -24,6 +24,7 @@ from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import FLAG, check_overrides
 from partial_rollout.settings.compose import CommandLine, compose_line, explain, resolve
 from partial_rollout.settings.derived import ignored_limit, read_settings
+from partial_rollout.settings.drafts import seldom_drafts
 from partial_rollout.settings.fields import unlisted
 from partial_rollout.settings.flag import enable
 from partial_rollout.settings.matrix import SEEN, SEEN_ON_CPU, TESTED, UNTRIED, rows_of
@@ -165,6 +166,9 @@ def _surprises(config: DictConfig) -> Iterator[str]:
     with contextlib.suppress(ConfigError):  # told as a refusal
         if ignored := ignored_limit(config):
             yield ignored
+    with contextlib.suppress(ConfigError):
+        if seldom := seldom_drafts(config):
+            yield seldom
 
 
 def _add_rows(report: Report, rows: Sequence[Row]) -> None:

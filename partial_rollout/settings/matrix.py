@@ -25,6 +25,7 @@ from partial_rollout.settings.derived import (
     num_rollout_devices,
     sequence_parallel_size,
 )
+from partial_rollout.settings.drafts import SUFFIX_DRAFTS
 from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import ModelSizes, model_sizes
 
@@ -40,7 +41,6 @@ UNTRIED = "not tried"
 REFUSED = "refused"
 REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
-SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,7 +645,7 @@ ROWS = (
         "`ignore_eos`",
         TESTED,
         "`tests/engine/test_interruption.py`, `tests/unit/rollout/test_client.py`; limits count over the whole "
-        "response",
+        "response. With drafts vLLM refuses each sampled request with `min_p`",
         brief="temperature, `top_p`, `top_k`, seeds, stop tokens, `min_tokens`",
     ),
     Row(

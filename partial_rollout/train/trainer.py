@@ -102,6 +102,7 @@ from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_li
 from partial_rollout.settings.auto import DEPTH_KEY
 from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.derived import depth_bounds, depth_may_move, ignored_limit, read_settings
+from partial_rollout.settings.drafts import seldom_drafts
 from partial_rollout.settings.flag import TRAINER_MODE
 from partial_rollout.train.checkpoints import CheckpointKeeper
 from partial_rollout.train.depth_tuning import DepthTuner
@@ -194,6 +195,8 @@ class PartialRolloutTrainer(PPOTrainer):
             super().__init__(config)
         if ignored := ignored_limit(self.config):  # verl's own modes warn of it too
             logger.warning("%s", ignored)
+        if seldom := seldom_drafts(self.config):
+            logger.warning("%s", seldom)
 
     @property
     def doing(self) -> str:

@@ -88,13 +88,15 @@ def test_greedy_responses_are_the_models_own_and_later_epochs_take_fewer_steps(e
     assert counts(engine)[1] - before[1] > 0.65 * len(prompts) * on_a_cpu.NUM_TOKENS
 
 
-def test_sampled_responses_have_the_models_distribution(engine, model):
+@pytest.mark.parametrize(("temperature", "top_p"), on_a_cpu.SAMPLINGS)
+def test_sampled_responses_have_the_models_distribution(engine, model, temperature, top_p):
     before = counts(engine)
-    number = on_a_cpu.NUM_SAMPLED
-    found = generate(engine, [on_a_cpu.SAMPLED_PROMPT] * number, temperature=1.0, max_tokens=on_a_cpu.SAMPLED_TOKENS)
+    number, sampling = on_a_cpu.NUM_SAMPLED, {"temperature": temperature, "top_p": top_p}
+    found = generate(engine, [on_a_cpu.SAMPLED_PROMPT] * number, max_tokens=on_a_cpu.SAMPLED_TOKENS, **sampling)
     responses, log_probs = (torch.tensor(each) for each in zip(*found, strict=True))
-    expected = on_a_cpu.following(model, responses[:, :-1]).log().gather(2, responses[:, :, None])[:, :, 0]
-    found_p = on_a_cpu.chi_square_p(Counter(map(tuple, responses.tolist())), on_a_cpu.distribution(model))
+    likely = on_a_cpu.following(model, responses[:, :-1], **sampling)
+    expected = likely.log().gather(2, responses[:, :, None])[:, :, 0]
+    found_p = on_a_cpu.chi_square_p(Counter(map(tuple, responses.tolist())), on_a_cpu.distribution(model, **sampling))
     print("sampled", float((log_probs - expected).abs().max()), found_p, counts(engine)[1] - before[1])
     assert torch.allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
     assert found_p > on_a_cpu.LEAST_P

@@ -69,7 +69,7 @@ def test_a_dry_run_shows_the_recipe_of_each_mode(mode: str, capsys: pytest.Captu
     overrides = [word for word in shlex.split(done.stdout)[3:] if not word.startswith("hydra.")]
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = compose("partial_rollout", overrides=overrides)
-    assert not config.actor_rollout_ref.rollout.free_cache_engine
+    assert config.actor_rollout_ref.rollout.free_cache_engine == (mode == "flag_released")
     speculation = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("speculative_config")
     assert (speculation is not None) == mode.endswith("_drafts")
     assert is_enabled(config) == (mode not in ("sync", "sync_drafts", "colocate_async"))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.unit.settings.support import Composed
 
 ROLLOUT = "actor_rollout_ref.rollout"
+NOT_WITH_DRAFTS = ("min_p", "logit_bias")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
         *((f"{ROLLOUT}.{name}", "and partial rollout refuses it there too") for name in UNRESUMABLE),
         (f"{ROLLOUT}.stop", "an agent loop of your own gives it in its sampling parameters"),
         (f"{ROLLOUT}.val_kwargs.presence_penalty", "SamplingConfig has no presence_penalty"),
+        # With drafts vLLM refuses requests that have one: if verl gets such a key, `_check_drafts` has to refuse it.
+        *((f"{ROLLOUT}.{name}", f"RolloutConfig has no {name}") for name in NOT_WITH_DRAFTS),
+        *((f"{ROLLOUT}.val_kwargs.{name}", f"SamplingConfig has no {name}") for name in NOT_WITH_DRAFTS),
         (f"{ROLLOUT}.swap_space", "below actor_rollout_ref.rollout.engine_kwargs.vllm"),
         ("actor_rollout_ref.actor.fsdp_config.mine", "FSDPEngineConfig has no mine"),
         ("actor_rollout_ref.model.mine", "HFModelConfig has no mine"),

@@ -1,0 +1,84 @@
+"""Whether `SuffixDrafts` gets to draft: it makes no drafts in a step that is larger than the largest CUDA graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from partial_rollout.settings.derived import num_engines, read_settings
+from partial_rollout.settings.flag import ROLLOUT, SPECULATION
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
+GRAPHS_KEY = f"{ROLLOUT}.cudagraph_capture_sizes"
+DEFAULT_GRAPH, ITS_OWNER = 512, "vLLM's default, with which GPUs of compute capability 10 have 1024"
+"""Tokens of the largest graph that vLLM 0.24 and 0.28 capture where nobody says a size.
+
+Their rule is the least of this number, of 2 (drafts + 1) max_num_seqs, which drafts never exceed, and of
+max_num_batched_tokens. The one GPU with another number (in 0.28) is not known before the start, so the text names it.
+"""
+
+
+def seldom_drafts(config: DictConfig) -> str:
+    """What to say where each engine's share of the slots at the start is more than it drafts for; else empty.
+
+    Nothing is said where the largest graph is not known.
+
+    Raises:
+        ConfigError: as `read_settings`, and as `Settings.slot_bounds`.
+    """
+    num_drafts = OmegaConf.select(config, f"{SPECULATION}.num_speculative_tokens")
+    if OmegaConf.select(config, f"{SPECULATION}.model") != SUFFIX_DRAFTS or not isinstance(num_drafts, int):
+        return ""
+    graph, settings, width = _largest_graph(config), read_settings(config), num_drafts + 1
+    running = _in_an_engine(config, settings.num_slots)
+    if graph is None or width * running <= graph[0]:
+        return ""
+    largest, whose = graph
+    most = running
+    if settings.block.slots.adaptive is not False:
+        most = _in_an_engine(config, settings.slot_bounds.most)
+    needed, batched = width * most, _of_engine(config, "max_num_batched_tokens")
+    remedy = f"let the largest value of {GRAPHS_KEY} be at least {needed}"
+    if most > running:
+        remedy += f" (adaptive slots may rise, to {most} in an engine)"
+    if batched is not None and needed > batched:
+        remedy += f" and {ROLLOUT}.max_num_batched_tokens, above which there is no graph, too"
+    return (
+        f"an engine drafts only while it runs at most {largest // width} requests, because its largest CUDA graph has "
+        f"{largest} tokens ({whose}) and a request with {num_drafts} drafts takes {width}. The slots let it run "
+        f"{running}: it drafts seldom or never, and each step takes longer than in an engine without drafts; {remedy}, "
+        f"or leave out {SPECULATION} (docs/modes.md#drafts-from-earlier-responses)"
+    )
+
+
+def _largest_graph(config: DictConfig) -> tuple[int, str] | None:
+    """Tokens of an engine's largest graph, and who says so; None: there are no graphs, or nothing tells the sizes."""
+    options: Any = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config") or {}
+    batched = _of_engine(config, "max_num_batched_tokens")
+    if _of_engine(config, "enforce_eager") or isinstance(options, str) or options.get("cudagraph_mode") == "NONE":
+        return None
+    # verl writes its own key over the one of vLLM's options.
+    sizes = _of_engine(config, "cudagraph_capture_sizes") or options.get("cudagraph_capture_sizes")
+    if sizes:
+        return max((size for size in sizes if batched is None or size <= batched), default=0), "the largest that is set"
+    if "max_cudagraph_capture_size" in options or _of_engine(config, "max_cudagraph_capture_size"):
+        return None
+    if batched is not None and batched < DEFAULT_GRAPH:
+        return batched, f"{ROLLOUT}.max_num_batched_tokens={batched}"
+    return DEFAULT_GRAPH, ITS_OWNER
+
+
+def _in_an_engine(config: DictConfig, slots: int) -> int:
+    """Requests that an engine runs at once, of so many for all engines."""
+    share, most = -(-slots // num_engines(config)), _of_engine(config, "max_num_seqs")
+    return share if most is None else min(share, most)
+
+
+def _of_engine(config: DictConfig, name: str) -> Any:
+    """An option of vLLM's, which verl takes from its own key unless vLLM's arguments have it."""
+    own = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.{name}")
+    return OmegaConf.select(config, f"{ROLLOUT}.{name}") if own is None else own
