@@ -205,7 +205,8 @@ class QwenImageRollout(QwenImagePipeline):
         return hidden.hidden_states[-1][:, self.prompt_template_encode_start_idx :].to(dtype)
 
     def _dtype(self) -> torch.dtype:
-        return self.transformer.img_in.weight.dtype
+        weight: Any = self.transformer.img_in.weight
+        return weight.dtype
 
     def _make_schedule(self, state: StepRequestState) -> tuple[torch.Tensor, Any]:
         """Timesteps [num_steps] and a scheduler that is this request's alone."""

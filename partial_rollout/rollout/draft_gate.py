@@ -1,24 +1,26 @@
-"""When drafts are made: while a step that checks them brings more tokens than it takes longer. Pure."""
+"""When requests have drafts: while a step that checks them brings more tokens than it takes longer. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
 
-PRICE = 0.0015
+FIRST_EXCESS = 0.0015
 """By how much a step takes longer for each token that is checked in it, until that was measured. With three drafts 8B
 took 1.05, 1.25 and 2.15 of the time of the same engine's steps without drafts at 16, 64 and 256 requests on an H200,
 with five 1.21, 1.54 and 2.75 (docs/results/gpu.md)."""
 FIRST_TOKENS = 1.3
-"""What a step is taken to bring before any was seen: with three drafts enough for 66 requests."""
-WINDOW = 1024
-"""Checked drafts after which what was seen before counts little."""
-PROBE = 256
-"""Steps after which one is the other way, with drafts or without them: that costs a few steps in a thousand."""
-LIKE = 8
+"""What a checked step is taken to bring a request before any was seen: with three drafts enough for 66 requests."""
+WINDOW, PROBE_WINDOW = 1024, 128
+"""Requests with checked drafts after which what was seen before counts little: usually, and in a probe."""
+PERIOD = 256
+"""Steps after which a probe comes: steps that are the other way, with drafts or without. It costs about a hundredth."""
+PROBED, MOST_PROBES = 32, 8
+"""A probe with drafts lasts until so many requests had them, and no more steps."""
+USUAL = 8
 """Steps before a probe, of which the median says what it would have taken."""
-RATIOS, LEAST_RATIOS = 9, 3
-"""Probes of which the median is the price, and how many there must be. A single one is off by a tenth or more."""
+EXCESSES, LEAST_EXCESSES = 9, 3
+"""Probes of which the median counts, and how many there must be: a single one is off by a tenth or more."""
 
 
 class DraftGate:
@@ -33,40 +35,49 @@ class DraftGate:
     """
 
     def __init__(self, drafts: int) -> None:
-        """`drafts` tokens in each draft; nothing was seen yet."""
-        self._price, self.tokens_a_step = PRICE * drafts, FIRST_TOKENS
-        self._paid, self._since = False, 0
-        self._like: deque[float] = deque(maxlen=LIKE)
-        self._like_what: tuple[int, bool] | None = None
-        self._ratios: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RATIOS))
+        """`drafts` tokens are proposed to each request; nothing was seen yet."""
+        self._first_excess, self.tokens_a_step = FIRST_EXCESS * drafts, FIRST_TOKENS
+        self._pays, self._num_same, self._num_probes = False, 0, 0
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._usual_kind: tuple[int, bool] | None = None
+        """Kind of the steps in `_usual`: the size of their number of requests, and whether they had drafts."""
+        self._excesses: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=EXCESSES))
+        """Excesses by size: by how much a step took longer with drafts, for each request in it."""
 
     def is_open(self, requests: int) -> bool:
-        """Whether a step of so many requests has drafts; asked once a step."""
+        """Whether a step of so many requests has drafts; asked once a step that may have them."""
         pays = self.tokens_a_step >= self.price(requests)
-        self._since = self._since + 1 if pays == self._paid else 1
-        self._paid = pays
-        if self._since > PROBE:
-            self._since = 0
-            return not pays
-        return pays
+        if pays != self._pays:
+            self._pays, self._num_same, self._num_probes = pays, 0, 0
+        self._num_same += 1
+        if self._num_same > PERIOD:
+            self._num_same = 0
+            self._num_probes = 1 if pays else min(MOST_PROBES, -(-PROBED // requests))
+        is_probe = self._num_probes > 0
+        self._num_probes -= is_probe
+        return pays != is_probe
 
     def price(self, requests: int) -> float:
-        """What a step of so many requests takes with drafts, without them it takes 1."""
-        ratios = self._ratios.get(requests.bit_length(), ())
-        return statistics.median(ratios) if len(ratios) >= LEAST_RATIOS else 1 + self._price * requests
+        """What a step of so many requests takes with drafts; without them it takes 1."""
+        known = [size for size, found in self._excesses.items() if len(found) >= LEAST_EXCESSES]
+        if not known:
+            return 1 + self._first_excess * requests
+        nearest = min(known, key=lambda size: abs(size - requests.bit_length()))
+        return 1 + statistics.median(self._excesses[nearest]) * requests
 
     def note(self, checked: int, tokens: int) -> None:
-        """Count `checked` drafts, which brought so many tokens, those of the model itself included."""
+        """Count `checked` requests that had drafts in a step, and all tokens that it brought them."""
         if checked:
-            self.tokens_a_step += min(1.0, checked / WINDOW) * (tokens / checked - self.tokens_a_step)
+            window = WINDOW if self._pays else PROBE_WINDOW
+            self.tokens_a_step += min(1.0, checked / window) * (tokens / checked - self.tokens_a_step)
 
     def took(self, requests: int, seconds: float, *, has_drafts: bool) -> None:
-        """Note the time of a step of nothing but these requests. One after `LIKE` of the other way has a price."""
-        size, usual = requests.bit_length(), self._like
-        if self._like_what == (size, not has_drafts) and len(usual) == LIKE:
+        """Note the time of a step of these requests alone. After `USUAL` steps of the other kind it gives a price."""
+        size, usual = requests.bit_length(), self._usual
+        if self._usual_kind == (size, not has_drafts) and len(usual) == USUAL:
             ratio = seconds / statistics.median(usual)
-            self._ratios[size].append(ratio if has_drafts else 1 / ratio)
-        if self._like_what != (size, has_drafts):
-            self._like_what = (size, has_drafts)
+            self._excesses[size].append(((ratio if has_drafts else 1 / ratio) - 1) / requests)
+        if self._usual_kind != (size, has_drafts):
+            self._usual_kind = (size, has_drafts)
             usual.clear()
         usual.append(seconds)

@@ -11,14 +11,18 @@ which request is in a row, so it recognises a request by its tokens. When it pay
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+from partial_rollout.observability.log import configure_logging
 from partial_rollout.rollout.draft_gate import DraftGate
 from partial_rollout.rollout.suffixes import Suffixes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from vllm.config import SpeculativeConfig, VllmConfig
 
@@ -26,6 +30,11 @@ if TYPE_CHECKING:
 
 RECOGNISED = 4
 """Tokens by which the request of a row is told from another one."""
+TOLD = 4096
+"""Steps after which a line in the log says how many of them had drafts, and why the others had none."""
+KINDS = DRAFTED, CLOSED, TOO_LARGE = "had them", "had none that would pay", "are larger than the largest CUDA graph"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +54,9 @@ class SuffixDrafts:
     are, and those of earlier epochs. vLLM's `vllm:spec_decode_*` metrics count how many are right.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        """In the engine's worker process."""
+    def __init__(self, vllm_config: VllmConfig, clock: Callable[[], float] = perf_counter) -> None:
+        """In the engine's worker process; `clock` has seconds."""
+        configure_logging()
         drafts = cast("SpeculativeConfig", vllm_config.speculative_config).num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len - drafts - 1
         # A step that is larger than the largest CUDA graph runs in pieces, and the gate's price is that of whole ones.
@@ -54,8 +64,9 @@ class SuffixDrafts:
         self._most_rows = max(graphs) // (drafts + 1) if graphs else None
         self._suffixes, self._gate = Suffixes(drafts), DraftGate(drafts)
         self._rows: dict[int, Row] = {}
-        self._clock, self._called_s = perf_counter, 0.0
+        self._clock, self._called_s = clock, 0.0
         self._had_drafts = False
+        self._steps = dict.fromkeys(KINDS, 0)
 
     def load_model(self, *_: Any) -> None:
         """The proposer has no model; vLLM's runner for CPUs makes this call on every proposer."""
@@ -71,16 +82,33 @@ class SuffixDrafts:
         before_s, self._called_s = self._called_s, self._clock()
         went_on = self._take_in(sampled_token_ids, num_tokens, token_ids)
         running = [number for number, tokens in enumerate(sampled_token_ids) if tokens]
-        if went_on and running:
-            self._gate.took(len(running), self._called_s - before_s, has_drafts=self._had_drafts)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        fits = self._most_rows is None or len(running) <= self._most_rows
-        self._had_drafts = fits and self._gate.is_open(len(running))
+        if not running:
+            return drafts
+        if went_on:
+            self._gate.took(len(running), self._called_s - before_s, has_drafts=self._had_drafts)
+        kind = self._kind(len(running))
+        self._had_drafts = kind == DRAFTED
         for number in running if self._had_drafts else ():
             row = self._rows[number]
             if row.length < self._longest:
                 drafts[number], row.has_draft = self._suffixes.draft(row.text), True
         return drafts
+
+    def _kind(self, requests: int) -> str:
+        """Whether a step of so many requests has drafts, and why not; counted, and told of every `TOLD` steps."""
+        if self._most_rows is not None and requests > self._most_rows:
+            kind = TOO_LARGE
+        else:
+            kind = DRAFTED if self._gate.is_open(requests) else CLOSED
+        self._steps[kind] += 1
+        if sum(self._steps.values()) == TOLD:
+            told = ", ".join(f"{number} {kind}" for kind, number in self._steps.items())
+            brings, takes = self._gate.tokens_a_step, self._gate.price(requests)
+            text = "drafts, of %d steps: %s; with them one of %d requests brings each %.2f tokens, in %.2f of its time"
+            logger.info(text, TOLD, told, requests, brings, takes)
+            self._steps = dict.fromkeys(KINDS, 0)
+        return kind
 
     def _take_in(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> bool:
         """Learn what each row has got, and which have other requests than before; whether none has, or is prefilled."""

@@ -27,8 +27,8 @@ PLACES = 8
 KEPT_TEXTS = 24
 """Responses of a prompt that are kept: those of three epochs with groups of eight."""
 KEPT_GROUPS = 3
-"""Times as many responses of a prompt are kept, if that is more, as were in the batch at once: an interruption takes
-all of a large group out, and they come back."""
+"""Times as many responses of a prompt are kept, if that is more, as were in the batch at once: those of three epochs
+with larger groups. Less than a group would not do, since an interruption takes all of it out, and it comes back."""
 MOST_TOKENS = 16_000_000
 """All prompts and their kept responses have no more tokens, of 4 bytes each: 64 MB."""
 MOST_NOTED = 2_000_000
@@ -165,7 +165,7 @@ class Suffixes:
     """
 
     def __init__(self, drafts: int, most_tokens: int = MOST_TOKENS, most_noted: int = MOST_NOTED) -> None:
-        """`drafts` tokens in each draft."""
+        """`drafts` tokens are proposed at a time."""
         self._drafts, self._most_tokens, self._most_noted = drafts, most_tokens, most_noted
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
         self._lengths: defaultdict[bytes, Counter[int]] = defaultdict(Counter)

@@ -192,7 +192,9 @@ def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
     return sorted(
         name
         for name, size in expected.items()
-        if found.get(name) != size and (name in found or not _is_dispensable(name))
+        if not Path(name).name.startswith(KEPT_BY_NFS)
+        and found.get(name) != size
+        and (name in found or not _is_dispensable(name))
     )
 
 
@@ -311,7 +313,7 @@ def _below(folder: Path) -> list[Path]:
 
 def _has_content(part: Path) -> bool:
     if part.is_dir():
-        return any(path.is_file() and path.stat().st_size for path in part.rglob("*"))
+        return any(path.is_file() and path.stat().st_size for path in _below(part))
     return part.is_file() and part.stat().st_size > 0
 
 

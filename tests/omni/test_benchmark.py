@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 
+import pytest
 import torch
 
 from partial_rollout.run.tiny_qwen_image import make_checkpoint
@@ -34,3 +35,13 @@ def test_a_layer_of_the_large_transformer_is_as_large_as_qwen_images(monkeypatch
     large = make_checkpoint._large_transformer(1)
     assert large.num_parameters() == 339_831_296 + 29_313_072
     assert (large.dtype, torch.get_default_dtype()) == (torch.bfloat16, torch.float32)
+
+
+def test_a_folder_with_another_model_is_not_taken_for_the_one_that_is_asked_for(monkeypatch, tiny_qwen_image):
+    words = ["make_checkpoint", "--out", str(tiny_qwen_image)]
+    monkeypatch.setattr("sys.argv", words)
+    make_checkpoint.main()
+    for layers in ("2", "20"):
+        monkeypatch.setattr("sys.argv", [*words, "--layers", layers])
+        with pytest.raises(SystemExit, match="has a tiny model of 2 layers"):
+            make_checkpoint.main()

@@ -26,11 +26,15 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 VOCABULARY_SIZE = 512
 TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
+TINY_LAYERS, TINY_HEAD = 2, 16
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def make_checkpoint(folder: Path, seed: int = 0, layers: int = 0) -> None:
-    """Write the pipeline to `folder`; the same seed gives the same weights. `layers`: those of Qwen-Image's sizes."""
+    """Write the pipeline to `folder`; on the same kind of device the same seed gives the same weights.
+
+    `layers`: those of Qwen-Image's sizes; 0: the tiny transformer.
+    """
     torch.manual_seed(seed)
     pipeline = QwenImagePipeline(
         scheduler=_scheduler(),
@@ -59,8 +63,8 @@ def _transformer() -> QwenImageTransformer2DModel:
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
+        num_layers=TINY_LAYERS,
+        attention_head_dim=TINY_HEAD,
         num_attention_heads=4,
         joint_attention_dim=TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
@@ -132,7 +136,11 @@ def _tokenizer(folder: Path) -> Qwen2Tokenizer:
 
 
 def main() -> None:
-    """Make the checkpoint unless it is there."""
+    """Make the checkpoint unless it is there.
+
+    Raises:
+        SystemExit: the folder has one with another number of layers.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -140,6 +148,11 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.out / "model_index.json").exists():
         make_checkpoint(options.out, options.seed, options.layers)
+        return
+    config = json.loads((options.out / "transformer/config.json").read_text(encoding="utf-8"))
+    found, tiny = config["num_layers"], config["attention_head_dim"] == TINY_HEAD
+    if (found, tiny) != (options.layers or TINY_LAYERS, not options.layers):
+        raise SystemExit(f"{options.out} has a {'tiny ' * tiny}model of {found} layers: name another --out")
 
 
 if __name__ == "__main__":

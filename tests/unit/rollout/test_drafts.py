@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partial_rollout.rollout.draft_gate import FIRST_TOKENS, LIKE
+from partial_rollout.rollout import drafts as drafts_module
+from partial_rollout.rollout.draft_gate import FIRST_TOKENS, LEAST_EXCESSES, PERIOD, USUAL
 from partial_rollout.rollout.drafts import SuffixDrafts
 
 DRAFTS, LONGEST = 3, 200
@@ -20,6 +23,22 @@ CONFIG = SimpleNamespace(
 )
 
 
+@pytest.fixture(autouse=True)
+def _log_as_it_is(monkeypatch):
+    """What a drafter sets up is for a process of its own."""
+    monkeypatch.setattr(drafts_module, "configure_logging", lambda: None)
+
+
+GRAPHS = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16])
+
+
+def drafter_of(config) -> SuffixDrafts:
+    """A drafter by whose clock nothing takes longer than at first believed."""
+    drafter = SuffixDrafts(config, clock=lambda: 0.0)
+    drafter._gate.took = lambda *_, **__: None
+    return drafter
+
+
 class Batch:
     """The rows of an engine that has a fixed text for each request, so that greedy drafts are right or wrong.
 
@@ -28,7 +47,6 @@ class Batch:
 
     def __init__(self, drafter: SuffixDrafts, rows: int = 8):
         self.drafter = drafter
-        drafter._gate.took = lambda *_, **__: None  # the time of these steps is nobody's
         self.requests: list[tuple[list[int], int]] = []  # what a request has at its end, and how many tokens it has
         self.drafts: list[list[int]] = []
         self.prefills: list[int] = []  # steps in which the request of the row gets no token yet
@@ -85,7 +103,7 @@ def text(seed: int, length: int = 60) -> list[int]:
 
 
 def test_in_a_second_epoch_nearly_all_drafts_are_right():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     found = []
     for _ in range(2):
         for number in range(5):
@@ -96,7 +114,7 @@ def test_in_a_second_epoch_nearly_all_drafts_are_right():
 
 
 def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_another_row():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     for number in range(3):
         batch.add(text(100 + number), text(number))
     for _ in range(20):
@@ -115,7 +133,7 @@ def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_anothe
 
 
 def test_places_are_kept_over_an_interruption_after_which_rows_come_back_over_several_steps():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     for number in range(6):
         batch.add(text(100 + number), text(number))
     for _ in range(20):
@@ -131,7 +149,7 @@ def test_places_are_kept_over_an_interruption_after_which_rows_come_back_over_se
 
 
 def test_requests_that_leave_are_closed_and_forgotten_where_there_is_no_room():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     batch.drafter._suffixes._most_tokens = 100
     for number in range(6):
         batch.add(text(100 + number), text(number, 10 + 3 * number))
@@ -144,7 +162,7 @@ def test_requests_that_leave_are_closed_and_forgotten_where_there_is_no_room():
 
 
 def test_a_row_that_is_prefilled_has_no_draft():
-    drafter = SuffixDrafts(CONFIG)
+    drafter = drafter_of(CONFIG)
     token_ids = np.zeros((2, LONGEST), dtype=np.int32)
     token_ids[0, :3] = [1, 2, 3]
     drafts = drafter.propose([[3], []], np.array([3, 0], dtype=np.int32), token_ids)
@@ -152,7 +170,7 @@ def test_a_row_that_is_prefilled_has_no_draft():
 
 
 def test_a_request_that_is_nearly_as_long_as_it_may_be_has_no_draft():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     batch.add(text(1, 10), text(2, LONGEST - 10))
     batch.add(text(1, 10), text(2, LONGEST - 10))
     lengths = []
@@ -163,7 +181,7 @@ def test_a_request_that_is_nearly_as_long_as_it_may_be_has_no_draft():
 
 
 def test_drafts_that_are_wrong_end_and_begin_again_where_they_are_right():
-    batch = Batch(SuffixDrafts(CONFIG), rows=80)
+    batch = Batch(drafter_of(CONFIG), rows=80)
     gate = batch.drafter._gate
     assert gate.tokens_a_step == FIRST_TOKENS
     for number in range(60):
@@ -188,10 +206,8 @@ def test_drafts_that_are_wrong_end_and_begin_again_where_they_are_right():
 
 def test_the_time_of_a_step_counts_where_no_request_begins_in_it():
     """By a clock that each step moves: steps of one request take 10 ms, and longer if one is prefilled or begins."""
-    batch = Batch(SuffixDrafts(CONFIG))
-    now = [0.0]
-    batch.drafter._clock = lambda: now[0]
-    noted = []
+    now, noted = [0.0], []
+    batch = Batch(SuffixDrafts(CONFIG, clock=lambda: now[0]))
     batch.drafter._gate.took = lambda requests, seconds, *, has_drafts: noted.append((requests, seconds, has_drafts))
 
     def step(seconds: float) -> None:
@@ -200,7 +216,7 @@ def test_the_time_of_a_step_counts_where_no_request_begins_in_it():
 
     batch.add(text(100, 10), text(0, 150))
     step(5.0)  # it begins
-    for _ in range(LIKE):
+    for _ in range(USUAL):
         step(0.01)
     batch.add(text(101, 10), text(1, 150), prefills=1)
     step(0.5)  # the second is prefilled
@@ -209,12 +225,45 @@ def test_the_time_of_a_step_counts_where_no_request_begins_in_it():
     for _ in range(2):
         step(0.02)
     found = [(requests, round(seconds, 3), has_drafts) for requests, seconds, has_drafts in noted]
-    assert found == [(1, 0.01, True)] * LIKE + [(2, 0.02, True), (2, 0.02, False)]
+    assert found == [(1, 0.01, True)] * USUAL + [(2, 0.02, True), (2, 0.02, False)]
+
+
+@pytest.mark.parametrize(("longer", "is_open"), [(1.5, True), (6.0, False)])
+def test_drafts_that_are_right_end_where_steps_with_them_take_too_long(longer, is_open):
+    """Four right tokens a step by a clock that says how long a step with drafts takes."""
+    now = [0.0]
+    batch = Batch(SuffixDrafts(CONFIG, clock=lambda: now[0]))
+    batch.drafter._gate.note(checked=2048, tokens=3 * 2048)
+    drafted = []
+    while len(drafted) < (LEAST_EXCESSES + 3) * PERIOD:
+        if not batch.requests:
+            for number in range(3):
+                batch.add(text(100 + number, 10), text(number, 150))
+        now[0] += 0.01 * (longer if any(batch.drafts) else 1)
+        batch.step()
+        drafted.append(any(batch.drafts))
+    assert (sum(drafted[-PERIOD:]) > PERIOD // 2) == is_open
+
+
+def test_a_line_in_the_log_says_how_many_steps_had_drafts_and_why_the_others_had_none(monkeypatch, caplog):
+    monkeypatch.setattr(drafts_module, "TOLD", 6)
+    monkeypatch.setattr(logging.getLogger("partial_rollout"), "propagate", True)
+    drafter = drafter_of(SimpleNamespace(**{**vars(CONFIG), "compilation_config": GRAPHS}))
+    opened = iter([True, False, True, True])
+    drafter._gate.is_open = lambda requests: next(opened)
+    with caplog.at_level("INFO", logger="partial_rollout"):
+        drafter._kind(5)
+        for _ in range(4):
+            drafter._kind(3)
+        assert not caplog.messages
+        drafter._kind(5)
+    (line,) = caplog.messages
+    assert line.startswith("drafts, of 6 steps: 3 had them, 1 had none that would pay, 2 are larger than")
 
 
 def test_rows_that_are_prefilled_do_not_count_as_requests_of_the_step():
     """60 of 80 rows run: few enough for drafts that bring 1.3 tokens, where 80 would not be."""
-    batch = Batch(SuffixDrafts(CONFIG), rows=80)
+    batch = Batch(drafter_of(CONFIG), rows=80)
     for number in range(80):
         batch.add(text(1000 + number, 10), text(number), prefills=2 * (number >= 60))
     batch.step()
@@ -230,7 +279,7 @@ def test_whoever_enters_and_leaves_a_row_has_its_own_text_and_whole_drafts_of_kn
     """Few tokens and few prompts, so that requests look alike."""
     tokens = st.lists(st.integers(1, 3), min_size=1, max_size=12)
     prompts = data.draw(st.lists(tokens, min_size=1, max_size=3))
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     away: list[tuple[list[int], int]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         for _ in range(data.draw(st.integers(0, 3))):
@@ -254,7 +303,7 @@ def test_whoever_enters_and_leaves_a_row_has_its_own_text_and_whole_drafts_of_kn
 
 
 def test_a_request_that_moves_to_the_row_of_one_as_long_is_not_taken_for_it():
-    batch = Batch(SuffixDrafts(CONFIG))
+    batch = Batch(drafter_of(CONFIG))
     for number in range(2):
         batch.add(text(100 + number, 10), text(number))
     for _ in range(8):
@@ -267,8 +316,7 @@ def test_a_request_that_moves_to_the_row_of_one_as_long_is_not_taken_for_it():
 
 
 def test_steps_that_are_larger_than_the_largest_graph_have_no_drafts():
-    graphs = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16])
-    batch = Batch(SuffixDrafts(SimpleNamespace(**{**vars(CONFIG), "compilation_config": graphs})))
+    batch = Batch(drafter_of(SimpleNamespace(**{**vars(CONFIG), "compilation_config": GRAPHS})))
     for number in range(5):
         batch.add(text(100 + number, 10), text(number))
     batch.step()
@@ -279,7 +327,7 @@ def test_steps_that_are_larger_than_the_largest_graph_have_no_drafts():
 
 
 def test_a_row_in_which_another_request_is_prefilled_frees_the_text_of_the_one_before():
-    drafter = SuffixDrafts(CONFIG)
+    drafter = drafter_of(CONFIG)
     token_ids = np.zeros((4, LONGEST), dtype=np.int32)
     token_ids[0, :4] = [1, 2, 3, 7]
     drafter.propose([[7]], np.array([4], dtype=np.int32), token_ids)

@@ -115,6 +115,17 @@ def test_a_large_group_that_leaves_for_a_step_is_known_when_it_comes_back():
     assert len(suffixes._prompts) == 1
 
 
+def test_three_epochs_of_a_large_group_are_kept():
+    suffixes, group = Suffixes(drafts=2), 2 * KEPT_TEXTS
+    for epoch in range(4):
+        for text in [told(suffixes, PROMPT, [epoch, number, *TEXT]) for number in range(group)]:
+            suffixes.end(text)
+        suffixes.tidy()
+    (prompt,) = suffixes._prompts.values()
+    assert {text.tokens[len(PROMPT)] for text in prompt.texts} == {1, 2, 3}
+    assert len(prompt.texts) == 3 * group
+
+
 def test_nothing_is_left_of_prompts_that_are_forgotten():
     suffixes = Suffixes(drafts=2, most_tokens=50)
     for number in range(20):

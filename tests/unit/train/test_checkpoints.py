@@ -128,8 +128,21 @@ def test_a_removed_file_that_nfs_keeps_is_not_missed_when_it_goes(tmp_path: Path
     kept.write_text("removed, and still open in another program")
     mark_whole(folder)
     assert missing_parts(folder) == []
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["bytes"]["actor/" + kept.name] = kept.stat().st_size  # as before such files were left out
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert missing_parts(folder) == []
     kept.unlink()
     assert missing_parts(folder) == []
+
+
+def test_a_part_of_which_nfs_keeps_only_a_removed_file_is_missing(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    shutil.rmtree(folder / "actor")
+    (folder / "actor").mkdir()
+    (folder / "actor/.nfs00000000016c2a9f00000003").write_text("removed")
+    with pytest.raises(DataError, match="actor is missing or empty"):
+        mark_whole(folder)
 
 
 def test_a_checkpoint_of_0_1_has_no_manifest_and_is_whole_with_all_its_parts(tmp_path: Path) -> None:
