@@ -163,12 +163,10 @@ def _surprises(config: DictConfig) -> Iterator[str]:
     if step is not None:
         folder = config.trainer.default_local_dir
         yield f"{folder} has a checkpoint of step {step}: the run goes on from it; a new run needs {ANEW}"
-    with contextlib.suppress(ConfigError):  # told as a refusal
-        if ignored := ignored_limit(config):
-            yield ignored
-    with contextlib.suppress(ConfigError):
-        if seldom := seldom_drafts(config):
-            yield seldom
+    for remark_on in (ignored_limit, seldom_drafts):
+        with contextlib.suppress(ConfigError):  # told as a refusal
+            if remark := remark_on(config):
+                yield remark
 
 
 def _add_rows(report: Report, rows: Sequence[Row]) -> None:

@@ -32,7 +32,11 @@ RECOGNISED = 4
 """Tokens by which the request of a row is told from another one."""
 TOLD = 4096
 """Steps after which a line in the log says how many of them had drafts, and why the others had none."""
-KINDS = DRAFTED, CLOSED, TOO_LARGE = "had them", "had none that would pay", "are larger than the largest CUDA graph"
+KINDS = DRAFTED, CLOSED, TOO_LARGE = (
+    "steps had them",
+    "had none since they would cost more time than they save",
+    "had none since the step would be larger than the largest CUDA graph",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +107,12 @@ class SuffixDrafts:
             kind = DRAFTED if self._gate.is_open(requests) else CLOSED
         self._steps[kind] += 1
         if sum(self._steps.values()) == TOLD:
-            told = ", ".join(f"{number} {kind}" for kind, number in self._steps.items())
+            told = ", ".join(f"{number} {each}" for each, number in self._steps.items())
             brings, takes = self._gate.tokens_a_step, self._gate.price(requests)
-            text = "drafts, of %d steps: %s; with them one of %d requests brings each %.2f tokens, in %.2f of its time"
+            text = (
+                "drafts in %d steps: %s; a step of %d requests with drafts brings each %.2f tokens "
+                "and takes %.2f times as long"
+            )
             logger.info(text, TOLD, told, requests, brings, takes)
             self._steps = dict.fromkeys(KINDS, 0)
         return kind

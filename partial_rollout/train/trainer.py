@@ -193,10 +193,9 @@ class PartialRolloutTrainer(PPOTrainer):
         self.watch.start(transfer_queue_actors())
         with self.watch.stops_at_an_error():
             super().__init__(config)
-        if ignored := ignored_limit(self.config):  # verl's own modes warn of it too
-            logger.warning("%s", ignored)
-        if seldom := seldom_drafts(self.config):
-            logger.warning("%s", seldom)
+        for remark_on in (ignored_limit, seldom_drafts):  # verl's own modes warn of the first too
+            if remark := remark_on(self.config):
+                logger.warning("%s", remark)
 
     @property
     def doing(self) -> str:

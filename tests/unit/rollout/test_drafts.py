@@ -102,6 +102,16 @@ def text(seed: int, length: int = 60) -> list[int]:
     return [rng.randrange(1000) for _ in range(length)]
 
 
+def begun(requests: int) -> Batch:
+    """Requests that have got 20 tokens each."""
+    batch = Batch(drafter_of(CONFIG))
+    for number in range(requests):
+        batch.add(text(100 + number), text(number))
+    for _ in range(20):
+        batch.step()
+    return batch
+
+
 def test_in_a_second_epoch_nearly_all_drafts_are_right():
     batch = Batch(drafter_of(CONFIG))
     found = []
@@ -114,11 +124,7 @@ def test_in_a_second_epoch_nearly_all_drafts_are_right():
 
 
 def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_another_row():
-    batch = Batch(drafter_of(CONFIG))
-    for number in range(3):
-        batch.add(text(100 + number), text(number))
-    for _ in range(20):
-        batch.step()
+    batch = begun(3)
     whole, length = batch.remove(0)
     for _ in range(5):
         batch.step()
@@ -133,11 +139,7 @@ def test_what_a_request_got_before_it_left_is_known_when_it_comes_back_in_anothe
 
 
 def test_places_are_kept_over_an_interruption_after_which_rows_come_back_over_several_steps():
-    batch = Batch(drafter_of(CONFIG))
-    for number in range(6):
-        batch.add(text(100 + number), text(number))
-    for _ in range(20):
-        batch.step()
+    batch = begun(6)
     suffixes = batch.drafter._suffixes
     suffixes._most_noted = 100
     noted = dict.fromkeys(suffixes._noted.values())
@@ -258,7 +260,10 @@ def test_a_line_in_the_log_says_how_many_steps_had_drafts_and_why_the_others_had
         assert not caplog.messages
         drafter._kind(5)
     (line,) = caplog.messages
-    assert line.startswith("drafts, of 6 steps: 3 had them, 1 had none that would pay, 2 are larger than")
+    assert line.startswith(
+        "drafts in 6 steps: 3 steps had them, 1 had none since they would cost more time than they save, "
+    )
+    assert "2 had none since the step would be larger than the largest CUDA graph; a step of 5 requests" in line
 
 
 def test_rows_that_are_prefilled_do_not_count_as_requests_of_the_step():
