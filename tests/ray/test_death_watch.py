@@ -62,7 +62,8 @@ def rank() -> Iterator[tuple[ActorHandle, int]]:
 
 
 @pytest.fixture
-def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., RunWatch]]:
+def listening(manager: ActorHandle, rank: tuple[ActorHandle, int], tmp_path: Path) -> Iterator[Callable[..., RunWatch]]:
+    """A way to make a RunWatch; it stops before the manager and the rank are ended, whose deaths it would tell."""
     interruption = Interruption(LIMIT_S)
     report_to(EventWriter(tmp_path, "trainer"))
     watches: list[RunWatch] = []
@@ -82,7 +83,7 @@ def listening(manager: ActorHandle, tmp_path: Path) -> Iterator[Callable[..., Ru
         return watch
 
     yield listen
-    for watch in watches:  # the manager ends next, and the next test's events are not to tell of it
+    for watch in watches:
         watch.stop()
     interruption.ended()
     report_to(EventWriter(None, "trainer"))
