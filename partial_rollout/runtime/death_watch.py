@@ -139,12 +139,13 @@ def last_lines(log: str) -> str:
 
 
 def how_it_died(error: RayActorError) -> str:
-    """Ray's reason, without its advice."""
+    """Ray's reason, without its advice and without a full stop."""
     text = str(error)
     for mark in ("Worker exit detail: ", "The actor is dead because "):
         if mark in text:
-            return text.partition(mark)[2].split(". Some common causes")[0].strip().splitlines()[0]
-    return text.strip().splitlines()[0]
+            text = text.partition(mark)[2].split(". Some common causes")[0]
+            break
+    return text.strip().splitlines()[0].rstrip(".")
 
 
 class DeathWatch:

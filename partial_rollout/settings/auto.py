@@ -37,6 +37,7 @@ from partial_rollout.settings.derived import (
     devices_of_engine,
     engine_block,
     engine_devices_per_node,
+    engine_option,
     has_own_devices,
     has_own_reference,
     num_engines,
@@ -78,7 +79,7 @@ SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
-MOST_KEY = f"{ROLLOUT}.max_num_seqs"
+MOST_REQUESTS = "max_num_seqs"
 """vLLM's bound of each engine; more requests wait inside it."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
@@ -491,7 +492,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
 
 def engine_room(config: DictConfig) -> int | None:
     """Requests that all engines run at once by their own bound; None: no bound was set."""
-    each = OmegaConf.select(config, MOST_KEY)
+    _, each = engine_option(config, MOST_REQUESTS)
     return None if each is None else each * num_engines(config)
 
 
@@ -511,7 +512,8 @@ def waiting_inside(config: DictConfig) -> str:
 def _room_in_words(config: DictConfig) -> str:
     number = num_engines(config)
     engines = "one engine" if number == 1 else f"{number} engines"
-    return f"{MOST_KEY}={OmegaConf.select(config, MOST_KEY)} on {engines}"
+    key, each = engine_option(config, MOST_REQUESTS)
+    return f"{key}={each} on {engines}"
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:

@@ -33,6 +33,7 @@ BEYOND_CHANNEL = {
     ),
 }
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
+ENGINE_ARGUMENTS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 CHANNEL_DEVICES = ("cpu", "cuda")
 
 
@@ -193,6 +194,16 @@ def devices_of_replica(config: DictConfig) -> int:
 def num_engines(config: DictConfig) -> int:
     """Engines over all nodes; those of a data-parallel group count one by one."""
     return max(1, num_engine_devices(config) // devices_of_engine(config))
+
+
+def engine_option(config: DictConfig, name: str) -> tuple[str, Any]:
+    """An argument of vLLM's engine, and the key that sets it: verl's own, unless vLLM's arguments have it."""
+    own = f"{ENGINE_ARGUMENTS}.{name}"
+    value = OmegaConf.select(config, own)
+    if value is not None:
+        return own, value
+    key = f"actor_rollout_ref.rollout.{name}"
+    return key, OmegaConf.select(config, key)
 
 
 def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from partial_rollout.settings.derived import num_engines, read_settings
+from partial_rollout.settings.derived import ENGINE_ARGUMENTS, engine_option, num_engines, read_settings
 from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SUFFIX_DRAFTS = "partial_rollout.rollout.drafts.SuffixDrafts"
-GRAPHS_KEY = f"{ROLLOUT}.cudagraph_capture_sizes"
+GRAPHS_KEY, BATCHED = f"{ROLLOUT}.cudagraph_capture_sizes", "max_num_batched_tokens"
 DEFAULT_GRAPH, ITS_OWNER = 512, "vLLM's default, with which GPUs of compute capability 10 have 1024"
 """Tokens of the largest graph that vLLM 0.24 and 0.28 capture where nobody says a size.
 
@@ -41,12 +41,12 @@ def seldom_drafts(config: DictConfig) -> str:
     most = running
     if settings.block.slots.adaptive is not False:
         most = _in_an_engine(config, settings.slot_bounds.most)
-    needed, batched = width * most, _of_engine(config, "max_num_batched_tokens")
+    needed, (key, batched) = width * most, engine_option(config, BATCHED)
     remedy = f"let the largest value of {GRAPHS_KEY} be at least {needed}"
     if most > running:
         remedy += f" (adaptive slots may rise, to {most} in an engine)"
     if batched is not None and needed > batched:
-        remedy += f" and {ROLLOUT}.max_num_batched_tokens, above which there is no graph, too"
+        remedy += f" and {key}, above which there is no graph, too"
     return (
         f"an engine drafts only while it runs at most {largest // width} requests, because its largest CUDA graph has "
         f"{largest} tokens ({whose}) and a request with {num_drafts} drafts takes {width}. The slots let it run "
@@ -57,28 +57,22 @@ def seldom_drafts(config: DictConfig) -> str:
 
 def _largest_graph(config: DictConfig) -> tuple[int, str] | None:
     """Tokens of an engine's largest graph, and who says so; None: there are no graphs, or nothing tells the sizes."""
-    options: Any = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.compilation_config") or {}
-    batched = _of_engine(config, "max_num_batched_tokens")
-    if _of_engine(config, "enforce_eager") or isinstance(options, str) or options.get("cudagraph_mode") == "NONE":
+    options: Any = OmegaConf.select(config, f"{ENGINE_ARGUMENTS}.compilation_config") or {}
+    key, batched = engine_option(config, BATCHED)
+    if engine_option(config, "enforce_eager")[1] or isinstance(options, str) or options.get("cudagraph_mode") == "NONE":
         return None
     # verl writes its own key over the one of vLLM's options.
-    sizes = _of_engine(config, "cudagraph_capture_sizes") or options.get("cudagraph_capture_sizes")
+    sizes = engine_option(config, "cudagraph_capture_sizes")[1] or options.get("cudagraph_capture_sizes")
     if sizes:
         return max((size for size in sizes if batched is None or size <= batched), default=0), "the largest that is set"
-    if "max_cudagraph_capture_size" in options or _of_engine(config, "max_cudagraph_capture_size"):
+    if "max_cudagraph_capture_size" in options or engine_option(config, "max_cudagraph_capture_size")[1]:
         return None
     if batched is not None and batched < DEFAULT_GRAPH:
-        return batched, f"{ROLLOUT}.max_num_batched_tokens={batched}"
+        return batched, f"{key}={batched}"
     return DEFAULT_GRAPH, ITS_OWNER
 
 
 def _in_an_engine(config: DictConfig, slots: int) -> int:
     """Requests that an engine runs at once, of so many for all engines."""
-    share, most = -(-slots // num_engines(config)), _of_engine(config, "max_num_seqs")
+    share, most = -(-slots // num_engines(config)), engine_option(config, "max_num_seqs")[1]
     return share if most is None else min(share, most)
-
-
-def _of_engine(config: DictConfig, name: str) -> Any:
-    """An option of vLLM's, which verl takes from its own key unless vLLM's arguments have it."""
-    own = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.{name}")
-    return OmegaConf.select(config, f"{ROLLOUT}.{name}") if own is None else own

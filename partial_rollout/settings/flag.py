@@ -12,7 +12,7 @@ from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK, SEPARATE
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.command_line import FLAG
-from partial_rollout.settings.derived import CHECKPOINT_ENGINE, depth_may_move
+from partial_rollout.settings.derived import CHECKPOINT_ENGINE, ENGINE_ARGUMENTS, depth_may_move
 from partial_rollout.settings.retention import announce_retention
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from partial_rollout.settings.derived import Settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
-SPECULATION = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+SPECULATION = f"{ENGINE_ARGUMENTS}.speculative_config"
 """How an engine drafts; empty: it does not."""
 TRAINER_MODE, SEPARATE_MODE = "partial_rollout", "partial_rollout_separate"
 """Names of the trainers in verl: for engines that share the trainer's devices, and for engines on their own."""

@@ -142,6 +142,7 @@ def test_an_actor_that_freezes_before_it_says_where_it_runs_can_be_killed() -> N
         assert death is not None
         assert str(death) == "training rank actor-0 died: it was silent"
         watching.cancel()
+        await asyncio.wait([watching])
 
     run_virtual(main())
 
@@ -158,6 +159,7 @@ def test_last_lines_of_a_log_on_another_node_are_empty() -> None:
             "its node has died. x",
         ),
         ("a\nb. Worker exit detail: End of file. Some common causes include: (1)", "End of file"),
+        ("The actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`"),
         ("only this", "only this"),
     ],
 )

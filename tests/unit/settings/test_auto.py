@@ -655,19 +655,20 @@ def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(
     assert config.actor_rollout_ref.rollout.disable_log_stats is not depth_moves
 
 
+@pytest.mark.parametrize("key", [f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs"])
 @pytest.mark.parametrize(
     ("most", "devices", "adaptive"), [(64, 1, False), (65, 1, True), (32, 2, False), (33, 2, True)]
 )
 def test_slots_do_not_rise_past_what_the_engines_run_at_once(
-    composed: Composed, most: int, devices: int, *, adaptive: bool
+    composed: Composed, most: int, devices: int, key: str, *, adaptive: bool
 ):
-    config = composed({f"{ROLLOUT}.max_num_seqs": most, "trainer.n_gpus_per_node": devices})
+    config = composed({key: most, "trainer.n_gpus_per_node": devices})
     (choice,) = chosen(config, ADAPTIVE)
     assert choice.value is adaptive
     if not adaptive:
         engines = "one engine" if devices == 1 else "2 engines"
-        assert choice.seen == f"64 slots for a batch, and {ROLLOUT}.max_num_seqs={most} on {engines}"
-    by_hand = composed({f"{ROLLOUT}.max_num_seqs": most, "partial_rollout.slots.least": 32})
+        assert choice.seen == f"64 slots for a batch, and {key}={most} on {engines}"
+    by_hand = composed({key: most, "partial_rollout.slots.least": 32})
     assert value(by_hand, ADAPTIVE) is True
 
 

@@ -67,6 +67,7 @@ def test_the_numbers_and_the_remedy_are_told(composed: Composed):
             f"has 256 tokens ({ROLLOUT}.max_num_batched_tokens=256) and .* be at least 1024 and "
             f"{ROLLOUT}.max_num_batched_tokens, above which there is no graph, too",
         ),
+        ({f"{VLLMS}.max_num_batched_tokens": 256}, f"has 256 tokens ({VLLMS}.max_num_batched_tokens=256) and "),
         ({f"{ROLLOUT}.enforce_eager": True}, None),
         ({f"{VLLMS}.enforce_eager": True}, None),
         ({f"{VLLMS}.compilation_config": {"cudagraph_mode": "NONE"}}, None),
