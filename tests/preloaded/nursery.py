@@ -104,7 +104,11 @@ class Nursery:
                     self._lost(key.data)
 
     def _fork(self, client: socket.socket) -> Request | None:
-        request, files = _receive(client)
+        received = _receive(client)
+        if received is None:
+            client.close()
+            return None
+        request, files = received
         pid = os.fork()
         if pid == 0:
             self._leave(client, request, files)
@@ -114,7 +118,8 @@ class Nursery:
         if not request.is_own:
             client.close()
             return None
-        client.sendall(struct.pack("!I", pid))
+        with contextlib.suppress(OSError):  # it has been killed meanwhile: its end is read next, and ends the process
+            client.sendall(struct.pack("!I", pid))
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, data=pid)
         return None
@@ -162,14 +167,20 @@ class Nursery:
         self._mark.write(request.environment)
 
 
-def _receive(client: socket.socket) -> tuple[Request, list[int]]:
+def _receive(client: socket.socket) -> tuple[Request, list[int]] | None:
+    """A client's request and files; None: it was killed before it had sent them, as Ray does with slow workers."""
     fds = array.array("i")
-    _, messages, _, _ = client.recvmsg(1, socket.CMSG_LEN(MAX_FILES * fds.itemsize))
-    for _, _, data in messages:
-        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    (size,) = struct.unpack("!I", client.recv(4, socket.MSG_WAITALL))
-    fields: dict[str, Any] = json.loads(client.recv(size, socket.MSG_WAITALL))
-    return Request(**fields), list(fds)
+    try:
+        _, messages, _, _ = client.recvmsg(1, socket.CMSG_LEN(MAX_FILES * fds.itemsize))
+        for _, _, data in messages:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        size = client.recv(4, socket.MSG_WAITALL)
+        text = client.recv(struct.unpack("!I", size)[0], socket.MSG_WAITALL) if len(size) == 4 else b""
+        return Request(**json.loads(text)), list(fds)
+    except (OSError, json.JSONDecodeError):
+        for fd in fds:
+            os.close(fd)
+        return None
 
 
 def run(request: Request) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -119,6 +122,25 @@ def test_client_and_process_end_together_by_the_same_signal(started, tmp_path: P
         assert psutil.wait_procs([process], timeout=TIMEOUT_S)[1] == []
         client.stdin.close()
         client.stdout.close()
+
+
+def test_clients_that_were_killed_do_not_end_the_nursery(started, tmp_path: Path) -> None:
+    """Ray kills a worker that is not there in a minute, and a nursery may import for longer on a busy machine."""
+    code = "import os, sys; print(os.getppid(), sys.argv[0])"
+    asking = started("-c", code)
+    nursery = psutil.Process(int(asking.communicate("", timeout=TIMEOUT_S)[0].split()[0]))
+    address = str(Path(asking.args[3]).parent / "socket")
+    fields = {"argv": ["-c", "import time; time.sleep(1e6)"], "environment": {}, "folder": "/", "files": []}
+    whole = json.dumps(fields | {"niceness": 0, "is_own": True}).encode()
+    size = struct.pack("!I", len(whole))
+    nursery.suspend()
+    for sent in (b"", b"f", b"f" + size[:2], b"f" + size + whole[:9], b"f" + size + whole):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(address)
+            client.sendall(sent)
+    nursery.resume()
+    assert started("-c", code).communicate("", timeout=TIMEOUT_S)[0].split() == [str(nursery.pid), "-c"]
+    assert psutil.wait_procs(nursery.children(), timeout=TIMEOUT_S)[1] == []
 
 
 @pytest.mark.parametrize(("said", "exitcode"), [("end\n", "0"), ("kill\n", str(-signal.SIGKILL))])
