@@ -100,8 +100,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr(phase_watch, "ASK_S", 1.0)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     report_to(EventWriter(tmp_path, "trainer"))
     made = Run(tmp_path, request.node.name)
     yield made
