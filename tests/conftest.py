@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from partial_rollout.run.cpu_environment import apply_cpu_environment
 from tests import preloaded
@@ -26,7 +26,8 @@ QUIET_RAY = {
 os.environ.update(QUIET_RAY)
 apply_cpu_environment()  # before any test imports what reads these variables
 
-settings.register_profile("untimed", deadline=None)  # a busy machine makes no test fail
+# A busy machine makes no test fail.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]

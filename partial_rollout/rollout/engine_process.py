@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from partial_rollout.core.engine_meter import EngineSpeed
     from partial_rollout.core.gate import GateStatistics
 
-ORPHAN_S = 20.0
+KILLED_S = 20.0
 """The kernel has freed what a killed engine held within this time."""
 TITLE = "VLLM::"
 """vLLM's engine core and workers have this in their command lines."""
@@ -44,7 +44,6 @@ def end_orphans(engines: Iterable[EngineProcess]) -> list[int]:
             if process.create_time() == each.created_s:
                 found += [process, *process.children(recursive=True)]
     end_processes(found, grace_s=0.0)
-    psutil.wait_procs(found, timeout=ORPHAN_S)
     return [process.pid for process in found]
 
 
@@ -89,10 +88,12 @@ def title_of(process: psutil.Process) -> str:
 def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> None:
     """Wait for processes to end by themselves; kill those that do not, and wait for their end."""
     _, left = psutil.wait_procs(processes, timeout=grace_s)
+    killed: list[psutil.Process] = []
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, and its id may be another's
             process.kill()
-    psutil.wait_procs(left, timeout=grace_s)
+            killed.append(process)
+    psutil.wait_procs(killed, timeout=KILLED_S)
 
 
 def engine_load(num_tokens: int) -> EngineLoad:

@@ -211,8 +211,8 @@ def _bounded_lines(job: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def _signal(title: str, mark: str, number: signal.Signals) -> bool:
-    for process in psutil.process_iter():
-        if _has_mark(process, mark) and title in " ".join(process.cmdline()):
+    for process in psutil.process_iter(["cmdline"]):  # others of the job may end meanwhile
+        if _has_mark(process, mark) and title in " ".join(process.info["cmdline"] or ()):
             process.send_signal(number)
             return True
     raise LookupError(f"the job has no process titled {title}")

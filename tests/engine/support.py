@@ -48,7 +48,7 @@ BLOCK_SIZE = 32
 """Smallest that vLLM's CPU attention likes; with its default of 128 no sequence here would fill a cached block."""
 BUFFER_BYTES = 64 << 10
 """Smaller than most tensors of the model, so that they are split, and far smaller than an engine layer."""
-CALL_S = 30.0
+CALL_S = 120.0
 MOST_TRIES = 8
 UNTIL_S = 120.0
 SILENCE_S = 16.0

@@ -10,7 +10,7 @@ import torch
 
 pytestmark = pytest.mark.engine
 
-MEETING_S = 30.0
+MEETING_S = 120.0
 UPDATE_S = 300.0
 
 

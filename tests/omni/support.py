@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.diffusion.result import SampleResult
 
-CALL_S = 20.0
+CALL_S = 120.0
 NUM_STEPS = 10
 NOISE_LEVEL = 0.7
 PATCH = 8

@@ -19,7 +19,7 @@ from partial_rollout.diffusion.sde_window import SdeWindow
 from partial_rollout.errors import DataError
 from tests.omni.support import NOISE_LEVEL, PATCH, training_model
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 SIGMAS = torch.tensor([1.0, 0.7, 0.4, 0.0])
 
 

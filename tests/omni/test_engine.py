@@ -16,7 +16,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from partial_rollout.diffusion.engine import HOLD, RELEASE, HoldableEngine
 from partial_rollout.diffusion.sample import OPTIONS_KEY, SampleOptions
 
-CALL_S = 10.0
+CALL_S = 60.0
 
 
 class CountingExecutor(DiffusionExecutor):

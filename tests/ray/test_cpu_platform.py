@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ENGINE_DEVICE_VARIABLE = "VERL_ENGINE_DEVICE"
-IMPORT_TIMEOUT_S = 120
+IMPORT_TIMEOUT_S = 600
 PROCESS_GROUP = """
 import os, socket
 with socket.socket() as s:

@@ -104,7 +104,9 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorLost, match=rf"training rank actor-0 \(pid {pid} on node (?s:.*)\nThe trainer trained"):
         threading.Event().wait()  # as verl waits for TransferQueue
-    assert time.monotonic() - killed_s < KILLED_TO_KNOWN_S
+    known_s = time.monotonic()
+    watch.stop()  # the end of the run begins; else the error is raised again
+    assert known_s - killed_s < KILLED_TO_KNOWN_S
     (fault,) = faults(tmp_path)
     assert (fault.role, fault.name, fault.pid, fault.step) == (TRAINING_RANK.role, "actor-0", pid, 3)
     assert fault.action == "training ends"
@@ -125,6 +127,7 @@ def test_a_rank_that_trains_gives_signs_of_life_and_one_that_is_frozen_is_killed
     told = rf"training rank actor-0 \(pid {pid} on(?s:.*)had given no sign of life for \d+ s, longer than .*claim_s=5 "
     with pytest.raises(ActorLost, match=told):
         threading.Event().wait()
+    watch.stop()
     assert [fault.action for fault in faults(tmp_path)] == ["training ends"]
     with pytest.raises(RayActorError):
         ray.get(busy, timeout=LIMIT_S)
@@ -144,12 +147,14 @@ def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_tol
     pid = ray.get(controller.pid.remote(), timeout=LIMIT_S)
     killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises((RayError, SystemError, ActorLost)) as told:
-        ray.get(busy, timeout=LIMIT_S)
-    named = watch.explain(told.value)
-    assert isinstance(named, ActorLost)
-    assert str(named).startswith(f"{TRANSFER_QUEUE_CONTROLLER.role} controller (pid {pid}")
+    # The signal may come after Ray has told of the rank's end, until the end of the run has begun.
+    with pytest.raises(ActorLost) as told, watch.stops_at_an_error():  # noqa: PT012
+        try:
+            ray.get(busy, timeout=LIMIT_S)
+        except (RayError, SystemError) as error:
+            raise watch.explain(error) from error
     assert time.monotonic() - killed_s < 2 * KILLED_TO_KNOWN_S
+    assert str(told.value).startswith(f"{TRANSFER_QUEUE_CONTROLLER.role} controller (pid {pid}")
 
 
 def test_a_call_of_the_trainer_to_a_watched_actor_does_not_wait_behind_the_watch(

@@ -55,15 +55,20 @@ def test_a_rank_that_is_frozen_ends_the_start_by_its_name_and_one_that_is_busy_d
     try:
         assert ray.wait([busy], timeout=2 * CLAIM_S)[0] == []
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises((RayActorError, ActorLost, SystemError)) as told:
-            ray.get(busy, timeout=LIMIT_S)
-        named = watch.explain(told.value)
+        # The signal may come after Ray has told of the rank's end, until the end of the run has begun.
+        with pytest.raises(ActorLost) as told:  # noqa: PT012
+            try:
+                ray.get(busy, timeout=LIMIT_S)
+            except (RayActorError, SystemError) as error:
+                raise watch.explain(error) from error
+            finally:
+                interruption.begin_end()
     finally:
         watch.end()
         interruption.ended()
-    assert isinstance(named, ActorLost)
-    assert str(named).startswith(f"training rank starting_rank (pid {pid} on node {found.node}) was given up: it was")
-    assert str(named).endswith(f"Training was starting: {stages.TRAINING}")
+    named = str(told.value)
+    assert named.startswith(f"training rank starting_rank (pid {pid} on node {found.node}) was given up: it was")
+    assert named.endswith(f"Training was starting: {stages.TRAINING}")
 
 
 def test_a_rank_that_dies_in_the_start_is_named(rank: tuple[Any, int]) -> None:
@@ -71,11 +76,13 @@ def test_a_rank_that_dies_in_the_start_is_named(rank: tuple[Any, int]) -> None:
     interruption = Interruption(LIMIT_S)
     watch = StartWatch(interruption, start_s=LIMIT_S, claim_s=LIMIT_S)
     watch.begin()
-    busy = actor.init_model.remote()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RayActorError) as told:
-        ray.get(busy, timeout=LIMIT_S)
-    named = watch.explain(told.value)
-    watch.end()
-    interruption.ended()
+    try:
+        busy = actor.init_model.remote()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RayActorError) as told:
+            ray.get(busy, timeout=LIMIT_S)
+        named = watch.explain(told.value)
+    finally:
+        watch.end()
+        interruption.ended()
     assert str(named).startswith(f"training rank starting_rank (pid {pid} on node ")

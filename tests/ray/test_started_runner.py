@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
@@ -27,6 +27,9 @@ from partial_rollout.runtime.run_watch import ENDED_BY_FORCE
 from partial_rollout.runtime.runner_watch import RunnerWatch, Sign, send_signs
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 TIMEOUT_S = 60.0
 CLAIM_S = 5.0
@@ -69,23 +72,39 @@ def actor_class(of: type, **options: Any) -> Any:
     return ray.remote(num_cpus=0, **options)(of)
 
 
-def test_a_started_runner_is_the_actor() -> None:
-    runner = StartedRunner(actor_class(Runner), TIMEOUT_S).options(runtime_env={"env_vars": {"X": "1"}}).remote()
+@pytest.fixture
+def starting() -> Iterator[Callable[..., StartedRunner]]:
+    """A way to make a StartedRunner; its watches end with the test, else they take the cluster's end for a death."""
+    made: list[StartedRunner] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def make(of: type, timeout_s: float = TIMEOUT_S, **options: Any) -> StartedRunner:
+        made.append(StartedRunner(actor_class(of), timeout_s, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_started_runner_is_the_actor(starting: Callable[..., StartedRunner]) -> None:
+    runner = starting(Runner).options(runtime_env={"env_vars": {"X": "1"}}).remote()
     assert ray.get(runner.run.remote("it"), timeout=TIMEOUT_S) == "ran it with 1"
     ray.kill(runner.actor)
 
 
-def test_a_runner_that_ray_never_starts_is_told_of_in_time() -> None:
+def test_a_runner_that_ray_never_starts_is_told_of_in_time(starting: Callable[..., StartedRunner]) -> None:
     other = actor_class(Runner).options(num_cpus=1).remote()
     ray.get(other.__ray_ready__.remote(), timeout=TIMEOUT_S)
     with pytest.raises(ClusterError, match=r"task runner's process .*within 0\.5 s.*timeouts\.start_s"):
-        StartedRunner(actor_class(Runner), 0.5).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
+        starting(Runner, 0.5).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     ray.kill(other)
 
 
-def test_a_runner_that_dies_at_its_start_says_why() -> None:
+def test_a_runner_that_dies_at_its_start_says_why(starting: Callable[..., StartedRunner]) -> None:
     with pytest.raises(RayActorError, match="no disk"):
-        StartedRunner(actor_class(Broken), TIMEOUT_S).remote()
+        starting(Broken).remote()
 
 
 class Training:
@@ -99,14 +118,15 @@ class Training:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not() -> None:
-    runner = StartedRunner(actor_class(Training), TIMEOUT_S, claim_s=CLAIM_S)
+def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not(
+    starting: Callable[..., StartedRunner],
+) -> None:
+    runner = starting(Training, claim_s=CLAIM_S)
     began_s = time.monotonic()
     with pytest.raises(RayActorError) as told:
         ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
     assert time.monotonic() - began_s > 3 * CLAIM_S
     named = runner.explain(told.value)
-    runner.stop()
     assert isinstance(named, TaskRunnerLost)
     process = named.death.process
     assert str(named).startswith(f"task runner (pid {process.pid} on node {process.node}) died: it was killed, because")
@@ -114,7 +134,9 @@ def test_a_runner_that_freezes_is_named_and_killed_and_one_that_is_busy_is_not()
     assert "; it trained step" in str(named)
 
 
-def test_a_frozen_runner_is_killed_though_killing_it_has_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_runner_is_killed_though_killing_it_has_failed_once(
+    starting: Callable[..., StartedRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures = [OSError("no more processes")]
 
     def end_actor(handle: Any, process: Any) -> None:
@@ -123,12 +145,11 @@ def test_a_frozen_runner_is_killed_though_killing_it_has_failed_once(monkeypatch
         death_watch.end_actor(handle, process)
 
     monkeypatch.setattr(runner_watch, "end_actor", end_actor)
-    runner = StartedRunner(actor_class(Training), TIMEOUT_S, claim_s=CLAIM_S)
+    runner = starting(Training, claim_s=CLAIM_S)
     with pytest.raises(RayActorError) as told:
         ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
     assert failures == []
     assert re.search(SILENT, str(runner.explain(told.value)))
-    runner.stop()
 
 
 class EndsLate:
@@ -142,12 +163,13 @@ class EndsLate:
         os._exit(ENDED_BY_FORCE)
 
 
-def test_an_end_that_had_to_be_forced_is_told_by_the_error_before_it_and_not_as_a_death() -> None:
-    runner = StartedRunner(actor_class(EndsLate), TIMEOUT_S, claim_s=CLAIM_S)
+def test_an_end_that_had_to_be_forced_is_told_by_the_error_before_it_and_not_as_a_death(
+    starting: Callable[..., StartedRunner],
+) -> None:
+    runner = starting(EndsLate, claim_s=CLAIM_S)
     with pytest.raises(RayActorError) as told:
         ray.get(runner.remote().run.remote("task runner"), timeout=TIMEOUT_S)
     named = runner.explain(told.value)
-    runner.stop()
     assert type(named) is ClusterError
     assert str(named).startswith("DataError: no rows\ntask runner (pid")
     assert not Failure(named, "").is_death
@@ -200,14 +222,16 @@ class Trainer:
         return "a batch"
 
 
-def test_a_driver_that_is_interrupted_waits_for_the_last_checkpoint(request: pytest.FixtureRequest) -> None:
+def test_a_driver_that_is_interrupted_waits_for_the_last_checkpoint(
+    starting: Callable[..., StartedRunner], request: pytest.FixtureRequest
+) -> None:
     name = request.node.name
     manager = create_manager(PartialRolloutConfig(), 8, name=name)
-    starting = StartedRunner(actor_class(Trainer), TIMEOUT_S)
-    ref = starting.remote().run.remote(name)
+    started = starting(Trainer)
+    ref = started.remote().run.remote(name)
     while wait_for(manager.status.remote(), timeout_s=TIMEOUT_S, who_waits="the test").step != 3:
         assert ray.wait([ref], timeout=0.1)[0] == []
-    end_with_checkpoint(starting.runs, TIMEOUT_S, name)
+    end_with_checkpoint(started.runs, TIMEOUT_S, name)
     assert "Ctrl-C" in ray.get(ref, timeout=0.1)
     ray.kill(manager)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from benchmarks import training_job as module
 from benchmarks.training_job import DRAFTED, LOG, METRICS, RUNNING, EngineCounts, read_steps, training_job
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ server.serve_forever()
         ({"other": 1.0}, []),
     ],
 )
-def test_counts_of_a_jobs_engines_are_read(tmp_path: Path, values: dict[str, float], expected: list[float]) -> None:
+def test_counts_of_a_jobs_engines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, float], expected: list[float]
+) -> None:
+    monkeypatch.setattr(module, "READ_TIMEOUT_S", 60.0)  # a page that is late is left out, also on a busy machine
     text = "".join(f'{name}{{engine="{i}"}} {value}\n' for name, value in values.items() for i in (0, 1))
     counts, mark = EngineCounts(), "a-job-of-this-test"
     with training_job([sys.executable, "-c", ENGINE_SERVER, text], tmp_path, mark=mark) as job:

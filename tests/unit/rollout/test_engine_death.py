@@ -85,7 +85,10 @@ async def test_requests_wait_for_the_relaunched_engine_and_go_on_in_it(mode: str
 
 
 async def stands_still(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    """A server whose engine's process is stopped: killed, it is gone."""
+    """A server whose engine's process is stopped: killed, it is gone. It waits for 0.2 s for most answers.
+
+    An engine that answers may be slower than that on a busy machine, so the next one has the usual limits.
+    """
     monkeypatch.setattr(control, "HEALTH_INTERVAL_S", 0.01)
     timeouts = TimeoutConfig(drain_s=4.0, resume_s=2.0)
     server = await launched(PartialRolloutConfig(timeouts=timeouts))
@@ -119,6 +122,7 @@ async def test_an_engine_that_does_not_pause_is_ended_and_its_requests_keep_thei
     assert ((await request).token_ids, (await request).stop_reason) == ([5, 6], "aborted")
     assert "(pid 7 stopped) was asked to pause and did not answer" in (await server.weights_failure() or "")
     assert (await server.rollout_statistics()).gate.state is GateState.CLOSED
+    server.settings = PartialRolloutConfig()
     await server.relaunch()
     await server.receive_weights(update_number=1, version=3)
     await server.resume_generation()
@@ -134,6 +138,7 @@ async def test_an_engine_that_does_not_release_its_memory_is_ended_and_relaunche
     await server.abort_all_requests()
     await asyncio.wait_for(server.sleep(), LONG_S)
     assert "was asked to release its memory and did not answer" in (await server.weights_failure() or "")
+    server.settings = PartialRolloutConfig()
     await server.relaunch()
     await server.receive_weights(update_number=1, version=3)
     await server.resume_generation()
@@ -155,6 +160,7 @@ async def test_an_engine_that_does_not_go_on_is_ended_and_its_requests_wait_for_
         await asyncio.wait_for(server.resume_generation(), LONG_S)
     assert "a tenth of partial_rollout.timeouts.resume_s" in await asyncio.wait_for(death, LONG_S)
     assert await server.weights_failure()  # the trainer relaunches it
+    server.settings = PartialRolloutConfig()
     await server.abort_all_requests()
     await server.relaunch()
     await server.receive_weights(update_number=1, version=3)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from partial_rollout.rollout import server as server_module
-from partial_rollout.rollout.engine_process import EngineProcess, end_orphans, end_processes
+from partial_rollout.rollout.engine_process import KILLED_S, EngineProcess, end_orphans, end_processes
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched
 
@@ -84,6 +84,19 @@ class Successor(psutil.Process):
 
 def test_a_process_whose_id_went_to_another_does_not_keep_the_rest_from_being_ended(core):
     end_processes([Successor(os.getpid()), core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
+    assert core.has_ended()
+
+
+def test_a_killed_process_is_waited_for_however_little_time_it_had_to_end_by_itself(core, monkeypatch):
+    limits_s, wait = [], psutil.wait_procs
+
+    def noted(processes, timeout):
+        limits_s.append(timeout)
+        return wait(processes, timeout=timeout)
+
+    monkeypatch.setattr(psutil, "wait_procs", noted)
+    end_processes([core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
+    assert limits_s == [0.05, KILLED_S]
     assert core.has_ended()
 
 

@@ -47,9 +47,11 @@ LONG_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_keys_and_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequireKey, "keys", ())
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "what a server sets here ends with the test")
+    monkeypatch.delenv(VARIABLE)
 
 
 def arguments(*options: str) -> Any:
@@ -247,7 +249,5 @@ async def test_a_server_marks_the_engine_that_it_starts_which_ends_with_it(
         server.engine = server.fake = FakeEngine()
 
     monkeypatch.setattr(vLLMHttpServer, "run_server", run)
-    monkeypatch.setenv(VARIABLE, "of a test before")
-    monkeypatch.delenv(VARIABLE)
     await Launched(PartialRolloutConfig(events=str(tmp_path))).run_server(arguments())
     assert marked == [True]

@@ -12,6 +12,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightUpdateError
 from partial_rollout.rollout import control, http_server
+from partial_rollout.rollout.ends_with_server import VARIABLE
 from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeEngine, FakeServer
@@ -97,6 +98,7 @@ async def test_an_engine_that_does_not_wake_up_for_an_update_is_to_be_relaunched
     with pytest.raises(WeightUpdateError, match=rf"did not wake up \(\['weights'\]\): {why}"):
         await server.wake_up(["weights"])
     assert "did not wake up" in await server.weights_failure()
+    server.settings = PartialRolloutConfig()  # an engine that wakes up may take longer on a busy machine
     await server.relaunch()
     await server.wake_up(["weights"])
     assert server.fake.calls == ["wake up ['weights']", "reset prefix cache"]
@@ -245,6 +247,7 @@ async def test_a_request_that_comes_while_an_engine_is_relaunched_waits_at_the_g
         server._server_task = asyncio.create_task(asyncio.Event().wait())
 
     monkeypatch.setattr(vLLMHttpServer, "run_server", run_server)
+    monkeypatch.setenv(VARIABLE, "what the server sets here ends with the test")
     http_is_up.set()
     server = await broken(SlowStart())
     for event in (starting, http_is_up):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
-from partial_rollout.errors import EngineDead
-from partial_rollout.runtime.bounded import TimeLeft
+from partial_rollout.errors import EngineDead, WaitTimeout
+from partial_rollout.runtime.bounded import TimeLeft, call_bounded
+from partial_rollout.train import last_checkpoint
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 
 STOP_S = 40.0
@@ -100,16 +102,23 @@ def test_a_save_that_fails_or_takes_too_long_leaves_the_error_of_the_run_alone(e
 
 @pytest.mark.parametrize("error", [OSError("a node is gone"), None])
 def test_what_follows_a_whole_checkpoint_may_fail_or_take_too_long(
-    error: OSError | None, caplog: pytest.LogCaptureFixture
+    error: OSError | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(stop_s=0.2)
+    run, is_whole = Run(), threading.Event()
     run.train(5)
 
     def save() -> None:
         run.last.saved(5)
         if error is not None:
             raise error
+        is_whole.set()
         threading.Event().wait(60.0)
 
+    def take_too_long() -> None:
+        if is_whole.is_set():
+            raise WaitTimeout("the run's end waits for a checkpoint")
+
+    bounded = partial(call_bounded, check=take_too_long, check_interval_s=0.01)
+    monkeypatch.setattr(last_checkpoint, "call_bounded", bounded)
     assert run.last.save(run.drain, lambda: run.num_taken, save)
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["the last checkpoint is whole"]

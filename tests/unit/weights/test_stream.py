@@ -98,11 +98,25 @@ THREE = ((0, 0), (0, 1), (1, 0), (2, 0))
 
 
 def fan_out(channels, receive, *, places=THREE, timeout_s=LONG_S, weights=None):
-    """Send to these workers; `receive` by worker takes the place of a healthy one's."""
-    patience = Patience(timeout_s)
+    """Send to these workers; `receive` by worker takes the place of a healthy one's.
+
+    `timeout_s` is for workers that get stuck. The others have as much more as a busy machine may need, and so has a
+    worker that gets stuck until all have the first tensor.
+    """
+    patience, is_streaming = Patience(timeout_s), threading.Event()
+
+    def patience_with(place):
+        if isinstance(receive.get(place), Stuck):
+            return lambda: patience() if is_streaming.is_set() else LONG_S
+        return lambda: patience() * LONG_S / timeout_s
+
+    def streamed():
+        for each in weights or make_weights(8):
+            yield each
+            is_streaming.set()
+
     senders = {
-        place: make_sender(channels.address, endpoint=ANYWHERE, timeout_s=timeout_s, patience=patience)
-        for place in places
+        place: make_sender(channels.address, endpoint=ANYWHERE, patience=patience_with(place)) for place in places
     }
     for sender in senders.values():
         sender.__enter__()
@@ -114,7 +128,7 @@ def fan_out(channels, receive, *, places=THREE, timeout_s=LONG_S, weights=None):
             for place, sender in senders.items()
         }
         try:
-            sending.send(weights or iter(make_weights(8)))
+            sending.send(streamed())
         finally:
             for gate in receive.values():
                 getattr(gate, "open", lambda: None)()
