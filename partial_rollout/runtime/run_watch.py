@@ -264,7 +264,11 @@ class RunWatch:
         return self._interruption.left
 
     def bound_end(self, error: BaseException) -> None:
-        """The run ends with `error`: from now on its end has `stop_s`, after which the process is ended by force."""
+        """The run ends with `error`: nothing is raised from now on, and after `stop_s` the process is ended by force.
+
+        Deaths are still heard of: what is saved last may wait for somebody who dies, and the error may come of one.
+        """
+        self._interruption.begin_end()
         self.left.begin()
         name = "bound of the run's end"
         threading.Thread(target=self._interruption.bound_end, args=(error,), daemon=True, name=name).start()
