@@ -105,6 +105,16 @@ def test_claims_are_first_in_first_out_and_stop_at_the_slots() -> None:
     assert uids(queue.claim("w1", free_slots=2)) == ["c"]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_worker_is_called_when_a_claim_would_give_it_something_and_only_then(size: int) -> None:
+    for free_slots in range(-1, 5):
+        queue = PromptQueue(Partial(1), 2, ManualClock())
+        assert not queue.can_claim("w0", free_slots)
+        queue.admit(prompts("a", n=size))
+        is_called = queue.can_claim("w0", free_slots)
+        assert is_called == (free_slots >= size) == bool(queue.claim("w0", free_slots))
+
+
 def test_claim_does_not_overtake_a_head_that_does_not_fit() -> None:
     queue = make_queue()
     queue.admit(prompts("wide", n=4) + prompts("narrow", n=1))
@@ -333,7 +343,9 @@ def test_a_queue_that_is_made_again_as_a_whole_knows_its_suspects() -> None:
 # ---- finish and take ----
 
 
-@pytest.mark.parametrize("group", [trajectories("a", 1), trajectories("a", 1) * 2, []])
+@pytest.mark.parametrize(
+    "group", [trajectories("a", 1), trajectories("a", 1) * 2, [], [*trajectories("a"), *trajectories("a", 1)]]
+)
 def test_group_that_is_not_whole_is_refused_and_the_claim_stays(group: list[TrajectorySummary]) -> None:
     queue = make_queue("a")
     (claim,) = claim_all(queue)

@@ -134,7 +134,9 @@ def test_deferred_groups_keep_their_claims_and_are_trained_together() -> None:
     trainer.take()
     assert (trainer.queue.statistics().deferred, trainer.queue.statistics().ongoing) == (4, 0)
     assert trainer.begin().kind == "long"
+    assert trainer.queue.can_claim("w0", free_slots=0)
     assert trainer.claim(free_slots=0) == ["p4", "p5", "p10", "p11"]
+    assert not trainer.queue.can_claim("w0", free_slots=1000)
     assert trainer.claims | held == trainer.claims
     trainer.finish("p11", "p10", "p5")
     assert trainer.take() == TakeResult()
