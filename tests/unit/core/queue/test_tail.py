@@ -123,6 +123,12 @@ def test_nothing_starts_between_rounds() -> None:
     trainer.queue.admit([PromptMeta("early", 1, 0)])
     assert trainer.claim() == []
     assert not trainer.queue.next_group_size
+    trainer.begin()
+    trainer.claim(free_slots=BATCH)
+    trainer.finish(*trainer.claims)
+    trainer.take()
+    assert trainer.queue.statistics().pending > 0
+    assert trainer.claim() == []
 
 
 def test_deferred_groups_keep_their_claims_and_are_trained_together() -> None:
@@ -222,12 +228,58 @@ def test_a_claim_that_its_worker_did_not_fetch_in_the_round_is_deferred_again() 
     assert trainer.claim(free_slots=0) == ["p4"]
 
 
-def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
+def test_a_batch_waits_for_overdue_groups_though_enough_others_are_done() -> None:
+    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    assert trainer.begin().kind == "mixed"
+    trainer.claim()
+    trainer.finish("p6", "p7", "p8", "p9", "p5")
+    assert trainer.take() == TakeResult()
+    trainer.finish("p4")
+    assert taken(trainer.take()) == ["p4", "p5", "p6", "p7"]
+
+
+def before_a_long_round() -> Trainer:
+    """p4, p5, p10 and p11 are deferred, and are enough for a batch."""
     trainer = after_a_short_round()
     trainer.begin()
     trainer.claim()
     trainer.finish("p6", "p7", "p8", "p9")
     trainer.take()
+    return trainer
+
+
+def test_a_claim_that_ends_before_its_worker_has_fetched_it_is_not_handed_out() -> None:
+    """Its report was under way when the prompt was deferred."""
+    trainer = before_a_long_round()
+    trainer.begin()
+    trainer.fail("p4")
+    assert trainer.claim() == ["p5", "p10", "p11", "p4"]
+
+
+def test_a_worker_is_called_for_resumed_claims_until_the_last_one_has_ended() -> None:
+    trainer = before_a_long_round()
+    trainer.begin()
+    for uid in ("p4", "p5", "p10", "p11"):
+        assert trainer.queue.can_claim("w0", free_slots=0)
+        trainer.finish(uid)
+    assert not trainer.queue.can_claim("w0", free_slots=0)
+
+
+def test_trajectories_of_deferred_groups_are_not_counted_as_claimed() -> None:
+    trainer = before_a_long_round()
+    counts = [trainer.queue.statistics().claimed_trajectories]
+    for event in (trainer.begin, trainer.claim, lambda: trainer.finish("p4")):
+        event()
+        counts.append(trainer.queue.statistics().claimed_trajectories)
+    assert counts == [0, 4, 4, 3]
+
+
+def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
+    trainer = before_a_long_round()
     before = trainer.queue.snapshot()
     trainer.restart()
     assert trainer.queue.snapshot() == before
