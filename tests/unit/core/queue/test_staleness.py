@@ -131,6 +131,8 @@ def test_restarts_and_failures_have_a_count_each_and_both_are_in_a_checkpoint() 
     snapshot = trainer.queue.snapshot()
     assert (snapshot.restarts, snapshot.failures) == ({"p4": 1}, {"p4": 1})
     trainer.restart()
+    now = trainer.queue.statistics()
+    assert (now.restarted, now.failed_attempts) == (1, 1)
     assert "p4" in trainer.claim()
     assert not trainer.queue.expire(trainer.claims.pop("p4"))
 
