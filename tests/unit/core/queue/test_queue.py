@@ -608,11 +608,12 @@ def test_books_that_do_not_add_up_are_told_with_every_difference() -> None:
     ledger = queue._ledger
     del queue._claims.ongoing[first.claim_id]
     ledger.done["b"] = ledger.enter(prompts("e")[0])
-    ledger._in_flight.discard("e")
-    ledger.taken += 2
+    ledger._in_flight -= {"c", "e"}
+    ledger.taken += 3
     with pytest.raises(InternalError) as caught:
         queue.require_conserved()
     assert str(caught.value) == (
         "the prompt queue has lost or doubled prompts, so the run ends: prompt b is ongoing and done; "
-        "prompt a is lost; 5 prompts were admitted, but there are 4 in flight + 2 trained + 0 dropped"
+        "prompt a is lost; prompt c is ongoing, but has left; "
+        "5 prompts were admitted, but there are 3 in flight + 3 trained + 0 dropped"
     )
