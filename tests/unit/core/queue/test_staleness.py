@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from partial_rollout.types import TakeResult
 
 
+@pytest.mark.parametrize("past", ["train", "mask", "drop", "restart", "finish"])
+def test_each_way_past_the_bound_is_one_of_its_own_and_none_without_a_bound(past: str) -> None:
+    bound = StalenessBound(1, past)
+    masks, discards = past != "train", past in ("drop", "restart")
+    assert (bound.masks, bound.discards, bound.finishes) == (masks, discards, past == "finish")
+    without = StalenessBound(None, past)
+    assert (without.masks, without.discards, without.finishes) == (False, False, False)
+
+
 # ---- who has to finish before an update ----
 
 
@@ -33,8 +42,19 @@ if TYPE_CHECKING:
         ({4: 5, 5: 5}, 2),
         ({3: 1, 5: 4}, 1),
         ({1: 2, 4: 4}, 2),
+        ({5: 5, 4: 5}, 2),
     ],
-    ids=["none", "fresh, too many", "fresh", "just room", "old ones", "both", "at the bound", "past it already"],
+    ids=[
+        "none",
+        "fresh, too many",
+        "fresh",
+        "just room",
+        "old ones",
+        "both",
+        "at the bound",
+        "past it already",
+        "both, the older ones last",
+    ],
 )
 def test_what_later_batches_have_no_room_for_is_due(begun: dict[int, int], due: int) -> None:
     """Weights of version 5 are trained and tokens may be 2 versions old: those of 5 fit two more batches, of 4 one."""
@@ -253,6 +273,11 @@ def test_a_bound_that_can_be_kept_is_allowed(tail: dict) -> None:
     config = PartialRolloutConfig(tail=TailConfig(**tail))
     bound = make_bound(config.tail, make_policy(config, 8), 8)
     assert bound == StalenessBound(config.tail.max_staleness, config.tail.past_staleness)
+
+
+def test_what_loses_its_tokens_past_the_bound_needs_no_room_in_later_batches() -> None:
+    config = PartialRolloutConfig(tail=TailConfig(past_staleness="drop", max_staleness=1), prefetch_factor=3.0)
+    assert make_bound(config.tail, make_policy(config, 8), 8).discards
 
 
 # ---- nothing is older than allowed ----

@@ -48,6 +48,9 @@ def test_sync_starts_exactly_a_batch() -> None:
 
 def test_what_another_policy_left_behind_comes_first() -> None:
     assert Wait(4).plan(view(pending=5, done=1, deferrals=(1,))) == RoundPlan("whole", 1, 1, num_started=2)
+    # No more than the batch lacks: the step would wait for whatever goes on.
+    assert Wait(4).plan(view(done=3, deferrals=(1, 1, 1))) == RoundPlan("whole", 1, 1, num_started=0)
+    assert Wait(4).plan(view(done=5, deferrals=(1,))) == RoundPlan("whole", num_started=0)
     assert Partial(8).plan(view(deferrals=(3, 1))) == RoundPlan("open", num_resumed=2, num_fresh=6)
 
 
@@ -78,8 +81,9 @@ def test_reorder(seen: RoundView, plan: RoundPlan) -> None:
         (view(deferrals=(3, 1, 1)), RoundPlan("mixed", 1, 1, num_started=5, num_fresh=5)),
         (view(deferrals=(2, 2, 1, 1)), RoundPlan("mixed", 1, num_started=4, num_fresh=4)),
         (view(deferrals=(2, 2, 1, 1, 1)), RoundPlan("long", 4, 4, num_started=0)),
+        (view(done=4, deferrals=(3, 1)), RoundPlan("short", num_started=0)),
     ],
-    ids=["first", "joins", "overdue", "as many as join are left behind", "after a restart"],
+    ids=["first", "joins", "overdue", "as many as join are left behind", "after a restart", "a batch is done"],
 )
 def test_few_at_a_time(seen: RoundView, plan: RoundPlan) -> None:
     assert FewAtATime(batch=4, gen_batch=6, max_deferrals=3, max_joining=1).plan(seen) == plan
