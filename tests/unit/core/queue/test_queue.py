@@ -190,7 +190,7 @@ def test_give_back_lost_workers_and_workers_that_stop_do_not_use_up_attempts() -
 
 
 def test_a_lost_worker_reports_in_vain_until_it_is_released_and_nobody_else_has_its_prompts() -> None:
-    """Its rows are cleared meanwhile."""
+    """The rows of a lost worker are cleared meanwhile."""
     queue = make_queue("a", "b")
     a, b = claim_all(queue, "lost")
     assert queue.fence_worker("lost") == [a, b]

@@ -257,7 +257,7 @@ def before_a_long_round() -> Trainer:
 
 
 def test_a_claim_that_ends_before_its_worker_has_fetched_it_is_not_handed_out() -> None:
-    """Its report was under way when the prompt was deferred."""
+    """The report was under way when the prompt was deferred."""
     trainer = before_a_long_round()
     trainer.begin()
     trainer.fail("p4")

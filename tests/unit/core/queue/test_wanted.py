@@ -44,7 +44,7 @@ def test_wanted_prompts_that_are_not_in_flight_may_be_admitted_beyond_the_capaci
 
 
 def test_wanted_prompts_that_became_too_old_are_missing() -> None:
-    """They will not be done again: whoever waited for them would wait for ever."""
+    """A group past the bound is not done again: whoever waited for it would wait for ever."""
     queue = PromptQueue(Partial(4), 2, ManualClock(), StalenessBound(1, "drop"))
     queue.admit(prompts("a", "b"))
     a, b = claim_all(queue)
