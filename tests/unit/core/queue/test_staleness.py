@@ -133,6 +133,12 @@ def test_what_a_batch_leaves_over_and_the_next_may_not_train_expires_with_it() -
     assert [group.uid for group in trainer.take().expired] == ["p4"]
 
 
+def test_drop_lets_an_ongoing_prompt_that_is_too_old_go_at_once() -> None:
+    trainer = started("drop")
+    assert trainer.queue.expire(trainer.claims.pop("p4")) is False
+    assert trainer.queue.statistics().dropped == {"too_stale": 1}
+
+
 def test_restart_gives_a_prompt_back_until_its_attempts_are_used_up() -> None:
     trainer = started("restart")
     assert trainer.queue.expire(trainer.claims.pop("p4"))

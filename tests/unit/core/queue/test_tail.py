@@ -246,6 +246,16 @@ def test_a_batch_waits_for_overdue_groups_though_enough_others_are_done() -> Non
     assert taken(trainer.take()) == ["p4", "p5", "p6", "p7"]
 
 
+def test_resumed_claims_take_their_slots_from_those_that_are_free() -> None:
+    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    trainer.begin()
+    assert trainer.claim(free_slots=3) == ["p4", "p5", "p6"]
+
+
 def before_a_long_round() -> Trainer:
     """p4, p5, p10 and p11 are deferred, and are enough for a batch."""
     trainer = after_a_short_round()
