@@ -248,7 +248,7 @@ class History:
             for key, check in group.trajectories:
                 session = key.rpartition("_")[0]  # an agent loop may return several outputs
                 logged = self.trajectories.get(session, {}).get(check)
-                if logged is None or logged.uid != group.uid:
+                if logged is None:
                     return None
                 members[session] = logged
         return members

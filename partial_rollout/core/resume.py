@@ -200,7 +200,6 @@ class ResumableGeneration:
         self.num_interruptions, self.num_reprefilled_tokens = state.num_interruptions, state.num_reprefilled_tokens
         # Without tokens the next request is a first one for the engine, whatever happened before.
         self._num_segments = 1 if state.token_ids else 0
-        self._last_version = state.spans[-1].version if state.spans else 0
         if not self.finished and self.remaining == 0:
             # The budget may be smaller now than when the state was saved.
             self.stop_reason = LENGTH
@@ -239,7 +238,7 @@ class ResumableGeneration:
         self._num_segments += 1
         self._last_version = segment.version
         self.stop_reason = self._stop_reason(segment)
-        if segment.stop_reason == ABORTED and not self.finished:
+        if not self.finished:
             self._interrupted(segment)
         return self.finished
 
@@ -263,7 +262,7 @@ class ResumableGeneration:
         if self.make_finder is None:
             return segment
         # The engine has seen the whole response. Its last step may have brought drafts that are past the stop string.
-        is_whole = self._find_stop is None and not self.token_ids and segment.stop_reason != ABORTED
+        is_whole = not self.token_ids and segment.stop_reason != ABORTED
         if is_whole and segment.stop_string is None:
             return segment
         if self._find_stop is None:

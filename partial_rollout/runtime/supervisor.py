@@ -69,9 +69,11 @@ class Supervisor:
         the error that ends the run.
         """
         tasks = list(self._tasks)
+        # Each once: a further cancellation would break off the clean-up that the first one has begun.
+        begin = self._tasks - self._cancelling
         # Noted before they are cancelled, so that their end is not taken for somebody else's doing.
-        self._cancelling.update(tasks)
-        for task in tasks:
+        self._cancelling |= begin
+        for task in begin:
             task.cancel()
         if not tasks:
             return []

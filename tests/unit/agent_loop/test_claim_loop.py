@@ -69,6 +69,16 @@ async def test_the_rows_of_a_group_that_the_manager_finds_without_spread_are_for
         assert worker.forgotten == ["a"]
 
 
+async def test_rows_of_other_groups_of_the_same_report_stay():
+    worker = FakeWorker()
+    worker.flat = {"a"}
+    async with running(worker, make_claim("a"), make_claim("b")):
+        worker.gates.open("a_0", "a_1", "b_0", "b_1")
+        await settle()
+        assert worker.calls == ["finish a: a_0_0 a_1_0", "finish b: b_0_0 b_1_0", "clear a a_0_0 a_1_0"]
+        assert worker.noted == [("a", "no_spread", None)]
+
+
 async def test_each_trajectory_frees_its_own_slot():
     worker = FakeWorker(num_slots=4)
     async with running(worker, make_claim("a"), make_claim("b")):
@@ -173,6 +183,15 @@ async def test_the_end_of_the_run_gives_the_prompt_back_without_a_trace():
         assert not task.done()
 
 
+async def test_at_the_end_of_the_run_no_other_error_is_charged_to_the_prompt():
+    worker = FakeWorker()
+    async with running(worker, make_claim()):
+        worker.gates.fail("a_0", ValueError("its tool has ended too"))
+        worker.gates.fail("a_1", RunEnded("over"))
+        await settle()
+        assert (worker.calls, worker.forgotten, worker.given_up) == (["give back a"], ["a"], [])
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -235,6 +254,23 @@ async def test_stop_gives_everything_back_and_leaves_no_task():
         await woken(task)
         assert (worker.running, worker.loop.slots.in_use) == (0, 0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_stop_releases_the_worker_when_the_last_trajectory_has_ended():
+    """From then on another worker may write the same rows."""
+    worker = FakeWorker()
+
+    async def ends_slowly(claim_id: int) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await settle()
+            worker.calls.append("ended")
+
+    worker.before_trajectory = ends_slowly
+    async with running(worker, make_claim()):
+        await worker.loop.stop()
+        assert worker.calls == ["ended", "ended", f"release {WORKER}"]
 
 
 async def test_stop_before_run_releases_too():

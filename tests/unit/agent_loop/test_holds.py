@@ -49,6 +49,17 @@ async def test_only_held_claims_wait_and_their_slots_are_free() -> None:
     async with waiting(world, 1, 1, 2, 3):
         assert (world.passed, world.holds.num_waiting, world.slots.in_use) == ([2, 3], 2, 0)
         assert world.changes == 2
+        assert [world.holds.holds_back(claim_id) for claim_id in (1, 2)] == [True, False]
+
+
+async def test_a_trajectory_that_is_cancelled_when_it_has_just_been_let_go_frees_its_slot() -> None:
+    world = World(1)
+    world.holds.hold([1])
+    async with waiting(world, 1) as (task,):
+        world.holds.begin(1)
+        task.cancel()  # before it had its turn
+        await settle()
+        assert (task.cancelled(), world.slots.in_use) == (True, 0)
 
 
 async def test_a_claim_that_goes_on_takes_its_slots_back_before_anybody_can_count_them_free() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from partial_rollout.agent_loop.trajectory import Trajectories, Trajectory
@@ -84,6 +86,9 @@ def test_a_group_with_a_token_past_the_bound_goes_on_with_no_trajectory() -> Non
         with pytest.raises(TooStale, match="prompt a has tokens of version 3, allowed: 4"):
             trajectories.require_fresh(each)
     trajectories.require_fresh(another_prompt)
+    call.add(replace(segment(6, end="aborted"), version=9))  # a new token does not make up for the old one
+    with pytest.raises(TooStale, match="tokens of version 3"):
+        trajectories.require_fresh(trajectory)
 
 
 def test_a_claim_that_ends_late_does_not_take_the_trajectories_of_the_next_one() -> None:

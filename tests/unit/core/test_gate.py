@@ -64,6 +64,23 @@ def test_drained_with_requests_inside_is_refused_and_names_them():
         gate.drained()
 
 
+def test_weights_may_come_after_a_drain_only_and_requests_not_during_one():
+    gate = Gate()
+    ticket = gate.park("a")
+    gate.admit(ticket, now_s=0.0)
+    gate.require_openable()
+    with pytest.raises(IllegalTransition, match="gate open: a drain has to come first"):
+        gate.require_drained()
+    gate.close()
+    for not_now in (gate.require_drained, gate.require_openable):
+        with pytest.raises(IllegalTransition, match="gate draining"):
+            not_now()
+    gate.leave(ticket)
+    gate.drained()
+    gate.require_drained()
+    gate.require_openable()
+
+
 def test_reject_lasts_until_the_gate_moves():
     gate = gate_in(GateState.CLOSED)
     ticket = gate.park("a")

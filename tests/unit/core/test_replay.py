@@ -139,6 +139,39 @@ def test_a_replayed_trajectory_comes_before_what_its_start_has_claimed_itself() 
     assert plan(history, unfinished=("a",)).places["a_0"].path == "next attempt"
 
 
+def test_a_trajectory_that_one_start_has_written_twice_keeps_its_claim() -> None:
+    """An earlier attempt, claim 3, has failed: what claim 5 has ended is there in two files, and counts."""
+    history, record = told(History(), 1), finished("a", 0, version=3)
+    for path in ("one", "another"):
+        history.tell_of_worker(record, 1, Place(path, 0, 1, checksum(encode(record))))
+    given_up(history, 1, "a", 3)
+    assert plan(history, unfinished=("a",)).places["a_0"].path == "another"
+
+
+def test_a_trajectory_of_several_outputs_is_as_new_as_the_newest_of_them() -> None:
+    record = finished("a", 0, version=3)
+    record = replace(record, summaries=[*finished("a", 0, version=5).summaries, *record.summaries])
+    history = told(History(), 1)
+    history.found(record, 1, Place("file 1", 0, 1, checksum(encode(record))))
+    assert plan(history, unfinished=("a",)).places == {}  # no weights of step 5 will be again
+
+
+def test_of_what_was_given_up_in_several_files_the_latest_claim_counts() -> None:
+    """Each worker has a file, so the later claim may be told first."""
+    history = told(History(), 1, ended={"a": 3})
+    for claim_id in (5, 2):
+        given_up(history, 1, "a", claim_id)
+    assert plan(history, unfinished=("a",)).places == {}
+
+
+def test_what_weights_have_sampled_that_a_start_still_holds_is_kept() -> None:
+    history = told(History(), 1, taken(5, "a"), ended={"a": 3, "of 5": 5, "of 6": 6})
+    told(history, 2, opened(2, through=5), taken(6, "x", version=5), ended={"x": 5})
+    found = plan(history, unfinished=("a", "of 5", "of 6", "x"))
+    assert found.through == 6
+    assert sorted(found.places) == [f"{uid}_{n}" for uid in ("a", "of 5", "x") for n in range(2)]
+
+
 def test_of_two_records_that_no_batch_has_the_later_start_counts() -> None:
     history = told(History(), 1, ended={"a": 3, "b": 3})
     told(history, 2, opened(2), ended={"a": 4})
@@ -187,6 +220,7 @@ def test_a_start_that_has_left_the_history_hides_names_that_it_has_not_given_its
     history = told(History(), 1, admitted("a", "b", "c", "d"))
     first = next(iter(history.names))
     told(history, 2, opened(2), admitted("a"), Abandoned(holds_through=BASE, admitted=first + 1))
+    assert [uid for uid, _ in plan(history).names.values()] == ["a"]
     history.tell(Admitted(first=first + 1, uids=["x"], prompts=["another"]))
     assert [uid for uid, _ in plan(history).names.values()] == ["a", "x"]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,10 +136,13 @@ def test_two_empty_interruptions_after_one_opening_are_a_stall():
         generation.add(segment([], openings=3))
 
 
-@pytest.mark.parametrize("between", [segment([6], openings=3), segment([], openings=4)])
-def test_progress_or_a_new_opening_is_no_stall(between):
+@pytest.mark.parametrize(
+    "later",
+    [(segment([6], openings=3), segment([], openings=3)), (segment([], openings=4), segment([], openings=5))],
+)
+def test_progress_or_a_new_opening_is_no_stall(later):
     generation = ResumableGeneration(PROMPT, 9)
-    for part in (segment([], openings=3), between, segment([], openings=between.openings + 1)):
+    for part in (segment([], openings=3), *later):
         assert not generation.add(part)
 
 
@@ -200,3 +205,58 @@ def test_a_state_stays_what_it_was_when_the_caller_writes_to_its_prompt():
     prompt.append(9)
     generation.prompt_ids.append(8)
     assert (generation.prompt_ids, state.prompt_ids) == ([1, 2, 8], [1, 2])
+
+
+def interrupted_generation():
+    """Interrupted twice, with five of its nine tokens."""
+    generation = ResumableGeneration(PROMPT, 9, settings="temperature=1.0")
+    generation.add(segment([5, 6], version=3, context=Context(3, FRESH)))
+    generation.add(segment([7, 8, 9], version=4, openings=1))
+    return generation
+
+
+@pytest.mark.parametrize("made", [interrupted_generation, lambda: ResumableGeneration(PROMPT, 9)])
+def test_who_adopts_a_state_goes_on_as_the_one_that_was_saved(made):
+    saved = made()
+    other = ResumableGeneration(PROMPT, 9, settings=saved.settings)
+    assert other.adopt(saved.state())
+    assert other.state() == saved.state()
+    for generation in (saved, other):
+        assert generation.next_request().is_resumption == bool(generation.token_ids)
+        generation.add(segment([1], STOPPED, version=6, openings=2))
+    assert other.state() == saved.state()
+    assert (other.min_version, other.max_version) == (saved.min_version, saved.max_version)
+
+
+def test_a_state_of_another_question_is_not_adopted():
+    state = interrupted_generation().state()
+    for other in (ResumableGeneration([*PROMPT, 4], 9, settings=state.settings), ResumableGeneration(PROMPT, 9)):
+        assert other.adopt(state) is False
+        assert other.token_ids == []
+
+
+@pytest.mark.parametrize(("budget", "end"), [(4, None), (5, LENGTH), (6, None)])
+def test_of_adopted_tokens_no_more_are_taken_than_the_budget_of_now(budget, end):
+    state = interrupted_generation().state()
+    generation = ResumableGeneration(PROMPT, budget, settings=state.settings)
+    assert generation.adopt(state) is (budget >= 5)
+    assert (len(generation.token_ids), generation.stop_reason) == (5 if budget >= 5 else 0, end)
+
+
+def test_an_adopted_end_stays_what_it_was_where_the_budget_ends_with_it():
+    saved = interrupted_generation()
+    saved.add(segment([1], STOPPED, version=5, openings=2))
+    generation = ResumableGeneration(PROMPT, 6, settings=saved.settings)
+    assert generation.adopt(saved.state())
+    assert generation.stop_reason == STOPPED
+
+
+def test_what_was_saved_does_not_grow_with_the_responses_that_go_on_from_it():
+    saved = interrupted_generation()
+    state = saved.state()
+    then = deepcopy(state)
+    other = ResumableGeneration(PROMPT, 9, settings=saved.settings)
+    other.adopt(state)
+    for generation, version in ((saved, 4), (other, 5)):
+        generation.add(segment([1], version=version, openings=2))
+        assert state == then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
@@ -125,3 +126,16 @@ def test_tokens_of_the_engines_last_step_past_the_stop_string_are_cut_without_an
     assert generation.add(segment([6, 3, 1, 1], STOPPED, 0, stop_string="ab"))
     assert (generation.token_ids, generation.num_cut, generation.stop_reason) == ([6, 3], 2, STOPPED)
     assert generation.log_probs == [-6.0, -3.0]
+
+
+def test_a_first_segment_that_was_aborted_after_a_stop_string_is_the_whole_response() -> None:
+    """The engine had sampled it, and was interrupted before it said so."""
+    generation = finding("ab")
+    assert generation.add(segment([6, 3, 1], ABORTED, 0))
+    assert (generation.token_ids, generation.stop_reason) == ([6, 3], STOPPED)
+
+
+def test_a_stop_string_cuts_a_response_without_log_probs() -> None:
+    generation = finding("ab")
+    assert generation.add(replace(segment([6, 3, 1], ABORTED, 0), log_probs=None))
+    assert (generation.token_ids, generation.log_probs) == ([6, 3], None)

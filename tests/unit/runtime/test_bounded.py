@@ -90,6 +90,17 @@ def test_a_wait_is_named_after_a_tenth_of_its_limit_and_each_time_that_it_has_la
     ]
 
 
+def test_a_wait_past_its_limit_has_no_time_left_and_one_that_was_put_off_has_the_rest() -> None:
+    """A negative time-out lets Ray wait for ever."""
+    clock = ManualClock()
+    waiting = Wait("a waits for b", 10.0, clock=clock)
+    clock.now_s = 10.5
+    assert (waiting.is_over, waiting.step_s()) == (True, 0.0)
+    waiting.put_off(1.0)
+    waiting.look()
+    assert (waiting.is_over, waiting.step_s(), waiting.step_s(longest_s=0.25)) == (False, 0.5, 0.25)
+
+
 def test_what_a_sound_wait_takes_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     wait = Wait("trainer waits for validation", 7200.0, sound_s=1800.0, clock=clock)

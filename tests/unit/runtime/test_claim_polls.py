@@ -93,6 +93,31 @@ def test_a_poll_that_is_cancelled_when_it_was_woken_wakes_the_next_one() -> None
     run_virtual(main())
 
 
+def test_a_poll_that_is_cancelled_just_before_it_is_woken_wakes_the_next_one() -> None:
+    async def main() -> None:
+        manager = new_manager()
+        polls = await park(manager, 2, GROUP)
+        polls[0].cancel()
+        await manager.admit(prompts("a"))  # before the poll has heard that it is cancelled
+        assert await uids(polls[1]) == ["a"]
+        assert polls[0].cancelled()
+
+    run_virtual(main())
+
+
+def test_a_poll_whose_time_is_over_keeps_no_prompt_from_the_next_one() -> None:
+    async def main() -> None:
+        manager = new_manager()
+        short = asyncio.create_task(manager.claim("short", GROUP, HOUR_S / 2))
+        await settle()
+        (poll,) = await park(manager, 1, GROUP)
+        assert await short == []
+        await manager.admit(prompts("a"))
+        assert await uids(poll) == ["a"]
+
+    run_virtual(main())
+
+
 def test_a_prompt_that_a_newer_call_has_taken_is_waited_for_on() -> None:
     async def main() -> None:
         manager = new_manager()

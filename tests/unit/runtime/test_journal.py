@@ -299,6 +299,21 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(
         Journal(*_made("partial", ManualClock()), Place(tmp_path, goes_on=True))
 
 
+def test_a_change_that_cannot_be_made_again_is_an_error_and_never_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(*_made("partial", ManualClock()), Place(tmp_path))
+    journal.do("call 1", PromptQueue.begin_round)
+    journal.close()
+
+    def fails(_queue: object) -> None:
+        raise ValueError("no more")
+
+    monkeypatch.setitem(module.CHANGES, "begin_round", fails)
+    with pytest.raises(InternalError, match=r"journal\.1 at byte \d+: the change 'begin_round' failed with ValueError"):
+        Journal(*_made("partial", ManualClock()), Place(tmp_path, goes_on=True))
+
+
 # ---- what is kept ----
 
 

@@ -453,6 +453,17 @@ def test_restore_continues_and_wakes_waiting_workers() -> None:
     run_virtual(main())
 
 
+def test_a_restored_queue_knows_the_weights_that_were_reported_before() -> None:
+    async def main() -> None:
+        manager = await make_manager()
+        await manager.report_step(7, 7, "open")
+        await manager.restore(await (await make_manager("a")).snapshot())
+        await manager.claim("w0", GROUP, 0)
+        assert (await manager.snapshot()).begun == {"a": 7}
+
+    run_virtual(main())
+
+
 def test_restore_into_a_used_manager_is_refused() -> None:
     async def main() -> None:
         manager = await make_manager("a")

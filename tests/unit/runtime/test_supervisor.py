@@ -86,6 +86,28 @@ async def test_tasks_ended_by_the_supervisor_are_no_failure() -> None:
     assert await supervisor.guard(asyncio.sleep(0, "answer")) == "answer"
 
 
+async def test_the_clean_up_of_a_task_is_not_broken_off_by_who_cancels_it_too() -> None:
+    supervisor, begun, release, ended = Supervisor(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def cleaning_up() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            begun.set()
+            await release.wait()
+            ended.set()
+
+    supervisor.spawn(cleaning_up(), name="group-7")
+    await asyncio.sleep(0)
+    first = asyncio.create_task(supervisor.cancel())
+    await begun.wait()
+    second = asyncio.create_task(supervisor.cancel())
+    await asyncio.sleep(0)
+    release.set()
+    assert (await first, await second) == ([], [])
+    assert ended.is_set()
+
+
 async def test_a_task_that_resists_its_cancellation_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
     supervisor, release = Supervisor(), asyncio.Event()
 

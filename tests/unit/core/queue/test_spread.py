@@ -88,6 +88,18 @@ def test_a_group_without_spread_is_replaced_at_once_under_every_tail_policy(poli
     assert trainer.queue.statistics().failed_attempts == 0
 
 
+def test_one_prompt_starts_for_a_group_without_spread_though_more_wait() -> None:
+    trainer = Filtering(Reorder(batch=BATCH, gen_batch=BATCH + 1, max_deferrals=3))
+    trainer.begin()
+    first, *_ = trainer.claim()
+    trainer.admit(2)  # as of a run that was started again with other settings
+    trainer.finish_as(first, 0.0, 0.0)
+    result = trainer.take()
+    assert result.num_missing == 1
+    trainer.admit(result.num_missing)
+    assert len(trainer.claim()) == 1
+
+
 def test_failures_and_groups_without_spread_are_told_apart() -> None:
     trainer = Filtering(Wait(BATCH))
     trainer.begin()

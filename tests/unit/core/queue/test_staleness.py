@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from partial_rollout.types import TakeResult
 
 
+@pytest.mark.parametrize("past", ["train", "mask", "drop", "restart", "finish"])
+def test_each_way_past_the_bound_is_one_of_its_own_and_none_without_a_bound(past: str) -> None:
+    bound = StalenessBound(1, past)
+    masks, discards = past != "train", past in ("drop", "restart")
+    assert (bound.masks, bound.discards, bound.finishes) == (masks, discards, past == "finish")
+    without = StalenessBound(None, past)
+    assert (without.masks, without.discards, without.finishes) == (False, False, False)
+
+
 # ---- who has to finish before an update ----
 
 
@@ -33,8 +42,19 @@ if TYPE_CHECKING:
         ({4: 5, 5: 5}, 2),
         ({3: 1, 5: 4}, 1),
         ({1: 2, 4: 4}, 2),
+        ({5: 5, 4: 5}, 2),
     ],
-    ids=["none", "fresh, too many", "fresh", "just room", "old ones", "both", "at the bound", "past it already"],
+    ids=[
+        "none",
+        "fresh, too many",
+        "fresh",
+        "just room",
+        "old ones",
+        "both",
+        "at the bound",
+        "past it already",
+        "both, the older ones last",
+    ],
 )
 def test_what_later_batches_have_no_room_for_is_due(begun: dict[int, int], due: int) -> None:
     """Weights of version 5 are trained and tokens may be 2 versions old: those of 5 fit two more batches, of 4 one."""
@@ -113,6 +133,12 @@ def test_what_a_batch_leaves_over_and_the_next_may_not_train_expires_with_it() -
     assert [group.uid for group in trainer.take().expired] == ["p4"]
 
 
+def test_drop_lets_an_ongoing_prompt_that_is_too_old_go_at_once() -> None:
+    trainer = started("drop")
+    assert trainer.queue.expire(trainer.claims.pop("p4")) is False
+    assert trainer.queue.statistics().dropped == {"too_stale": 1}
+
+
 def test_restart_gives_a_prompt_back_until_its_attempts_are_used_up() -> None:
     trainer = started("restart")
     assert trainer.queue.expire(trainer.claims.pop("p4"))
@@ -131,6 +157,8 @@ def test_restarts_and_failures_have_a_count_each_and_both_are_in_a_checkpoint() 
     snapshot = trainer.queue.snapshot()
     assert (snapshot.restarts, snapshot.failures) == ({"p4": 1}, {"p4": 1})
     trainer.restart()
+    now = trainer.queue.statistics()
+    assert (now.restarted, now.failed_attempts) == (1, 1)
     assert "p4" in trainer.claim()
     assert not trainer.queue.expire(trainer.claims.pop("p4"))
 
@@ -251,6 +279,11 @@ def test_a_bound_that_can_be_kept_is_allowed(tail: dict) -> None:
     config = PartialRolloutConfig(tail=TailConfig(**tail))
     bound = make_bound(config.tail, make_policy(config, 8), 8)
     assert bound == StalenessBound(config.tail.max_staleness, config.tail.past_staleness)
+
+
+def test_what_loses_its_tokens_past_the_bound_needs_no_room_in_later_batches() -> None:
+    config = PartialRolloutConfig(tail=TailConfig(past_staleness="drop", max_staleness=1), prefetch_factor=3.0)
+    assert make_bound(config.tail, make_policy(config, 8), 8).discards
 
 
 # ---- nothing is older than allowed ----

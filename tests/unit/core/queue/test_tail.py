@@ -48,6 +48,9 @@ def test_sync_starts_exactly_a_batch() -> None:
 
 def test_what_another_policy_left_behind_comes_first() -> None:
     assert Wait(4).plan(view(pending=5, done=1, deferrals=(1,))) == RoundPlan("whole", 1, 1, num_started=2)
+    # No more than the batch lacks: the step would wait for whatever goes on.
+    assert Wait(4).plan(view(done=3, deferrals=(1, 1, 1))) == RoundPlan("whole", 1, 1, num_started=0)
+    assert Wait(4).plan(view(done=5, deferrals=(1,))) == RoundPlan("whole", num_started=0)
     assert Partial(8).plan(view(deferrals=(3, 1))) == RoundPlan("open", num_resumed=2, num_fresh=6)
 
 
@@ -78,8 +81,9 @@ def test_reorder(seen: RoundView, plan: RoundPlan) -> None:
         (view(deferrals=(3, 1, 1)), RoundPlan("mixed", 1, 1, num_started=5, num_fresh=5)),
         (view(deferrals=(2, 2, 1, 1)), RoundPlan("mixed", 1, num_started=4, num_fresh=4)),
         (view(deferrals=(2, 2, 1, 1, 1)), RoundPlan("long", 4, 4, num_started=0)),
+        (view(done=4, deferrals=(3, 1)), RoundPlan("short", num_started=0)),
     ],
-    ids=["first", "joins", "overdue", "as many as join are left behind", "after a restart"],
+    ids=["first", "joins", "overdue", "as many as join are left behind", "after a restart", "a batch is done"],
 )
 def test_few_at_a_time(seen: RoundView, plan: RoundPlan) -> None:
     assert FewAtATime(batch=4, gen_batch=6, max_deferrals=3, max_joining=1).plan(seen) == plan
@@ -123,6 +127,12 @@ def test_nothing_starts_between_rounds() -> None:
     trainer.queue.admit([PromptMeta("early", 1, 0)])
     assert trainer.claim() == []
     assert not trainer.queue.next_group_size
+    trainer.begin()
+    trainer.claim(free_slots=BATCH)
+    trainer.finish(*trainer.claims)
+    trainer.take()
+    assert trainer.queue.statistics().pending > 0
+    assert trainer.claim() == []
 
 
 def test_deferred_groups_keep_their_claims_and_are_trained_together() -> None:
@@ -134,7 +144,9 @@ def test_deferred_groups_keep_their_claims_and_are_trained_together() -> None:
     trainer.take()
     assert (trainer.queue.statistics().deferred, trainer.queue.statistics().ongoing) == (4, 0)
     assert trainer.begin().kind == "long"
+    assert trainer.queue.can_claim("w0", free_slots=0)
     assert trainer.claim(free_slots=0) == ["p4", "p5", "p10", "p11"]
+    assert not trainer.queue.can_claim("w0", free_slots=1000)
     assert trainer.claims | held == trainer.claims
     trainer.finish("p11", "p10", "p5")
     assert trainer.take() == TakeResult()
@@ -220,12 +232,68 @@ def test_a_claim_that_its_worker_did_not_fetch_in_the_round_is_deferred_again() 
     assert trainer.claim(free_slots=0) == ["p4"]
 
 
-def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
+def test_a_batch_waits_for_overdue_groups_though_enough_others_are_done() -> None:
+    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    assert trainer.begin().kind == "mixed"
+    trainer.claim()
+    trainer.finish("p6", "p7", "p8", "p9", "p5")
+    assert trainer.take() == TakeResult()
+    trainer.finish("p4")
+    assert taken(trainer.take()) == ["p4", "p5", "p6", "p7"]
+
+
+def test_resumed_claims_take_their_slots_from_those_that_are_free() -> None:
+    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
+    trainer.begin()
+    trainer.claim()
+    trainer.finish("p0", "p1", "p2", "p3")
+    trainer.take()
+    trainer.begin()
+    assert trainer.claim(free_slots=3) == ["p4", "p5", "p6"]
+
+
+def before_a_long_round() -> Trainer:
+    """p4, p5, p10 and p11 are deferred, and are enough for a batch."""
     trainer = after_a_short_round()
     trainer.begin()
     trainer.claim()
     trainer.finish("p6", "p7", "p8", "p9")
     trainer.take()
+    return trainer
+
+
+def test_a_claim_that_ends_before_its_worker_has_fetched_it_is_not_handed_out() -> None:
+    """The report was under way when the prompt was deferred."""
+    trainer = before_a_long_round()
+    trainer.begin()
+    trainer.fail("p4")
+    assert trainer.claim() == ["p5", "p10", "p11", "p4"]
+
+
+def test_a_worker_is_called_for_resumed_claims_until_the_last_one_has_ended() -> None:
+    trainer = before_a_long_round()
+    trainer.begin()
+    for uid in ("p4", "p5", "p10", "p11"):
+        assert trainer.queue.can_claim("w0", free_slots=0)
+        trainer.finish(uid)
+    assert not trainer.queue.can_claim("w0", free_slots=0)
+
+
+def test_trajectories_of_deferred_groups_are_not_counted_as_claimed() -> None:
+    trainer = before_a_long_round()
+    counts = [trainer.queue.statistics().claimed_trajectories]
+    for event in (trainer.begin, trainer.claim, lambda: trainer.finish("p4")):
+        event()
+        counts.append(trainer.queue.statistics().claimed_trajectories)
+    assert counts == [0, 4, 4, 3]
+
+
+def test_order_and_counts_of_deferred_groups_survive_a_restart() -> None:
+    trainer = before_a_long_round()
     before = trainer.queue.snapshot()
     trainer.restart()
     assert trainer.queue.snapshot() == before

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from partial_rollout.core.queue.queue import PromptQueue
-from partial_rollout.core.queue.tail import Wait
-from tests.unit.core.queue.queues import ManualClock, claim_all, make_queue, prompts, trajectories
+from partial_rollout.core.queue.staleness import StalenessBound
+from partial_rollout.core.queue.tail import Partial, Wait
+from tests.unit.core.queue.queues import ManualClock, claim_all, make_queue, prompts, trajectories, uids
 
 
 def test_the_wanted_groups_are_taken_in_their_order_and_no_others() -> None:
@@ -38,6 +41,29 @@ def test_wanted_prompts_that_are_not_in_flight_may_be_admitted_beyond_the_capaci
     assert queue.take(2, ("a", "b", "c", "d")).num_missing == 3
     queue.admit(prompts("c", "d"))
     assert queue.take(2, ("b", "d")).num_missing == 0
+
+
+def test_wanted_prompts_that_became_too_old_are_missing() -> None:
+    """A group past the bound is not done again: whoever waited for it would wait for ever."""
+    queue = PromptQueue(Partial(4), 2, ManualClock(), StalenessBound(1, "drop"))
+    queue.admit(prompts("a", "b"))
+    a, b = claim_all(queue)
+    queue.finish(a, trajectories("a"))
+    assert queue.take(2, ("a", "b")).num_missing == 0
+    queue.version = 2
+    assert queue.take(2, ("a", "b")).num_missing == 1
+    queue.finish(b, [replace(each, min_version=2) for each in trajectories("b")])
+    assert [group.uid for group in queue.take(1).expired] == ["a"]
+    assert queue.take(1, ("a",)).num_missing == 1
+    assert queue.discard_expired() == ["a"]
+    assert queue.take(1, ("a",)).num_missing == 1
+
+
+def test_as_many_may_start_as_before_after_a_wanted_prompt_was_missing() -> None:
+    queue = make_queue("a", capacity=4)
+    assert queue.take(1, ("b",)).num_missing == 1
+    queue.admit(prompts("b", "c", "d"))
+    assert uids(claim_all(queue)) == ["a", "b", "c", "d"]
 
 
 def test_a_wanted_prompt_starts_though_the_round_has_as_many_as_it_wanted() -> None:
