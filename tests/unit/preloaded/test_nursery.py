@@ -134,11 +134,13 @@ def test_clients_that_were_killed_do_not_end_the_nursery(started, tmp_path: Path
     whole = json.dumps(fields | {"niceness": 0, "is_own": True}).encode()
     size = struct.pack("!I", len(whole))
     nursery.suspend()
-    for sent in (b"", b"f", b"f" + size[:2], b"f" + size + whole[:9], b"f" + size + whole):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.connect(address)
-            client.sendall(sent)
-    nursery.resume()
+    try:
+        for sent in (b"", b"f", b"f" + size[:2], b"f" + size + whole[:9], b"f" + size + whole):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(address)
+                client.sendall(sent)
+    finally:
+        nursery.resume()
     assert started("-c", code).communicate("", timeout=TIMEOUT_S)[0].split() == [str(nursery.pid), "-c"]
     assert psutil.wait_procs(nursery.children(), timeout=TIMEOUT_S)[1] == []
 
