@@ -379,10 +379,10 @@ def grown(queue: PromptQueue) -> PromptQueue:
     claims = {claim.uid: claim for claim in (*queue.claim("w0", 5 * GROUP), *queue.claim("w1", 2 * GROUP))}
     queue.fence_worker("w1")
     queue.finish(claims["done"], [dataclasses.replace(each, min_version=2) for each in trajectories("done")])
-    queue.finish(claims["flat"], [dataclasses.replace(each, metric=1.0) for each in trajectories("flat")])
     queue.finish(claims["old"], trajectories("old"))
     queue.take(1)
     queue.take(9)
+    queue.finish(claims["flat"], [dataclasses.replace(each, metric=1.0) for each in trajectories("flat")])
     queue.finish(claims["late"], trajectories("late"))
     return queue
 
@@ -544,6 +544,16 @@ def test_snapshot_without_some_prompts_counts_them_as_dropped() -> None:
     assert (now.admitted, now.pending, now.done, now.dropped) == (4, 1, 1, {"lost": 2})
     assert uids(claim_all(restored)) == ["c"]
     assert snapshot.failures == {}
+
+
+def test_what_a_batch_lacks_may_be_admitted_in_parts() -> None:
+    queue = make_queue("a", "b", capacity=2)
+    claim_all(queue)
+    assert queue.take(4) == TakeResult(num_missing=2)
+    queue.admit(prompts("c"))
+    queue.admit(prompts("d"))
+    with pytest.raises(CapacityExceeded):
+        queue.admit(prompts("e"))
 
 
 def test_a_refill_is_admitted_beyond_the_capacity_and_nothing_else() -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partial_rollout.core.queue.queue import PromptQueue
 from partial_rollout.core.queue.staleness import Ages, StalenessBound, make_bound
 from partial_rollout.core.queue.tail import Partial, Reorder, TailPolicy, Wait, make_policy
 from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
 from tests.round_driver import BATCH, Trainer, summaries
+from tests.unit.core.queue.queues import ManualClock, claim_all, prompts
 
 if TYPE_CHECKING:
     from partial_rollout.types import TakeResult
@@ -182,6 +184,17 @@ def test_the_oldest_tokens_are_trained_first() -> None:
     for uid, version in [("p0", 3), ("p1", 2), ("p2", 2), ("p3", 1), ("p4", 3), ("p5", 0)]:
         trainer.queue.finish(trainer.claims.pop(uid), summaries(uid, version))
     assert [group.uid for group in trainer.take().groups] == ["p5", "p3", "p1", "p2"]
+
+
+def test_a_round_does_not_wait_for_prompts_that_it_defers() -> None:
+    """A later round resumes these as its policy says, which the start has compared with the bound."""
+    queue = PromptQueue(Reorder(BATCH, 2 * BATCH, max_deferrals=3), 2, ManualClock(), StalenessBound(0, "finish"))
+    queue.admit(prompts(*(f"p{number}" for number in range(2 * BATCH)), n=1))
+    queue.begin_round()
+    for claim in claim_all(queue)[:BATCH]:
+        queue.finish(claim, summaries(claim.uid, 0))
+    assert queue.num_due(BATCH) == 0
+    assert len(queue.take(BATCH).groups) == BATCH
 
 
 def test_ages_survive_a_restart() -> None:
