@@ -24,12 +24,13 @@ def shutdown_run(trainer: Any) -> None:
     that fails is logged and the next one still runs: after an error in the run many steps fail, and the run's own error
     is the one that the user must see. A second call does nothing.
     """
+    # First: the deaths of actors that end here must not be taken for the failure of the run. A signal that comes before
+    # it raises, and the next call still has all steps to do.
+    trainer.watch.stop()
     if trainer.is_shut_down:
         return
     # Set before the first step: an interruption of the steps may lead here again.
     trainer.is_shut_down = True
-    # First: the deaths of actors that end here must not be taken for the failure of the run.
-    trainer.watch.stop()
     for what, share, keep, action in _steps(trainer):
         try:
             limit_s = trainer.watch.left.share(share, keep=keep)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from partial_rollout.errors import WaitTimeout
+from partial_rollout.errors import ActorLost, WaitTimeout
 from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.train import last_checkpoint, shutdown
 from partial_rollout.train.last_checkpoint import LastCheckpoint
@@ -110,3 +110,21 @@ def test_a_checkpoint_and_the_end_together_take_no_longer_than_stop_s(
     assert slow.now_s - 1000.0 <= STOP_S
     assert all(seconds > 1.0 for _, seconds in slow.waits)
     assert killed == ["worker", "manager actor"]
+
+
+def test_a_signal_before_the_end_has_begun_leaves_all_steps_to_the_next_call(killed: list[Any]) -> None:
+    calls: list[str] = []
+
+    class Watch(SimpleNamespace):
+        def stop(self) -> None:
+            if not self.is_stopped:
+                self.is_stopped = True
+                raise ActorLost("an engine died when the last step had ended")
+
+    watch = Watch(is_stopped=False, left=TimeLeft(STOP_S))
+    trainer = _Trainer(calls=calls, manager="manager actor", watch=watch)
+    with pytest.raises(ActorLost):
+        shutdown.shutdown_run(trainer)
+    shutdown.shutdown_run(trainer)
+    shutdown.shutdown_run(trainer)
+    assert (calls, killed) == (["manager"], ["manager actor"])
