@@ -503,6 +503,11 @@ class PartialRolloutTrainer(PPOTrainer):
             self.fleet.drain()
             self.fleet.sleep()
 
+        def num_taken() -> int:
+            # First: a call for a batch that this trainer has left would take one between the count and the snapshot.
+            self._ask(self.manager.request_stop.remote("the run ends before its time"))
+            return self._ask(self.manager.statistics.remote()).taken
+
         last = self._last_checkpoint
         self._phase.begin("saved its last checkpoint")
         if not last.is_due or self.watch.has_lost(*NEEDED_TO_SAVE):
@@ -512,9 +517,9 @@ class PartialRolloutTrainer(PPOTrainer):
             return
         # verl's saving takes folder and contents by `global_steps`: here the last step that is whole.
         self.global_steps, step = last.step or 0, self.global_steps
-        if last.save(drain, lambda: self._ask(self.manager.statistics.remote()).taken, self._save_checkpoint):
+        if last.save(drain, num_taken, self._save_checkpoint):
             logger.info("step %d is saved: the same command goes on from it", self.global_steps)
-        self.global_steps = step
+            self.global_steps = step
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
