@@ -258,6 +258,18 @@ class RunWatch:
             self.stop()
             raise
 
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """A death's error may be raised in this block, and not after it, however it ends.
+
+        Whoever handles its error has to be outside: a signal may come before the block's end is noted, and not again
+        for `AGAIN_S`.
+        """
+        try:
+            yield
+        finally:
+            self._interruption.begin_end()
+
     @property
     def left(self) -> TimeLeft:
         """What the end of the run has."""

@@ -80,8 +80,9 @@ class TaskRunner(TaskRunnerBase):
                 raise
             raise named from error
         finally:
-            self._start.end()
+            # First: `end` waits for a thread that gives the start up, whose next signal would leave out what follows.
             interruption.begin_end()
+            self._start.end()
             # `fit` ends what it uses; here an error between the start of the first engine and `fit` is cleaned up.
             if enabled and self.trainer is not None:
                 from partial_rollout.train.shutdown import shutdown_run

@@ -219,6 +219,29 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train with verl's loop; whatever ends it, shut the run down within bounded time."""
+        with self.watch.stops_at_an_error():
+            self._prepare(agent_loop_manager)
+        is_complete = False
+        try:
+            with self.watch.interrupts():
+                super().fit(agent_loop_manager)
+            is_complete = True
+        except Exception as error:
+            self.watch.bound_end(error)
+            # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
+            named = self.watch.explain(error)
+            self.ends_with = "" if isinstance(named, DEATHS) else f"{type(named).__name__}: {named}"
+            self._save_last_checkpoint()
+            if named is error:
+                raise
+            raise named from error
+        finally:
+            if self._log is not None:
+                self._log.end(is_complete=is_complete, timeout_s=self.watch.left.share(LOG_SHARE))
+            shutdown_run(self)
+
+    def _prepare(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
+        """Make what takes part in the training, and watch who does."""
         self.slot_tuner = self._make_slot_tuner(agent_loop_manager)
         self.depth_tuner = self._make_depth_tuner()
         look = self.slot_tuner.look if self.slot_tuner else None
@@ -247,23 +270,6 @@ class PartialRolloutTrainer(PPOTrainer):
         self.watch.watch(other_actors(self, agent_loop_manager))
         self._phase.begin("prepared to train", REPORT)
         self._phase.start(self.watch, self.manager, lambda: training_ranks(self))
-        is_complete = False
-        try:
-            super().fit(agent_loop_manager)
-            is_complete = True
-        except Exception as error:
-            self.watch.bound_end(error)
-            # A dead actor shows here as whatever its caller met; the watch may know who died, and of what.
-            named = self.watch.explain(error)
-            self.ends_with = "" if isinstance(named, DEATHS) else f"{type(named).__name__}: {named}"
-            self._save_last_checkpoint()
-            if named is error:
-                raise
-            raise named from error
-        finally:
-            if self._log is not None:
-                self._log.end(is_complete=is_complete, timeout_s=self.watch.left.share(LOG_SHARE))
-            shutdown_run(self)
 
     def _end_ranks(self) -> None:
         for _, rank in training_ranks(self):
