@@ -93,7 +93,8 @@ async def train_until_stopped(job: DiffusionJob, trainer: TrainerConfig, events:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    training, stopped = asyncio.create_task(train(job, trainer, events)), asyncio.create_task(stop.wait())
+    training = asyncio.create_task(train(job, trainer, events), name="training")
+    stopped = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -105,8 +106,8 @@ async def train_until_stopped(job: DiffusionJob, trainer: TrainerConfig, events:
         if training.done() and training.exception() is None:
             return
         await job.save_last()
-        if training.done():
-            training.result()
+        if training.done():  # its last step, or its error, may have come during the save
+            return training.result()
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
     finally:

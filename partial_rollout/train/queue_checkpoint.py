@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 TOKENS_FILE = "tokens.msgpack"
 PARTITION = "train"
 """verl's TransferQueue partition of training prompts."""
+VALIDATION = "val"
+"""verl's partition of prompts that are validated."""
 RESTORE_TIMEOUT_S = 300.0
 """Bound of one call that lists or clears all rows: TransferQueue's client waits for a dead controller for ever."""
 DROPPED_AFTER_SNAPSHOT = "dropped_after_snapshot"
@@ -140,6 +142,15 @@ def restore_queue(
     statistics = call(manager.restore.remote(kept))
     logger.info("restored the prompt queue: %s", statistics)
     return kept, statistics.in_flight
+
+
+def forget_validation() -> None:
+    """Clear the rows of a validation in which the run was that saved the checkpoint: nobody takes part in it any more.
+
+    verl takes the oldest rows first, so the next validation would tell of these, and the one after it of the next one.
+    """
+    if keys := [*_rows(VALIDATION)]:
+        _bounded(lambda: tq.kv_clear(keys=keys, partition_id=VALIDATION), "clear rows of a validation that was left")
 
 
 def _plain(value: Any) -> int | float:

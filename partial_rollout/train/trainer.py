@@ -111,7 +111,14 @@ from partial_rollout.train.fleet import ReplicaFleet
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.train.metrics import curves, numbers, queue_metrics
 from partial_rollout.train.nodes import remove_elsewhere
-from partial_rollout.train.queue_checkpoint import load_queue, load_tokens, restore_queue, save_queue, save_tokens
+from partial_rollout.train.queue_checkpoint import (
+    forget_validation,
+    load_queue,
+    load_tokens,
+    restore_queue,
+    save_queue,
+    save_tokens,
+)
 from partial_rollout.train.restarts import Restarts
 from partial_rollout.train.roles import other_actors, training_ranks, transfer_queue_actors
 from partial_rollout.train.rollout_log import RunLog, logs_rollouts, prompt_digest, remove_log_after
@@ -430,9 +437,14 @@ class PartialRolloutTrainer(PPOTrainer):
         return super()._submit_batch_to_rollout(batch)
 
     def _load_checkpoint(self) -> None:
-        """Missing hook: before load. verl trusts its tracker file, which may be empty or name a torn checkpoint."""
+        """Missing hook: before load. verl trusts its tracker file, which may be empty or name a torn checkpoint.
+
+        And after it: a last checkpoint may have been saved in the middle of a validation.
+        """
         self._checkpoints.before_load()
         super()._load_checkpoint()
+        if self.global_steps:
+            forget_validation()
 
     def _save_checkpoint(self) -> None:
         """Missing hook: before and after a save. Tokens and queue are written before TransferQueue and tracker file.

@@ -98,6 +98,24 @@ def test_an_error_saves_and_is_raised(tmp_path: Path):
     assert job.told == ["begin", "save 2", "close"]
 
 
+def test_a_run_whose_last_step_ends_while_a_signal_is_heeded_is_complete(tmp_path: Path):
+    saving = asyncio.Event()
+
+    async def third() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await saving.wait()
+
+    class Job(FakeJob):
+        async def save_last(self) -> bool:
+            saving.set()
+            await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "training"])
+            return await super().save_last()
+
+    job = Job(third)
+    run(job, tmp_path)
+    assert job.told == ["begin", "end", "save 3", "close"]
+
+
 def test_a_run_that_ends_by_itself_saves_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     async def third() -> None:
         pass

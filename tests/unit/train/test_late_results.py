@@ -1,4 +1,4 @@
-"""A last checkpoint is whole whatever the trainer has left behind: a call that was answered late, a save that is late."""
+"""A last checkpoint is whole whatever the trainer has left behind: calls that are answered late, a late save."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import pytest
 
 pytest.importorskip("verl")
 
+from verl.trainer.ppo.v1 import PPOTrainer
+
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import RunStopped, WaitTimeout
 from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.train import last_checkpoint
+from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.last_checkpoint import LastCheckpoint
 from partial_rollout.types import PromptMeta, TrajectorySummary
-from tests.unit.train.support import bare_trainer
+from tests.unit.train.support import bare_trainer, noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,3 +116,15 @@ def test_a_save_that_is_late_goes_on_with_the_step_that_it_began_with(
     go_on.set()
     late[0].join()
     assert written == [5]
+
+
+@pytest.mark.parametrize(("step", "forgets"), [(0, []), (5, ["forget"])])
+def test_a_run_that_goes_on_forgets_the_validation_in_which_the_last_one_ended(
+    step: int, forgets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", noted(log, "load"))
+    monkeypatch.setattr(trainer_module, "forget_validation", noted(log, "forget"))
+    checkpoints = SimpleNamespace(before_load=noted(log, "look"))
+    bare_trainer(global_steps=step, _checkpoints=checkpoints)._load_checkpoint()
+    assert log == ["look", "load", *forgets]

@@ -19,6 +19,7 @@ from partial_rollout.errors import ConfigError, DataError, WaitTimeout
 from partial_rollout.train import queue_checkpoint
 from partial_rollout.train.queue_checkpoint import (
     DROPPED_AFTER_SNAPSHOT,
+    forget_validation,
     load_queue,
     load_tokens,
     restore_queue,
@@ -126,6 +127,15 @@ def test_a_prompt_whose_row_is_gone_is_dropped_and_counted(
     now = manager.statistics()
     assert (now.admitted, now.dropped, now.pending, now.done) == (4, {DROPPED_AFTER_SNAPSHOT: 1}, 1, 1)
     assert f"['{uid}']" in caplog.text
+
+
+def test_rows_of_a_validation_that_was_left_are_cleared(tq: FakeTransferQueue) -> None:
+    forget_validation()
+    assert tq.cleared == []
+    tq.partitions["val"] = rows("asked") | trajectories("asked")
+    forget_validation()
+    assert tq.partitions["val"] == {}
+    assert set(tq.partitions["train"]) == saved_queue().owned_keys()
 
 
 def test_siblings_of_a_prompt_whose_row_is_gone_are_cleared(tq: FakeTransferQueue) -> None:
