@@ -163,9 +163,15 @@ def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], stop_s: float, manag
 
     A run that has not begun to train, and one without the flag, is not waited for. A second Ctrl-C ends the wait.
     """
+    if not ray.is_initialized():  # Ray would start for the question, or join a cluster that is there
+        return
     deadline_s = time.monotonic() + stop_s
     try:
-        asked = find_manager(manager_name).request_stop.remote("Ctrl-C or SIGTERM")
+        manager = find_manager(manager_name)
+        # That of another run, whose end this command may have waited for: all have one name.
+        if manager._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
+            return
+        asked = manager.request_stop.remote("Ctrl-C or SIGTERM")
         has_begun = wait_for(asked, timeout_s=min(ASK_S, stop_s), who_waits="the driver asks for the end of the run")
     except (ClusterError, RayError):
         return

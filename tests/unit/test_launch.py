@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from omegaconf import OmegaConf
+from ray import ActorID, JobID, TaskID
 from ray.exceptions import RayTaskError
 
 from partial_rollout import launch
@@ -139,3 +141,21 @@ def test_the_task_runner_is_on_the_node_of_the_driver_whatever_else_is_asked_for
         runner = (starting.options(**named) if named else starting).remote()
         assert runner.actor is actor_class
         assert actor_class.asked == {"scheduling_strategy": "the driver's node", **named}
+
+
+@pytest.mark.parametrize(
+    ("is_connected", "job", "asked"), [(True, 7, ["Ctrl-C or SIGTERM"]), (True, 8, []), (False, 7, [])]
+)
+def test_a_command_that_is_interrupted_ends_its_own_run_and_no_other(
+    is_connected: bool, job: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run's manager has the same name, on a Ray cluster whose run this command waits for."""
+    own, told = JobID.from_int(7), list[str]()
+    actor_id = ActorID.of(JobID.from_int(job), TaskID.for_fake_task(JobID.from_int(job)), 1)
+    manager = SimpleNamespace(_actor_id=actor_id, request_stop=SimpleNamespace(remote=told.append))
+    monkeypatch.setattr(launch, "find_manager", lambda _: manager)
+    monkeypatch.setattr(launch, "wait_for", lambda *_given, **_named: False)
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: is_connected)
+    monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=own.hex))
+    launch.end_with_checkpoint([], LIMIT_S)
+    assert told == asked
