@@ -413,13 +413,15 @@ class RunWatch:
         return death
 
     def _unless_lost(self, call: Callable[[], Death | None]) -> Death | None:
-        """`call` of the manager; a manager that Ray does not start again ends the run."""
+        """`call` of the manager; one that Ray does not start again, or that answers with an error, ends the run."""
         try:
             return call()
         except RayActorError as error:
             cause = how_it_died(error)
         except GetTimeoutError:
             cause = "it was given up, because it has not answered in time"
+        except RayError as error:  # this thread would end without a word, and no death would be heard of any more
+            cause = f"it was given up, because it does not tell of deaths any more: {root_cause(error)!r}"
         process = self._manager_process
         if not self._stopped.is_set():
             self._end(Death(process, self._verdict or cause, "", last_lines(process.log) if process.log else ""))

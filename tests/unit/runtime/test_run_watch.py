@@ -330,3 +330,21 @@ def test_a_server_that_was_killed_and_is_not_replaced_in_time_is_named(monkeypat
     with pytest.raises(ActorLost) as told:
         watch.has_replaced(SERVER, LATE, 0, CLAIM_S)
     assert str(told.value).splitlines() == [*silent, "The trainer trained step 3"]
+
+
+def test_a_manager_that_fails_to_tell_of_deaths_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hears of deaths would end without a word, and the trainer wait for a dead process for ever."""
+    interruption, told = Interruption(LIMIT_S), list[str]()
+    watch = _made(interruption)
+    monkeypatch.setattr(interruption, "end_by", lambda error: told.append(str(error)))
+    monkeypatch.setattr(watch, "_meet_manager", lambda _: None)
+    monkeypatch.setattr(watch, "watch", lambda _: None)
+
+    def fail() -> None:
+        raise RayTaskError("next_death", "traceback", ValueError("no such actor"))
+
+    monkeypatch.setattr(watch, "_next_death", fail)
+    watch._run([])
+    assert [text.splitlines()[0] for text in told] == [
+        "prompt manager died: it was given up, because it does not tell of deaths any more: ValueError('no such actor')"
+    ]
