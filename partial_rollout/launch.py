@@ -168,7 +168,7 @@ def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], stop_s: float, manag
     deadline_s = time.monotonic() + stop_s
     try:
         manager = find_manager(manager_name)
-        # That of another run, whose end this command may have waited for: all have one name.
+        # A manager of another run, whose end this command may have waited for, has the same name.
         if manager._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
             return
         asked = manager.request_stop.remote("Ctrl-C or SIGTERM")
