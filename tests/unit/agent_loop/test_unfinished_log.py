@@ -344,6 +344,18 @@ async def test_a_new_file_has_the_tokens_of_what_still_runs(
     assert [state.token_ids for state in left.tokens["a_0"]] == [[8]]
 
 
+def test_a_new_file_needs_no_record_of_the_file_before(tmp_path: Path) -> None:
+    log, trajectory = WorkerLog("worker-0", LONG_S), interrupted_trajectory(claim := make_claim("a"))
+    files = folder(tmp_path), LogFolder(str(tmp_path / "after_step_8"), 1, 8)
+    for each in files:
+        log.begin(each, [])
+        log.write_interrupted(trajectory)
+    log.close(LONG_S)
+    for each in files:
+        left = read_left([each.file("worker-0")], [claim])
+        assert [state.token_ids for state in left.tokens["a_0"]] == [[8, 9]]
+
+
 @settings(deadline=None, max_examples=60)
 @given(LIVES, st.floats(0, 1), st.floats(0, 1) | st.none())
 def test_whatever_is_left_of_a_dead_workers_file_leads_to_the_text_of_an_undisturbed_run(
