@@ -6,6 +6,7 @@ import threading
 from functools import partial
 
 import pytest
+from ray.exceptions import RayActorError
 
 from partial_rollout.errors import EngineDead, WaitTimeout
 from partial_rollout.runtime.bounded import TimeLeft, call_bounded
@@ -76,12 +77,13 @@ def test_a_batch_that_was_taken_and_never_came_is_noticed() -> None:
     assert run.calls == ["drain"]
 
 
-def test_without_the_engines_the_tokens_that_workers_have_are_saved() -> None:
+@pytest.mark.parametrize("error", [EngineDead("replica 0"), RayActorError()], ids=["engine", "its server"])
+def test_without_the_engines_the_tokens_that_workers_have_are_saved(error: Exception) -> None:
     run = Run()
     run.train(5)
 
     def dead() -> None:
-        raise EngineDead("replica 0")
+        raise error
 
     assert run.last.save(dead, lambda: run.num_taken, run.save)
     assert run.calls == ["save 5"]
