@@ -74,6 +74,25 @@ def test_a_trajectory_that_goes_on_has_a_new_deadline_each_time() -> None:
     run_virtual(main())
 
 
+def test_a_trajectory_that_has_ended_is_never_overdue(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        limits = PhaseLimits(LIMITS)
+        first, task = started(limits, asyncio.sleep(1.0))
+        await settle()
+        limits.enter(first, "reward")
+        await task
+        second, other = started(limits, hung())
+        await settle()
+        limits.enter(second, "tool")
+        with pytest.raises(CallOverdue, match="for a tool"):
+            await other
+        assert asyncio.get_running_loop().time() == 1.0 + TOOL_S
+
+    caplog.set_level(logging.INFO)
+    run_virtual(main())
+    assert "for its reward" not in caplog.text
+
+
 def test_waiting_for_an_engine_has_no_deadline_here() -> None:
     async def main() -> None:
         limits = PhaseLimits(LIMITS)

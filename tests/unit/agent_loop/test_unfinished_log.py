@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 pytest.importorskip("verl")
 
@@ -293,6 +294,19 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     await worker.restore_tokens(read_tokens(places))
     assert await generate(worker, make_claim("a"), [1]) == [1]
     assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
+
+
+def test_records_whose_calls_do_not_follow_each_other_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place,) = earlier_start(tmp_path, claim := make_claim("a"))["a_0"]
+    (whole,) = records(Path(place.path))
+    (call,) = whole.calls
+    log = WorkerLog("worker-1", LONG_S)
+    log.begin(folder(tmp_path), [encode(structs.replace(whole, calls=[structs.replace(call, num_shared=9)]))])
+    log.close(LONG_S)
+    assert read_left([folder(tmp_path).file("worker-1")], [claim]).tokens == {}
+    assert "first: trajectory a_0" in caplog.text
 
 
 AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
