@@ -110,7 +110,13 @@ def test_every_file_is_on_the_disk_before_the_manifest_vouches_for_it(
     monkeypatch.setattr(os, "fsync", fsync)
     mark_whole(folder)
     before = {inode for inode, has_manifest in written if not has_manifest}
-    needed = [folder.parent, folder, *(folder / name for name in FILES), *(folder / name for name in PARTS_WITH_QUEUE)]
+    needed = [
+        folder.parent,
+        folder,
+        folder / MANIFEST,
+        *(folder / name for name in FILES),
+        *(folder / name for name in PARTS_WITH_QUEUE),
+    ]
     assert [path.name for path in needed if path.stat().st_ino not in before] == []
     assert ((folder / MANIFEST).parent.stat().st_ino, True) in written
 
@@ -419,8 +425,9 @@ def steps_in(root: Path) -> list[int]:
 
 
 def test_of_what_is_saved_by_time_the_newest_stays_and_what_was_asked_for_stays_too(tmp_path: Path) -> None:
-    for step in (5, 10):  # with trainer.save_freq=5, before
-        save(tmp_path, step)
+    before = CheckpointKeeper(config(tmp_path))
+    for step in (5, 10):  # with trainer.save_freq=5
+        save_by(before, tmp_path, step)
     track(tmp_path, "10")
     keeper = CheckpointKeeper(by_time(tmp_path))
     keeper.before_load()

@@ -97,6 +97,15 @@ def test_a_saved_queue_is_loaded_as_it_was(tmp_path: Path, tq: FakeTransferQueue
     assert load_queue(config(tmp_path), 0) is None
 
 
+def test_only_a_run_that_was_given_a_folder_reads_the_queue_from_there(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    save_queue(saved_queue(), config(tmp_path / "before"), STEP)
+    settings = config(tmp_path / "now")
+    settings.trainer.resume_from_path = str(tmp_path / f"before/global_step_{STEP}")
+    assert load_queue(settings, STEP) != saved_queue()
+    settings.trainer.resume_mode = "resume_path"
+    assert load_queue(settings, STEP) == saved_queue()
+
+
 def test_a_checkpoint_that_fits_is_restored_without_clearing(tq: FakeTransferQueue) -> None:
     manager = Manager()
     assert restore(saved_queue(), manager) == 3
@@ -199,6 +208,12 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
     state = GenerationState([np.int64(1)], [np.int64(5)], [np.float32(-0.5)], [], None, 0, 0)
     save_tokens({"ongoing_0": [state]}, config(tmp_path), STEP)
     assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [state]}
+
+
+def test_what_is_no_number_is_not_saved_as_a_token(tmp_path: Path) -> None:
+    state = GenerationState([1], [cast("Any", object())], [-0.5], [], None, 0, 0)
+    with pytest.raises(NotImplementedError, match="object, which cannot be saved"):
+        save_tokens({"ongoing_0": [state]}, config(tmp_path), STEP)
 
 
 def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
