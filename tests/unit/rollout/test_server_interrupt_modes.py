@@ -233,7 +233,7 @@ async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
 
 async def test_nothing_is_salted_where_nothing_is_retained():
     server = await launched(with_mode("abort"))
-    await cut(server, 5)
+    assert (await cut(server, 5)).extra_fields["retained"] is None
     assert "cache_salt" not in server.fake.prompts["a"]
 
 
