@@ -118,6 +118,17 @@ async def test_a_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert await log.read(Trajectory(make_claim("a"), 0)) is None  # once
 
 
+async def test_a_trajectory_without_log_probs_is_read_without_them(tmp_path: Path) -> None:
+    trajectory, outputs = ended()
+    outputs[0].response_logprobs = None
+    log = WorkerLog("worker-0", LONG_S)
+    log.replay(written(tmp_path, (trajectory, outputs)))
+    replayed = await log.read(Trajectory(make_claim("a"), 0))
+    assert replayed is not None
+    (again,) = replayed.outputs
+    assert (again["response_ids"], again.get("response_logprobs")) == ([7, 8, 9], None)
+
+
 async def test_only_the_first_attempt_is_replayed_or_one_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     log, found = WorkerLog("worker-0", LONG_S), written(tmp_path, ended())
     for claim, is_read in [

@@ -248,3 +248,8 @@ def test_a_checkpoint_without_transfer_queues_folder_is_refused_with_the_true_ca
     monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
     with pytest.raises(DataError, match=r"2 unfinished prompts.* transfer_queue is missing or empty"):
         restore(saved_queue(), Manager())
+
+
+def test_a_queue_in_which_nothing_is_left_needs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
+    assert restore(QueueSnapshot(admitted=1, taken=1), Manager()) == 0
