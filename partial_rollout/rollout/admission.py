@@ -145,7 +145,6 @@ class Admission:
         if self._gate.state is GateState.OPEN:
             self._mean_running_at_close = self._running.mean(self._clock())
         self._gate.close()
-        self._gate_moved.notify()
 
     def shut_empty(self) -> None:
         """Let requests wait from now on; nobody was admitted yet, so the gate can be opened without a drain."""
