@@ -244,6 +244,12 @@ async def test_memory_that_is_released_is_not_forgotten_by_the_connector():
     assert server.fake.calls == ["reset prefix cache, not the connector's", "rpc sleep", "rpc wake_up"]
 
 
+async def test_an_engine_that_slept_by_itself_wakes_up_by_itself():
+    server = await launched(with_mode("abort"))
+    await server.engine.wake_up(tags=["kv_cache"])
+    assert server.fake.calls == ["wake up ['kv_cache']"]
+
+
 async def test_memory_that_somebody_still_uses_is_not_released():
     server = await launched(PartialRolloutConfig(tail=TailConfig(interrupt_mode="offload_kv", offload_gib=4)))
     server.fake.forgets = False
