@@ -67,7 +67,6 @@ class RewardPool:
         """A dead worker was started again."""
         async with self._replaced:
             self._workers[number] = worker
-            self._num_calls.setdefault(number, 0)
             self._replaced.notify_all()
 
     async def _call(self, number: int, worker: Any, data: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Admission:
         """Note that the request is complete, interrupted or failed."""
         self._gate.leave(ticket)
         self._running.change(-1, self._clock())
-        if self._gate.num_in_flight == 0 or self._gate.num_arriving == 0:
+        if self._gate.num_arriving == 0:
             self._request_moved.notify()
 
     async def close_and_drain(self, pause_engine: Callable[[], Awaitable[None]], limit_s: float) -> list[str]:
@@ -145,7 +145,6 @@ class Admission:
         if self._gate.state is GateState.OPEN:
             self._mean_running_at_close = self._running.mean(self._clock())
         self._gate.close()
-        self._gate_moved.notify()
 
     def shut_empty(self) -> None:
         """Let requests wait from now on; nobody was admitted yet, so the gate can be opened without a drain."""

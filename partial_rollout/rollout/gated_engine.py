@@ -155,7 +155,7 @@ class GatedEngine:
         if cache_salt is not None:
             prompt = {**prompt, "cache_salt": cache_salt}
         queue = await self._engine.add_request(request_id, prompt, sampling_params, **options)
-        return EngineRequest(queue, may_stay=self._mode.stays and not prompt.get("multi_modal_data"))
+        return EngineRequest(queue, may_stay=not prompt.get("multi_modal_data"))
 
     def _count(self, request_id: str, num_tokens: int) -> None:
         self.num_generated_tokens += num_tokens
@@ -415,6 +415,6 @@ class Interruption:
         before = passage.retained
         if before is None and not output.token_ids:
             return None  # only a prompt, which new weights should compute again
-        if passage.kept_id is None and passage.cache_salt is None:
-            return None
+        if passage.cache_salt is None:
+            return None  # nor does such a request stay in the engine
         return Retained(passage.cache_salt, before.kv_version if before else version, passage.kept_id)

@@ -63,7 +63,7 @@ class LastCheckpoint:
     @property
     def is_due(self) -> bool:
         """Whether there is something to save that no checkpoint has."""
-        return self.step is not None and self.step > 0 and self.step != self._saved
+        return self.step is not None and self.step != self._saved
 
     def save(self, drain: Callable[[], None], num_taken: Callable[[], int], save: Callable[[], None]) -> bool:
         """Save if there is something to save; returns whether a checkpoint was saved. Never raises.

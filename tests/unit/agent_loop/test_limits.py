@@ -74,6 +74,44 @@ def test_a_trajectory_that_goes_on_has_a_new_deadline_each_time() -> None:
     run_virtual(main())
 
 
+def test_a_trajectory_that_has_ended_is_never_overdue(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        limits = PhaseLimits(LIMITS)
+        first, task = started(limits, asyncio.sleep(1.0))
+        await settle()
+        limits.enter(first, "reward")
+        await task
+        limits.enter(first, "reward")  # too late
+        second, other = started(limits, hung())
+        await settle()
+        limits.enter(second, "tool")
+        with pytest.raises(CallOverdue, match="for a tool"):
+            await other
+        assert asyncio.get_running_loop().time() == 1.0 + TOOL_S
+
+    caplog.set_level(logging.INFO)
+    run_virtual(main())
+    assert "for its reward" not in caplog.text
+
+
+def test_a_deadline_before_the_one_that_was_next_is_kept() -> None:
+    async def main() -> None:
+        limits = PhaseLimits(LIMITS)
+        first, task = started(limits, hung())
+        second, other = started(limits, hung())
+        await settle()
+        limits.enter(first, "tool")
+        await asyncio.sleep(130.0)  # its next warning comes after 240 s
+        limits.enter(second, "reward")
+        with pytest.raises(CallOverdue, match="for its reward"):
+            await other
+        assert asyncio.get_running_loop().time() == 130.0 + REWARD_S
+        task.cancel()
+        await asyncio.wait({task})
+
+    run_virtual(main())
+
+
 def test_waiting_for_an_engine_has_no_deadline_here() -> None:
     async def main() -> None:
         limits = PhaseLimits(LIMITS)
@@ -147,5 +185,6 @@ def test_time_in_which_the_event_loop_was_blocked_does_not_count() -> None:
         assert not task.done()
         with pytest.raises(CallOverdue):
             await task
+        assert loop.time() <= 11 * REWARD_S
 
     run_virtual(main())

@@ -42,7 +42,7 @@ class RewardWorker:
 
 
 def score(pool: RewardPool) -> asyncio.Task[dict[str, Any]]:
-    return asyncio.create_task(pool.remote("a response"))
+    return asyncio.create_task(pool.compute_score.remote("a response"))
 
 
 def test_calls_are_spread_and_those_of_a_dead_worker_go_to_the_others() -> None:

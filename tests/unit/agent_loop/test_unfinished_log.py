@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 pytest.importorskip("verl")
 
@@ -295,6 +296,19 @@ async def test_tokens_that_cannot_be_read_are_generated_again(
     assert "cannot be read, and are generated again; first: trajectory a_0" in caplog.text
 
 
+def test_records_whose_calls_do_not_follow_each_other_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place,) = earlier_start(tmp_path, claim := make_claim("a"))["a_0"]
+    (whole,) = records(Path(place.path))
+    (call,) = whole.calls
+    log = WorkerLog("worker-1", LONG_S)
+    log.begin(folder(tmp_path), [encode(structs.replace(whole, calls=[structs.replace(call, num_shared=9)]))])
+    log.close(LONG_S)
+    assert read_left([folder(tmp_path).file("worker-1")], [claim]).tokens == {}
+    assert "first: trajectory a_0" in caplog.text
+
+
 AFTER_A_LOSS = {"attempt": 2, "goes_on": True}
 
 
@@ -342,6 +356,18 @@ async def test_a_new_file_has_the_tokens_of_what_still_runs(
     worker._log.close(LONG_S)
     left = read_left([folder(tmp_path).file("worker-0")], [claim])
     assert [state.token_ids for state in left.tokens["a_0"]] == [[8]]
+
+
+def test_a_new_file_needs_no_record_of_the_file_before(tmp_path: Path) -> None:
+    log, trajectory = WorkerLog("worker-0", LONG_S), interrupted_trajectory(claim := make_claim("a"))
+    files = folder(tmp_path), LogFolder(str(tmp_path / "after_step_8"), 1, 8)
+    for each in files:
+        log.begin(each, [])
+        log.write_interrupted(trajectory)
+    log.close(LONG_S)
+    for each in files:
+        left = read_left([each.file("worker-0")], [claim])
+        assert [state.token_ids for state in left.tokens["a_0"]] == [[8, 9]]
 
 
 @settings(deadline=None, max_examples=60)

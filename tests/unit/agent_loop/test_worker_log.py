@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,11 +18,12 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from partial_rollout.agent_loop import rollout_log as worker_log
 from partial_rollout.agent_loop import worker as worker_module
-from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog, encode_finished
+from partial_rollout.agent_loop.rollout_log import LogFolder, WorkerLog, decode_output, encode_finished
 from partial_rollout.agent_loop.trajectory import Trajectory
 from partial_rollout.agent_loop.worker import PartialRolloutAgentLoopWorker, summaries
 from partial_rollout.core.replay import Place
-from partial_rollout.core.rollout_log import HEADER, Finished, FrameReader, checksum, decode
+from partial_rollout.core.rollout_log import HEADER, Finished, FrameReader, Output, checksum, decode
+from partial_rollout.errors import DataError
 from partial_rollout.observability.events import EventReader, TrajectoryEnded
 from partial_rollout.settings.block import PartialRolloutConfig
 from tests.fake_worker import make_claim
@@ -116,6 +118,17 @@ async def test_a_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert await log.read(Trajectory(make_claim("a"), 0)) is None  # once
 
 
+async def test_a_trajectory_without_log_probs_is_read_without_them(tmp_path: Path) -> None:
+    trajectory, outputs = ended()
+    outputs[0].response_logprobs = None
+    log = WorkerLog("worker-0", LONG_S)
+    log.replay(written(tmp_path, (trajectory, outputs)))
+    replayed = await log.read(Trajectory(make_claim("a"), 0))
+    assert replayed is not None
+    (again,) = replayed.outputs
+    assert (again["response_ids"], again.get("response_logprobs")) == ([7, 8, 9], None)
+
+
 async def test_only_the_first_attempt_is_replayed_or_one_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     log, found = WorkerLog("worker-0", LONG_S), written(tmp_path, ended())
     for claim, is_read in [
@@ -148,6 +161,8 @@ async def test_a_record_that_is_not_what_was_written_is_generated_again(
     log.replay(found)
     assert await log.read(Trajectory(make_claim("a"), 0)) is None
     assert "is generated again" in caplog.text
+    other = await log.read(Trajectory(make_claim("b"), 0))
+    assert (other is not None) is (damage in ("flip", "other"))
 
 
 async def test_a_disk_that_stands_still_is_waited_for_once(
@@ -176,6 +191,7 @@ async def test_a_disk_that_stands_still_is_waited_for_once(
         ({"multi_modal_data": {"image": [1]}}, "multi_modal_data"),
         ({"routed_experts": [[1]]}, "routed_experts"),
         ({"mm_processor_kwargs": {"call": print}}, "builtin_function_or_method"),
+        ({"mm_processor_kwargs": {"sizes": np.array([[1], None], dtype=object)}}, "ndarray"),
     ],
 )
 def test_what_no_record_can_hold_is_left_out_with_one_warning(
@@ -192,6 +208,12 @@ def test_what_no_record_can_hold_is_left_out_with_one_warning(
     (warning,) = caplog.records
     assert why in warning.message
     assert places(folder(tmp_path).file("worker-0")) == {}
+
+
+def test_a_value_of_an_unknown_kind_is_not_taken_for_another_one() -> None:
+    rest = msgspec.msgpack.encode({"metrics": msgspec.msgpack.Ext(9, b"")})
+    with pytest.raises(DataError, match="unknown kind 9"):
+        decode_output(Output(b"", b"", b"", None, rest))
 
 
 def test_a_new_folder_begins_with_the_trajectories_whose_groups_have_not_ended(tmp_path: Path) -> None:

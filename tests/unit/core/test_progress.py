@@ -62,6 +62,13 @@ def test_first_tokens_count_when_the_engine_was_idle_at_a_look_beside_them(befor
     assert progress.is_stuck
 
 
+def test_the_longest_pause_counts_and_not_the_last_one() -> None:
+    progress = moving()
+    progress.look(requests=2, tokens=9, now_s=5.0)
+    progress.look(requests=2, tokens=10, now_s=6.0)
+    assert progress.limit_s == STALL_S + 4.0
+
+
 def test_one_token_is_progress() -> None:
     progress = moving()
     progress.look(requests=2, tokens=8, now_s=30.0)

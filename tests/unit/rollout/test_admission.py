@@ -61,13 +61,32 @@ async def test_drain_waits_for_admissions_on_their_way_before_it_pauses():
     assert admission.statistics().state is GateState.CLOSED
 
 
-async def test_an_admission_that_fails_on_its_way_does_not_hold_up_the_drain():
+@pytest.mark.parametrize("others", [[], ["b"]], ids=["alone", "beside another one"])
+async def test_an_admission_that_fails_on_its_way_does_not_hold_up_the_drain(others: list[str]):
     admission = Admission()
     ticket = await admission.enter("a")
-    drain = asyncio.create_task(admission.close_and_drain(no_pause, 5.0))
+    inside = [await entered(admission, request_id) for request_id in others]
+
+    async def pause() -> None:
+        for each in inside:
+            admission.leave(each)
+
+    drain = asyncio.create_task(admission.close_and_drain(pause, 5.0))
     await let_run()
     admission.leave(ticket)
-    assert await drain == ["a"]
+    await let_run()
+    assert drain.done()
+    assert await drain == ["a", *others]
+
+
+async def test_a_gate_that_nobody_has_passed_is_shut_and_opened_without_a_drain():
+    admission = Admission()
+    admission.shut_empty()
+    waiter = asyncio.create_task(admission.enter("a"))
+    await let_run()
+    assert not waiter.done()
+    admission.open()
+    assert await waiter is not None
 
 
 async def test_a_drain_that_runs_out_names_the_requests_and_keeps_the_gate_shut():

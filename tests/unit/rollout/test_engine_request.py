@@ -37,6 +37,13 @@ async def test_tokens_that_wait_when_a_request_is_cut_are_of_the_segment_before(
     assert await segment(cut) == ([6, 7], "stop", ["of 6", "of 7"])
 
 
+async def test_log_probs_that_an_abort_repeats_belong_to_no_token():
+    left = request()
+    left.queue.put(output([5], logprobs=["of 5"]))
+    left.queue.put(output([], "abort", logprobs=["of 5"]))
+    assert await segment(left) == ([5], "abort", ["of 5"])
+
+
 async def test_a_request_is_cut_again_before_it_has_got_further():
     cut = request(has_tokens=True)
     for _ in range(2):
@@ -66,6 +73,12 @@ def test_what_is_not_worth_keeping_is_not_cut(may_stay, has_tokens):
     leaves = request(may_stay=may_stay, has_tokens=has_tokens)
     assert not leaves.cut()
     assert leaves.queue.output is None
+
+
+def test_an_output_without_tokens_is_nothing_to_keep():
+    leaves = request()
+    leaves.queue.put(output([]))
+    assert not leaves.cut()
 
 
 def test_only_a_kept_request_that_somebody_is_here_for_stays():

@@ -105,6 +105,25 @@ def test_an_engine_that_is_ended_on_purpose_is_left_alone(engine: psutil.Process
     assert engine.is_running()
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_watch_that_fails_is_told_of_and_one_that_is_stopped_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_stopped: bool
+) -> None:
+    def fail() -> tuple[int, int]:
+        raise LookupError("no engine")
+
+    async def main() -> None:
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch.start(fail, [])
+        if is_stopped:
+            watch.stop()
+        await asyncio.sleep(10.0)
+
+    run_virtual(main())
+    told = ["replica 0 is not watched any more"]
+    assert [record.getMessage() for record in caplog.records] == ([] if is_stopped else told)
+
+
 def jump(seconds: float) -> None:
     """Something blocks the event loop, or the machine stands still."""
     asyncio.get_running_loop()._jumping.now_s += seconds  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ from partial_rollout.errors import DataError, DrainTimeout, EngineDead
 from partial_rollout.rollout import control
 from partial_rollout.rollout.gated_engine import drop_repeated_logprobs
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
-from tests.fake_engine import FakeServer, completion
+from tests.fake_engine import FakeServer, completion, output
 from tests.unit.rollout.servers import launched, let_run, start, without_relaunches
 
 LONG_S = 20.0
@@ -22,6 +22,17 @@ LONG_S = 20.0
 
 async def never(*_, **__):
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("reason", "told"), [("END", "END"), (7, None), (None, None)])
+async def test_the_client_is_told_of_the_stop_string_at_which_the_engine_ended(reason, told):
+    server = await launched()
+    task = start(server)
+    await let_run()
+    last = output([5], "stop")
+    last.outputs[0].stop_reason = reason
+    server.fake.queues.pop("a").put(last)
+    assert (await task).extra_fields["stop_string"] == told
 
 
 async def test_streamed_tokens_come_back_with_an_abort():

@@ -233,7 +233,7 @@ async def test_weights_that_change_while_the_gate_is_open_have_another_salt():
 
 async def test_nothing_is_salted_where_nothing_is_retained():
     server = await launched(with_mode("abort"))
-    await cut(server, 5)
+    assert (await cut(server, 5)).extra_fields["retained"] is None
     assert "cache_salt" not in server.fake.prompts["a"]
 
 
@@ -242,6 +242,12 @@ async def test_memory_that_is_released_is_not_forgotten_by_the_connector():
     await server.engine.sleep(level=2)
     await server.engine.wake_up(tags=["kv_cache"])
     assert server.fake.calls == ["reset prefix cache, not the connector's", "rpc sleep", "rpc wake_up"]
+
+
+async def test_an_engine_that_slept_by_itself_wakes_up_by_itself():
+    server = await launched(with_mode("abort"))
+    await server.engine.wake_up(tags=["kv_cache"])
+    assert server.fake.calls == ["wake up ['kv_cache']"]
 
 
 async def test_memory_that_somebody_still_uses_is_not_released():

@@ -101,18 +101,29 @@ def test_every_file_is_on_the_disk_before_the_manifest_vouches_for_it(
 ) -> None:
     folder = save(tmp_path, 1, whole=False)
     written: list[tuple[int, bool]] = []
+    sizes: dict[int, int] = {}
     real = os.fsync
 
     def fsync(number: int) -> None:
-        written.append((os.fstat(number).st_ino, (folder / MANIFEST).exists()))
+        found = os.fstat(number)
+        written.append((found.st_ino, (folder / MANIFEST).exists()))
+        sizes[found.st_ino] = found.st_size
         real(number)
 
     monkeypatch.setattr(os, "fsync", fsync)
     mark_whole(folder)
     before = {inode for inode, has_manifest in written if not has_manifest}
-    needed = [folder.parent, folder, *(folder / name for name in FILES), *(folder / name for name in PARTS_WITH_QUEUE)]
+    needed = [
+        folder.parent,
+        folder,
+        folder / MANIFEST,
+        *(folder / name for name in FILES),
+        *(folder / name for name in PARTS_WITH_QUEUE),
+    ]
     assert [path.name for path in needed if path.stat().st_ino not in before] == []
     assert ((folder / MANIFEST).parent.stat().st_ino, True) in written
+    manifest = (folder / MANIFEST).stat()
+    assert sizes[manifest.st_ino] == manifest.st_size
 
 
 def test_a_manifest_whose_writing_was_cut_off_is_no_part_of_the_next_one(tmp_path: Path) -> None:
@@ -372,6 +383,18 @@ def test_checkpoints_that_are_not_this_runs_stay(tmp_path: Path, mode: str) -> N
     assert left == ([2, 4, 8, 9] if mode == "disable" else [4, 8, 9])
 
 
+def test_a_run_that_goes_on_from_another_folder_leaves_what_it_finds_in_its_own(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    save(own, 2)
+    path = str(save(tmp_path / "other", 9))
+    settings = config(own, resume_mode="resume_path", resume_from_path=path, max_actor_ckpt_to_keep=1)
+    keeper = CheckpointKeeper(settings)
+    keeper.before_load()
+    for step in (10, 11):
+        save_by(keeper, own, step)
+    assert steps_in(own) == [2, 11]
+
+
 def test_a_folder_that_is_written_over_is_not_whole_until_it_is_saved(tmp_path: Path) -> None:
     keeper = CheckpointKeeper(config(tmp_path))
     folder = save(tmp_path, 1)
@@ -419,8 +442,9 @@ def steps_in(root: Path) -> list[int]:
 
 
 def test_of_what_is_saved_by_time_the_newest_stays_and_what_was_asked_for_stays_too(tmp_path: Path) -> None:
-    for step in (5, 10):  # with trainer.save_freq=5, before
-        save(tmp_path, step)
+    before = CheckpointKeeper(config(tmp_path))
+    for step in (5, 10):  # with trainer.save_freq=5
+        save_by(before, tmp_path, step)
     track(tmp_path, "10")
     keeper = CheckpointKeeper(by_time(tmp_path))
     keeper.before_load()
@@ -456,12 +480,14 @@ def test_there_must_be_room_for_a_checkpoint_as_large_as_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "free_host_memory", lambda: 1 << 40)
-    keeper = CheckpointKeeper(by_time(tmp_path))
+    root = tmp_path / "not yet there"
+    keeper = CheckpointKeeper(by_time(root))
     keeper.before_load()
+    assert keeper.lack_of_room() == ""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _folder: usage._replace(free=20))
     assert keeper.lack_of_room() == ""  # nothing is known of the model
-    save_by(keeper, tmp_path, 1)
+    save_by(keeper, root, 1)
     assert "and the disk has 0.0 GiB free" in keeper.lack_of_room()
     monkeypatch.undo()
     assert keeper.lack_of_room() == ""

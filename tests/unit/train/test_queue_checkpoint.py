@@ -98,6 +98,15 @@ def test_a_saved_queue_is_loaded_as_it_was(tmp_path: Path, tq: FakeTransferQueue
     assert load_queue(config(tmp_path), 0) is None
 
 
+def test_only_a_run_that_was_given_a_folder_reads_the_queue_from_there(tmp_path: Path, tq: FakeTransferQueue) -> None:
+    save_queue(saved_queue(), config(tmp_path / "before"), STEP)
+    settings = config(tmp_path / "now")
+    settings.trainer.resume_from_path = str(tmp_path / f"before/global_step_{STEP}")
+    assert load_queue(settings, STEP) != saved_queue()
+    settings.trainer.resume_mode = "resume_path"
+    assert load_queue(settings, STEP) == saved_queue()
+
+
 def test_a_checkpoint_that_fits_is_restored_without_clearing(tq: FakeTransferQueue) -> None:
     manager = Manager()
     assert restore(saved_queue(), manager) == 3
@@ -211,6 +220,12 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
     assert load_tokens(saved_queue(), config(tmp_path), STEP) == {"ongoing_0": [state]}
 
 
+def test_what_is_no_number_is_not_saved_as_a_token(tmp_path: Path) -> None:
+    state = GenerationState([1], [cast("Any", object())], [-0.5], [], None, 0, 0)
+    with pytest.raises(NotImplementedError, match="object, which cannot be saved"):
+        save_tokens({"ongoing_0": [state]}, config(tmp_path), STEP)
+
+
 def test_unreadable_tokens_are_told_with_their_path(tmp_path: Path) -> None:
     save_tokens({"ongoing_0": [STATE]}, config(tmp_path), STEP)
     path = queue_checkpoint.queue_path(config(tmp_path), STEP, queue_checkpoint.TOKENS_FILE)
@@ -243,3 +258,8 @@ def test_a_checkpoint_without_transfer_queues_folder_is_refused_with_the_true_ca
     monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
     with pytest.raises(DataError, match=r"2 unfinished prompts.* transfer_queue is missing or empty"):
         restore(saved_queue(), Manager())
+
+
+def test_a_queue_in_which_nothing_is_left_needs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_checkpoint, "tq", FakeTransferQueue())
+    assert restore(QueueSnapshot(admitted=1, taken=1), Manager()) == 0

@@ -101,3 +101,17 @@ def test_fewer_trajectories_than_a_mini_batch_lose_all_their_tokens(monkeypatch:
     assert mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=2) == StaleTokens(2, 8)
     kept = [key for key in keys if any(store.written["loss_mask"].get(key, [1]))]
     assert kept == [keys[0], keys[1], *keys[3:]]
+
+
+@pytest.mark.parametrize(
+    ("spans", "mini_batch", "masked"),
+    [([((2, 1), (4, 1))] * 6, 2, 6), ([((2, 2),)] * 2 + [((4, 2),)] * 4, 4, 4)],
+    ids=["each has a token left", "too few to fill a mini-batch"],
+)
+def test_nothing_old_is_trained_where_each_mini_batch_has_a_token_anyway(
+    spans: list[tuple[tuple[int, int], ...]], mini_batch: int, masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [trajectory(f"a_{index}_0", *each) for index, each in enumerate(spans)]
+    monkeypatch.setattr(stale_mask, "tq", MaskStore(**{member.key: [1, 1] for member in members}))
+    found = mask_stale_tokens(members, oldest_version=3, partition_id="train", mini_batch=mini_batch)
+    assert found == StaleTokens(masked, 0)

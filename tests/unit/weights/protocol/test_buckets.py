@@ -69,6 +69,11 @@ def test_a_tensor_larger_than_a_bucket_goes_on_in_the_next_ones():
     ]
 
 
+def test_a_tensor_that_just_fits_a_bucket_is_in_one_piece():
+    rows = placements([TensorSpec("small", "uint8", (10,)), TensorSpec("fits", "uint8", (BUFFER,))])
+    assert [(r.bucket, r.fragment.buffer_offset, r.fragment.num_bytes) for r in rows] == [(0, 0, 10), (1, 0, BUFFER)]
+
+
 @pytest.mark.parametrize("buffer_bytes", [0, -64, 63, 65])
 def test_a_buffer_that_is_not_aligned_is_refused(buffer_bytes):
     with pytest.raises(ValueError, match=str(buffer_bytes)):

@@ -24,8 +24,9 @@ def test_an_update_that_is_given_up_has_failed() -> None:
     weights.begun(2, "weight update 2")
     assert weights.given_up() == "weight update 2 has not ended"
     assert weights.state is Weights.BROKEN
-    with pytest.raises(EngineDead, match="half an update"):
-        weights.require_whole("replica 0")
+    for require in (weights.require_whole, weights.require_settled):
+        with pytest.raises(EngineDead, match="half an update"):
+            require("replica 0")
 
 
 def test_the_late_failure_of_an_update_that_was_given_up_does_not_break_the_relaunched_engine() -> None:

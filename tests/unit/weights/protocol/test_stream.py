@@ -105,8 +105,10 @@ def test_a_message_out_of_order_ends_the_update(make, state, message):
 
 @pytest.mark.parametrize("message", [Hello(PROTOCOL + 1, 1, b"r"), Hello(PROTOCOL, 2, b"r")])
 def test_a_receiver_of_another_version_or_update_is_refused(message):
+    s = sender()
     with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|update 2.*we at 1"):
-        sender().receive(message)
+        s.receive(message)
+    assert s.state is State.FAILED
 
 
 @pytest.mark.parametrize("change", [{"protocol": PROTOCOL + 1}, {"update_number": 2}])
@@ -123,6 +125,7 @@ def test_a_sender_of_another_version_or_update_is_refused(change):
     }
     with pytest.raises(WeightProtocolError, match=f"version {PROTOCOL + 1}.*we {PROTOCOL}|update 2.*we at 1"):
         r.receive(Attach(**(fields | change)))
+    assert r.state is State.FAILED
 
 
 def test_a_receiver_without_the_secret_gets_no_weights():
@@ -161,6 +164,7 @@ def test_a_bucket_that_is_not_on_its_way_cannot_be_freed(index):
     s.bucket(0, (FRAGMENT,))
     with pytest.raises(WeightProtocolError, match=f"bucket {index}"):
         s.receive(Free(index))
+    assert s.state is State.FAILED
 
 
 def test_a_bucket_cannot_be_freed_twice():
@@ -194,6 +198,17 @@ def test_a_bucket_in_a_buffer_that_was_not_given_back_is_refused():
         r.receive(Bucket(2, 1, (FRAGMENT,)))
 
 
+def test_a_stream_that_has_not_begun_cannot_end():
+    with pytest.raises(WeightProtocolError, match="cannot end in state HELLO"):
+        sender().finish(0, 0)
+
+
+def test_a_bucket_is_used_up_to_the_end_of_its_last_fragment():
+    later = Fragment(TensorSpec("b", "uint8", (8,)), 0, 64, 8)
+    assert Bucket(0, 0, (FRAGMENT, later)).used_bytes == 64 + 8
+    assert Bucket(0, 0, ()).used_bytes == 0
+
+
 def test_a_truncated_stream_is_no_success_on_either_end():
     s, r = connected()
     done = s.finish(2, 64)
@@ -202,6 +217,9 @@ def test_a_truncated_stream_is_no_success_on_either_end():
         r.finish(done, Done(1, 32))
     with pytest.raises(WeightProtocolError, match="num_tensors=1"):
         s.receive(Done(1, 32))
+    assert (s.state, r.state) == (State.FAILED, State.FAILED)
+    assert s.owes_reason
+    assert r.owes_reason
 
 
 @pytest.mark.parametrize(
