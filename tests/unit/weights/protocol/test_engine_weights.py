@@ -61,6 +61,7 @@ def test_an_update_can_be_given_up_before_its_call_and_after_its_success_but_not
     with pytest.raises(EngineDead, match="rank 1 never reached"):
         weights.require_receivable("replica 0")
     weights.relaunched()
+    weights.require_receivable("replica 0")
     weights.failed("said twice", 1)
     assert weights.state is Weights.INITIAL
     weights.begun(2, "weight update 2")
@@ -82,6 +83,15 @@ def test_what_fails_beside_an_update_counts_also_after_a_relaunch() -> None:
     weights.failed("it did not wake up")
     assert weights.state is Weights.BROKEN
     assert weights.given_up() == "it did not wake up"
+
+
+def test_the_late_failure_of_an_update_says_nothing_where_the_engine_has_failed_beside_it() -> None:
+    weights = EngineWeights()
+    weights.begun(2, "weight update 2")
+    weights.failed("it did not wake up")
+    weights.relaunched()
+    weights.failed("weight update 2 failed: the engine died", 2)
+    assert weights.state is Weights.INITIAL
 
 
 def test_a_report_of_an_update_before_the_one_under_way_says_nothing() -> None:

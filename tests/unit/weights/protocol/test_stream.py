@@ -187,6 +187,7 @@ def test_a_bucket_that_was_skipped_or_lies_elsewhere_is_refused(bucket):
     _, r = connected()
     with pytest.raises(WeightProtocolError, match=f"bucket {bucket.index} in buffer {bucket.buffer}"):
         r.receive(bucket)
+    assert r.state is State.FAILED
 
 
 def test_a_bucket_in_a_buffer_that_was_not_given_back_is_refused():
@@ -196,6 +197,7 @@ def test_a_bucket_in_a_buffer_that_was_not_given_back_is_refused():
     r.receive(Bucket(1, 1, (FRAGMENT,)))
     with pytest.raises(WeightProtocolError, match="bucket 2 was written to buffer 1, which was not free"):
         r.receive(Bucket(2, 1, (FRAGMENT,)))
+    assert r.state is State.FAILED
 
 
 def test_a_stream_that_has_not_begun_cannot_end():
