@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,14 +89,25 @@ def title_of(process: psutil.Process) -> str:
 
 
 def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> None:
-    """Wait for processes to end by themselves; kill those that do not, and wait for their end."""
+    """Wait for processes to end by themselves; kill those that do not, and wait for their end.
+
+    One that has ended and that its parent does not wait for, as the first process of a container may not, has ended.
+    """
     _, left = psutil.wait_procs(processes, timeout=grace_s)
-    killed: list[psutil.Process] = []
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, and its id may be another's
-            process.kill()
-            killed.append(process)
-    psutil.wait_procs(killed, timeout=KILLED_S)
+    with contextlib.ExitStack() as ends:
+        killed: dict[int, psutil.Process] = {}
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # ended, and its id may be another's
+                end = os.pidfd_open(process.pid)
+                ends.callback(os.close, end)
+                process.kill()
+                killed[end] = process
+        deadline_s = time.monotonic() + KILLED_S
+        for end in killed:
+            poll = select.poll()
+            poll.register(end, select.POLLIN)
+            poll.poll(1000 * max(0.0, deadline_s - time.monotonic()))
+    psutil.wait_procs(killed.values(), timeout=0.0)  # own children among them are no zombies any more
 
 
 def engine_load(num_tokens: int) -> EngineLoad:

@@ -16,7 +16,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 from partial_rollout.errors import PartialRolloutError, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.rollout.control import CONTROL_GROUP
-from partial_rollout.rollout.server import ENGINE_STOP_S, CpuServer, PartialRolloutServer
+from partial_rollout.rollout.server import SHUTDOWN_S, CpuServer, PartialRolloutServer
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.settings.block import PartialRolloutConfig
 
@@ -170,7 +170,7 @@ class PartialRolloutReplica(vLLMReplica):
     async def shutdown(self) -> None:
         """End engines and HTTP servers, then the server actors; the replica cannot be used again."""
         try:
-            await self._on_all("shutdown", limit_s=2 * ENGINE_STOP_S + MARGIN_S, orphans=self._engines)
+            await self._on_all("shutdown", limit_s=SHUTDOWN_S + MARGIN_S, orphans=self._engines)
         finally:
             for actor in [*self.servers, *self.places]:
                 ray.kill(actor)

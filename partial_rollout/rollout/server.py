@@ -36,6 +36,7 @@ from partial_rollout.rollout.admission import Admission
 from partial_rollout.rollout.control import control, while_healthy
 from partial_rollout.rollout.ends_with_server import mark_engine
 from partial_rollout.rollout.engine_process import (
+    KILLED_S,
     EngineProcess,
     NoEngine,
     RolloutStatistics,
@@ -75,6 +76,8 @@ BROKEN_ENGINE_STOP_S = 2.0
 """How long the core of a relaunched engine may take: it has nothing to save, and may wait for a stuck worker."""
 WORKER_STOP_S = 5.0
 """How long the engine's workers may take to end after their core has."""
+SHUTDOWN_S = 2 * ENGINE_STOP_S + WORKER_STOP_S + KILLED_S
+"""How long `shutdown` may take."""
 INITIAL_VERSION = 0
 """Weight version of what the engine loaded by itself, before the first update."""
 

@@ -41,6 +41,7 @@ from partial_rollout.errors import (
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft
 from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
+from partial_rollout.runtime.heartbeat import stack_of
 from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.remote_call import root_cause
 from partial_rollout.types import Death, Process
@@ -67,6 +68,8 @@ EXPLAIN_S = 3.0
 """Ray may tell a waiting trainer of a death before it tells the prompt manager."""
 EXPLAIN_SHARE = 0.2
 """Share of `timeouts.stop_s` for each question who has died or is silent."""
+TELL_S = 60.0
+"""Between two warnings of a complete run that does not end."""
 SIGNAL = signal.SIGUSR1
 ENDED_BY_FORCE = 70
 """Exit code of a process that did not end in time."""
@@ -123,6 +126,10 @@ class Interruption:
     def begin_end(self) -> None:
         """The end of the run has begun: from now on nothing is raised."""
         self._begun.set()
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until the run has ended; False: it has not, within this time."""
+        return self._ended.wait(timeout_s)
 
     def ended(self) -> None:
         """The run has ended."""
@@ -262,13 +269,31 @@ class RunWatch:
     def interrupts(self) -> Iterator[None]:
         """A death's error may be raised in this block, and not after it, however it ends.
 
-        Whoever handles its error has to be outside: a signal may come before the block's end is noted, and not again
-        for `AGAIN_S`.
+        Put the `except` outside of it: a signal may come before the block's end is noted, and not again for `AGAIN_S`.
         """
         try:
             yield
         finally:
             self._interruption.begin_end()
+
+    def complete(self) -> None:
+        """The run is complete: deaths count no more, and a warning tells each minute that its process has not ended.
+
+        Nothing bounds what verl closes then, such as a logger that uploads: the run has succeeded.
+        """
+        self.stop()
+        threading.Thread(target=self._tell_of_slow_end, daemon=True, name="slow end").start()
+
+    def _tell_of_slow_end(self) -> None:
+        minutes = 0.0
+        while not self._interruption.wait_ended(TELL_S):
+            minutes += TELL_S / 60
+            logger.warning(
+                "the run is complete, but its process has not ended for %.0f min: it closes verl's loggers and "
+                "TransferQueue. Where it stands:\n%s",
+                minutes,
+                stack_of(threading.main_thread().ident or 0),
+            )
 
     @property
     def left(self) -> TimeLeft:
@@ -310,7 +335,7 @@ class RunWatch:
         question = self._manager.end_silent.remote(str(error), role, waits=num_dead <= before)
         try:
             killed = ray.get(question, timeout=ASK_S + WARN_SHARE * claim_s)
-        except (RayActorError, GetTimeoutError):
+        except RayError:
             return False  # the manager's own watch tells of it
 
         def is_over() -> bool:
@@ -353,7 +378,7 @@ class RunWatch:
             ended = ray.get(
                 self._manager.end_silent.remote(str(error)), timeout=min(ASK_S, self.left.share(EXPLAIN_SHARE))
             )
-        except (RayActorError, GetTimeoutError):
+        except RayError:
             # Within the first time the manager is given up, if it is silent itself.
             self._is_fatal.wait(min(POLL_S + self._answer_s, self.left.share(EXPLAIN_SHARE)))
         if ended:
@@ -455,8 +480,8 @@ class RunWatch:
 
     def _end(self, death: Death, release: Callable[[], None] | None = None) -> None:
         with self._ending:
-            if self._fatal is not None:
-                return  # it comes of the first one, whose `release` kills others
+            if self._fatal is not None or self._stopped.is_set():
+                return  # it comes of the first one, whose `release` kills others, or of the run's end
             self._lost = death.process.role
             self._fatal = ActorLost(f"{death}\nThe trainer {self._doing()}")
         self._is_fatal.set()

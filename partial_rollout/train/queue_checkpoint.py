@@ -147,7 +147,7 @@ def restore_queue(
 def forget_validation() -> None:
     """Clear the rows of a validation in which the run was that saved the checkpoint: nobody takes part in it any more.
 
-    verl takes the oldest rows first, so the next validation would tell of these, and the one after it of the next one.
+    verl takes the oldest rows first, so every later validation would report responses of the one before it.
     """
     if keys := [*_rows(VALIDATION)]:
         _bounded(lambda: tq.kv_clear(keys=keys, partition_id=VALIDATION), "clear rows of a validation that was left")

@@ -226,12 +226,12 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: PartialRolloutAgentLoopManager) -> None:
         """Train with verl's loop; whatever ends it, shut the run down within bounded time."""
-        with self.watch.stops_at_an_error():
-            self._prepare(agent_loop_manager)
         is_complete = False
         try:
             with self.watch.interrupts():
+                self._prepare(agent_loop_manager)
                 super().fit(agent_loop_manager)
+            self.watch.complete()
             is_complete = True
         except Exception as error:
             self.watch.bound_end(error)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 pytest.importorskip("vllm")
 
+from partial_rollout.rollout import engine_process
 from partial_rollout.rollout import server as server_module
-from partial_rollout.rollout.engine_process import KILLED_S, EngineProcess, end_orphans, end_processes
+from partial_rollout.rollout.engine_process import EngineProcess, end_orphans, end_processes
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched
 
+HOUR_S = 3600.0
+LIMIT_S = 60.0
 WORKER = "import sys; sys.stdin.read()"
 CORE = f"""
 import subprocess, sys
@@ -88,16 +94,33 @@ def test_a_process_whose_id_went_to_another_does_not_keep_the_rest_from_being_en
 
 
 def test_a_killed_process_is_waited_for_however_little_time_it_had_to_end_by_itself(core, monkeypatch):
-    limits_s, wait = [], psutil.wait_procs
+    waits_ms = []
 
-    def noted(processes, timeout):
-        limits_s.append(timeout)
-        return wait(processes, timeout=timeout)
+    class Poll:
+        def __init__(self):
+            self._poll = select.poll()
+            self.register = self._poll.register
 
-    monkeypatch.setattr(psutil, "wait_procs", noted)
+        def poll(self, timeout):
+            waits_ms.append(timeout)
+            return self._poll.poll(timeout)
+
+    monkeypatch.setattr(engine_process, "KILLED_S", HOUR_S)
+    monkeypatch.setattr(engine_process, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
     end_processes([core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
-    assert limits_s == [0.05, KILLED_S]
+    assert len(waits_ms) == 2
+    assert min(waits_ms) > 1000 * HOUR_S / 2
     assert core.has_ended()
+
+
+def test_a_killed_process_that_its_parent_does_not_wait_for_has_ended(core, monkeypatch):
+    """Such as the worker of a dead engine, whose next parent is the first process of a container."""
+    monkeypatch.setattr(engine_process, "KILLED_S", HOUR_S)
+    ending = threading.Thread(target=end_processes, args=([core.worker],), kwargs={"grace_s": 0.05}, daemon=True)
+    ending.start()
+    ending.join(LIMIT_S)
+    assert not ending.is_alive()
+    assert core.worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_is_left_of_the_engine_of_a_dead_server_is_killed_and_nothing_else(core):

@@ -115,6 +115,28 @@ def test_an_end_after_an_error_that_is_no_death_is_forced_too(capfd: pytest.Capt
             assert not thread.is_alive()
 
 
+def test_a_complete_run_that_does_not_end_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger that uploads may take for ever, and verl does not bound it."""
+    told, interruption = list[str](), Interruption(LIMIT_S)
+    heard = threading.Event()
+
+    def warn(text: str, *arguments: object) -> None:
+        told.append(text % arguments)
+        heard.set()
+
+    monkeypatch.setattr(run_watch, "TELL_S", 0.01)
+    monkeypatch.setattr(run_watch.logger, "warning", warn)
+    _made(interruption).complete()
+    assert heard.wait(LIMIT_S)
+    assert "the run is complete, but its process has not ended" in told[0]
+    assert "does_not_end_says_where_it_stands" in told[0]
+    interruption.ended()
+    for thread in threading.enumerate():
+        if thread.name == "slow end":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
 def test_the_first_that_ends_the_run_is_told_and_what_comes_of_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs is killed with those that wait for it, whose deaths are noticed too."""
     interruption, told, killed = Interruption(LIMIT_S), list[str](), list[str]()
@@ -248,8 +270,11 @@ def test_a_transfer_queue_that_lives_and_does_not_answer_is_given_up(monkeypatch
     assert ended == ["ranks", role]
 
 
-def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = _watch(Manager(GetTimeoutError()), monkeypatch)
+@pytest.mark.parametrize("error", [GetTimeoutError(), RayTaskError("end_silent", "stack", ValueError("no entry"))])
+def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = _watch(Manager(error), monkeypatch)
     assert watch.explain(LATE) is LATE  # slow, but its watch has heard of it
     watch._end(Death(Process("prompt manager", "prompt manager"), "it was given up"))
     assert str(watch.explain(LATE)).startswith("prompt manager died: it was given up")
@@ -310,7 +335,9 @@ def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: 
     watch._handle(DEAD)
     assert not watch.has_replaced(SERVER, LATE, 0, CLAIM_S)
     silent = _watch(Manager(GetTimeoutError()), monkeypatch)
-    assert not silent.has_replaced(SERVER, LATE, 0, CLAIM_S)  # the manager does not answer
+    broken = _watch(Manager(RayTaskError("end_silent", "stack", ValueError("no entry"))), monkeypatch)
+    for watch in (silent, broken):
+        assert not watch.has_replaced(SERVER, LATE, 0, CLAIM_S)  # the manager does not answer
     ending = _watch(Manager(ValueError("nobody is to be asked")), monkeypatch)
     ending.react({SERVER.role: lambda death: "it was started again"})
     ending._handle(DEAD)

@@ -16,11 +16,13 @@ from verl.trainer.ppo.v1 import PPOTrainer
 from partial_rollout.errors import ActorLost, DataError
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.runtime import run_watch
+from partial_rollout.runtime.processes import TRAINING_RANK
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.train import task_runner
 from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.task_runner import TaskRunner
 from partial_rollout.train.trainer import PartialRolloutTrainer
+from partial_rollout.types import Death, Process
 from tests.unit.train.support import bare_trainer, noted
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def lose(interruption: Interruption) -> None:
 
 @pytest.fixture
 def interruption() -> Iterator[Interruption]:
-    made = Interruption(STOP_S)
+    made = Interruption(STOP_S, force=lambda: None)
     yield made
     made.ended()
 
@@ -92,12 +94,18 @@ def test_a_death_after_the_last_step_does_not_make_a_complete_run_a_failed_one(
     monkeypatch.setattr(PPOTrainer, "fit", lambda *_: None)
     trainer._log = SimpleNamespace(end=end)
     trainer.fit(None)
+    trainer.watch._end(
+        Death(Process("training rank", "actor-0"), "killed")
+    )  # ended by force, it would be trained again
     assert ended == [True]
     assert trainer.log == ["prepare", "shut down"]
+    assert not trainer.watch.has_lost(TRAINING_RANK)
 
 
-def test_an_error_before_the_first_step_begins_the_end(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl closes TransferQueue next, whose death would be told in place of the error."""
+def test_an_error_before_the_first_step_ends_the_run_as_any_other(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl closes TransferQueue next, whose death would be told in place of the error if nobody shut the run down."""
 
     def fail(*_: object) -> None:
         raise DataError("no log")
@@ -105,7 +113,7 @@ def test_an_error_before_the_first_step_begins_the_end(trainer: Any, monkeypatch
     monkeypatch.setattr(PartialRolloutTrainer, "_prepare", fail)
     with pytest.raises(DataError):
         trainer.fit(None)
-    assert trainer.watch._stopped.is_set()
+    assert trainer.log == ["save", "shut down"]
 
 
 def test_a_start_that_was_given_up_is_shut_down_although_its_error_is_told_at_the_end_of_its_watch(
