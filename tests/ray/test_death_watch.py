@@ -46,8 +46,14 @@ class Rank:
 
 
 @pytest.fixture
-def manager(request: pytest.FixtureRequest) -> Iterator[ActorHandle]:
-    timeouts = TimeoutConfig(claim_s=CLAIM_S)
+def claim_s() -> float:
+    """How long an actor may be silent; the test of a frozen one has less."""
+    return LIMIT_S
+
+
+@pytest.fixture
+def manager(request: pytest.FixtureRequest, claim_s: float) -> Iterator[ActorHandle]:
+    timeouts = TimeoutConfig(claim_s=claim_s)
     handle = create_manager(PartialRolloutConfig(timeouts=timeouts), 8, name=request.node.name)
     yield handle
     ray.kill(handle)
@@ -115,6 +121,7 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     assert isinstance(watch.explain(told.value), ActorLost)
 
 
+@pytest.mark.parametrize("claim_s", [CLAIM_S])
 def test_a_rank_that_trains_gives_signs_of_life_and_one_that_is_frozen_is_killed(
     listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int], tmp_path: Path
 ) -> None:
@@ -140,11 +147,11 @@ def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_tol
     waiting, _ = rank
     actor_class: Any = ray.remote(num_cpus=0)(Rank)
     controller = actor_class.remote()
+    pid = ray.get(controller.pid.remote(), timeout=LIMIT_S)
     watch = listening()
     watch.release({TRANSFER_QUEUE_CONTROLLER.role: lambda: ray.kill(waiting)})
     watch.watch([(TRANSFER_QUEUE_CONTROLLER.role, "controller", controller)])
     busy = waiting.train.remote()
-    pid = ray.get(controller.pid.remote(), timeout=LIMIT_S)
     killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     # The signal may come after Ray has told of the rank's end, until the end of the run has begun.
