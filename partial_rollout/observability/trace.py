@@ -80,10 +80,10 @@ def make_tracks(record: RunRecord, events: Iterable[AnyEvent]) -> list[Track]:
                 messages.append(_message(event))
             case _:
                 pass
-    ends_s = _step_ends(record, opened_s)
+    times = _step_times(record, opened_s)
     found = [
-        Track("run", "steps", list(_step_slices(record, ends_s))),
-        Track("run", "GPU seconds by cause", list(_cause_slices(record, ends_s))),
+        Track("run", "steps", list(_step_slices(record, times))),
+        Track("run", "GPU seconds by cause", list(_cause_slices(record, times))),
         Track("run", "gate", [Slice("closed", start_s, end_s or lanes.now_s) for start_s, end_s in lanes.closed]),
         Track("run", "weights", updates),
         Track("run", "messages", messages),
@@ -92,21 +92,27 @@ def make_tracks(record: RunRecord, events: Iterable[AnyEvent]) -> list[Track]:
     return [track for track in found if track.slices]
 
 
-def _step_ends(record: RunRecord, opened_s: Mapping[int, float]) -> dict[int, float]:
-    """When each step ended; without times, as in verl's metrics file, one step follows the other."""
-    ends_s: dict[int, float] = {}
+def _step_times(record: RunRecord, opened_s: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Begin and end of each step; without times, as in verl's metrics file, one step follows the other.
+
+    A step's timer goes on for a moment after the gate has opened, which is taken for the step's end. Where that takes
+    longer than the pause before the step, on a busy machine, it would begin before the step before has ended.
+    """
+    times: dict[int, tuple[float, float]] = {}
     end_s = 0.0
     for number, event in sorted(record.steps.items()):
-        end_s += event.metrics.get(STEP_SECONDS) or 0.0
+        last_s, seconds = end_s, event.metrics.get(STEP_SECONDS) or 0.0
+        end_s += seconds
         if event.t:
-            end_s = opened_s.get(number, event.t - (event.metrics.get("timing_s/testing") or 0.0))
-        ends_s[number] = end_s
-    return ends_s
+            told_s = opened_s.get(number, event.t - (event.metrics.get("timing_s/testing") or 0.0))
+            end_s = max(end_s, told_s)
+        times[number] = max(last_s, end_s - seconds), end_s
+    return times
 
 
-def _step_slices(record: RunRecord, ends_s: Mapping[int, float]) -> Iterable[Slice]:
-    for (number, end_s), step in zip(sorted(ends_s.items()), record.series, strict=True):
-        start_s = at_s = end_s - step.get(STEP_SECONDS, 0.0)
+def _step_slices(record: RunRecord, times: Mapping[int, tuple[float, float]]) -> Iterable[Slice]:
+    for (number, (start_s, end_s)), step in zip(sorted(times.items()), record.series, strict=True):
+        at_s = start_s
         numbers = {name: value for name, value in step.items() if not name.startswith("timing_s/")}
         yield Slice(f"step {number}", start_s, end_s, numbers)
         for name in PHASES:
@@ -123,12 +129,14 @@ def _step_slices(record: RunRecord, ends_s: Mapping[int, float]) -> Iterable[Sli
             at_s += seconds
 
 
-def _cause_slices(record: RunRecord, ends_s: Mapping[int, float]) -> Iterable[Slice]:
-    for end_s, step in zip(ends_s.values(), record.series, strict=True):
-        at_s, gpus = end_s - step.get(STEP_SECONDS, 0.0), num_gpus(step)
+def _cause_slices(record: RunRecord, times: Mapping[int, tuple[float, float]]) -> Iterable[Slice]:
+    for (start_s, end_s), step in zip(times.values(), record.series, strict=True):
+        at_s, gpus = start_s, num_gpus(step)
         for cause, seconds in step_causes(step).items():
+            if seconds * 1e9 < SHORTEST_NS:
+                continue  # it would reach into the next one
             notes: dict[str, Note] = {"gpu_seconds": gpus * seconds, "lost": "yes" if cause in LOST else "no"}
-            yield Slice(cause, at_s, at_s + seconds, notes)
+            yield Slice(cause, at_s, min(at_s + seconds, end_s), notes)
             at_s += seconds
 
 

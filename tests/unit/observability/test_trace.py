@@ -6,6 +6,7 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -157,6 +158,21 @@ def test_steps_have_their_phases_within_them(tmp_path: Path) -> None:
     assert phases[-1].end_ns == step.end_ns
     second = pieces[len(pieces) // 2]
     assert (second.name, second.start_ns) == ("step 2", 10_000_000_000)
+
+
+def test_steps_do_not_overlap_although_a_timer_goes_on_after_its_step(tmp_path: Path) -> None:
+    """A busy machine takes milliseconds between the opening of the gate and the end of the step's timer."""
+    late = STEP | {"timing_s/step": STEP["timing_s/step"] + 0.004, "timing_s/save_checkpoint": 2e-7}
+    writer = EventWriter(tmp_path / "events", "trainer", keep_all=True)
+    for number in (1, 2, 3):
+        writer.write(gate(10.0 * number, number, is_open=True))
+        writer.write(StepEnded(t=START_S + 10.0 * number + 0.2, step=number, total=3, metrics=late))
+    writer.close()
+    tracks = written(tmp_path)
+    assert {piece.depth for piece in tracks["run", "GPU seconds by cause"]} == {0}
+    steps = [piece for piece in tracks["run", "steps"] if piece.name.startswith("step ")]
+    assert [piece.depth for piece in steps] == [0, 0, 0]
+    assert all(before.end_ns <= after.start_ns for before, after in pairwise(steps))
 
 
 def test_lost_seconds_of_the_slices_are_those_of_the_report(tmp_path: Path) -> None:
