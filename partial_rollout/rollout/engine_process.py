@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 from partial_rollout.core.slots import EngineLoad
+from partial_rollout.runtime.run_restarts import runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 KILLED_S = 20.0
 """The kernel has freed what a killed engine held within this time."""
+LOOK_S = 1.0
+"""Between two looks at killed processes: nothing tells of the end of one that is another's child."""
 TITLE = "VLLM::"
 """vLLM's engine core and workers have this in their command lines."""
 KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -94,20 +95,15 @@ def end_processes(processes: Collection[psutil.Process], *, grace_s: float) -> N
     One that has ended and that its parent does not wait for, as the first process of a container may not, has ended.
     """
     _, left = psutil.wait_procs(processes, timeout=grace_s)
-    with contextlib.ExitStack() as ends:
-        killed: dict[int, psutil.Process] = {}
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # ended, and its id may be another's
-                end = os.pidfd_open(process.pid)
-                ends.callback(os.close, end)
-                process.kill()
-                killed[end] = process
-        deadline_s = time.monotonic() + KILLED_S
-        for end in killed:
-            poll = select.poll()
-            poll.register(end, select.POLLIN)
-            poll.poll(1000 * max(0.0, deadline_s - time.monotonic()))
-    psutil.wait_procs(killed.values(), timeout=0.0)  # own children among them are no zombies any more
+    killed: list[psutil.Process] = []
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, and its id may be another's
+            process.kill()
+            killed.append(process)
+    deadline_s = time.monotonic() + KILLED_S
+    while killed and (left_s := deadline_s - time.monotonic()) > 0:
+        _, killed = psutil.wait_procs(killed, timeout=min(LOOK_S, left_s))
+        killed = [process for process in killed if runs(process)]  # psutil takes a zombie for alive
 
 
 def engine_load(num_tokens: int) -> EngineLoad:

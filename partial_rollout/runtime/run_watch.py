@@ -253,8 +253,7 @@ class RunWatch:
             for (_, _, handle), process in found[:1]:
                 end_actor(handle, process)
 
-        if not self._stopped.is_set():
-            self._end(replace(death, process=found[0][1] if found else wanted), kill)
+        self._end(replace(death, process=found[0][1] if found else wanted), kill)
 
     @contextlib.contextmanager
     def stops_at_an_error(self) -> Iterator[None]:
@@ -267,7 +266,7 @@ class RunWatch:
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """A death's error may be raised in this block, and not after it, however it ends.
+        """A death's error may be raised in this block, and not after it, however it ends; deaths are heard of further.
 
         Put the `except` outside of it: a signal may come before the block's end is noted, and not again for `AGAIN_S`.
         """
@@ -301,11 +300,7 @@ class RunWatch:
         return self._interruption.left
 
     def bound_end(self, error: BaseException) -> None:
-        """The run ends with `error`: nothing is raised from now on, and after `stop_s` the process is ended by force.
-
-        Deaths are still heard of: what is saved last may wait for somebody who dies, and the error may come of one.
-        """
-        self._interruption.begin_end()
+        """The run ends with `error`: from now on its end has `stop_s`, after which the process is ended by force."""
         self.left.begin()
         name = "bound of the run's end"
         threading.Thread(target=self._interruption.bound_end, args=(error,), daemon=True, name=name).start()
@@ -448,8 +443,7 @@ class RunWatch:
         except RayError as error:  # this thread would end without a word, and no death would be heard of any more
             cause = f"it was given up, because it does not tell of deaths any more: {root_cause(error)!r}"
         process = self._manager_process
-        if not self._stopped.is_set():
-            self._end(Death(process, self._verdict or cause, "", last_lines(process.log) if process.log else ""))
+        self._end(Death(process, self._verdict or cause, "", last_lines(process.log) if process.log else ""))
         return None
 
     def _handle(self, death: Death) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -93,24 +91,31 @@ def test_a_process_whose_id_went_to_another_does_not_keep_the_rest_from_being_en
     assert core.has_ended()
 
 
-def test_a_killed_process_is_waited_for_however_little_time_it_had_to_end_by_itself(core, monkeypatch):
-    waits_ms = []
+class Slow(psutil.Process):
+    """A process whose end takes the kernel long."""
 
-    class Poll:
-        def __init__(self):
-            self._poll = select.poll()
-            self.register = self._poll.register
+    def kill(self):
+        pass
 
-        def poll(self, timeout):
-            waits_ms.append(timeout)
-            return self._poll.poll(timeout)
+    def status(self):
+        return psutil.STATUS_RUNNING
+
+
+def test_a_killed_process_is_waited_for_however_little_time_it_had_to_end_by_itself(monkeypatch):
+    waits_s, num_looks = [], 50
+
+    def wait(processes, timeout):
+        waits_s.append(timeout)
+        return ([], list(processes)) if len(waits_s) < num_looks else (list(processes), [])
 
     monkeypatch.setattr(engine_process, "KILLED_S", HOUR_S)
-    monkeypatch.setattr(engine_process, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
-    end_processes([core.worker, psutil.Process(core.process.pid)], grace_s=0.05)
-    assert len(waits_ms) == 2
-    assert min(waits_ms) > 1000 * HOUR_S / 2
-    assert core.has_ended()
+    monkeypatch.setattr(psutil, "wait_procs", wait)
+    end_processes([Slow(os.getpid())], grace_s=0.05)
+    assert waits_s == [0.05] + [engine_process.LOOK_S] * (num_looks - 1)
+    monkeypatch.setattr(engine_process, "KILLED_S", 0.0)
+    waits_s.clear()
+    end_processes([Slow(os.getpid())], grace_s=0.05)
+    assert waits_s == [0.05]
 
 
 def test_a_killed_process_that_its_parent_does_not_wait_for_has_ended(core, monkeypatch):

@@ -82,10 +82,9 @@ def test_the_end_itself_is_not_interrupted() -> None:
 def test_a_run_that_a_death_ends_saves_its_last_checkpoint_undisturbed() -> None:
     interruption = Interruption(LIMIT_S)
     thread = _thread(interruption)
-    with pytest.raises(ActorLost):  # noqa: PT012 - see `_thread`
+    with pytest.raises(ActorLost), _made(interruption).interrupts():  # noqa: PT012 - see `_thread`
         thread.start()
         threading.Event().wait()
-    _made(interruption).bound_end(LOST)
     signal.raise_signal(run_watch.SIGNAL)  # as one that was on its way, or comes after `AGAIN_S`
     interruption.ended()
     thread.join(LIMIT_S)

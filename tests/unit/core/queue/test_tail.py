@@ -110,9 +110,9 @@ def taken(result: TakeResult) -> list[str]:
     return [group.uid for group in result.groups]
 
 
-def after_a_short_round() -> Trainer:
+def after_a_short_round(policy: TailPolicy = REORDER) -> Trainer:
     """p0 to p3 are trained, p4 and p5 deferred."""
-    trainer = Trainer(REORDER)
+    trainer = Trainer(policy)
     trainer.begin()
     trainer.claim()
     trainer.finish("p0", "p1", "p2", "p3")
@@ -233,11 +233,7 @@ def test_a_claim_that_its_worker_did_not_fetch_in_the_round_is_deferred_again() 
 
 
 def test_a_batch_waits_for_overdue_groups_though_enough_others_are_done() -> None:
-    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
-    trainer.begin()
-    trainer.claim()
-    trainer.finish("p0", "p1", "p2", "p3")
-    trainer.take()
+    trainer = after_a_short_round(Reorder(BATCH, 6, max_deferrals=1))
     assert trainer.begin().kind == "mixed"
     trainer.claim()
     trainer.finish("p6", "p7", "p8", "p9", "p5")
@@ -247,11 +243,7 @@ def test_a_batch_waits_for_overdue_groups_though_enough_others_are_done() -> Non
 
 
 def test_resumed_claims_take_their_slots_from_those_that_are_free() -> None:
-    trainer = Trainer(Reorder(BATCH, 6, max_deferrals=1))
-    trainer.begin()
-    trainer.claim()
-    trainer.finish("p0", "p1", "p2", "p3")
-    trainer.take()
+    trainer = after_a_short_round(Reorder(BATCH, 6, max_deferrals=1))
     trainer.begin()
     assert trainer.claim(free_slots=3) == ["p4", "p5", "p6"]
 
