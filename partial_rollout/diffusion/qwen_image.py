@@ -218,7 +218,8 @@ class QwenImageRollout(QwenImagePipeline):
             timesteps = torch.tensor([float(scheduler.config["num_train_timesteps"])], device=self.device)
             return timesteps, scheduler
         timesteps, _ = self.prepare_timesteps(num_steps, state.sampling.sigmas, _latents(state).shape[1])
-        return timesteps, copy.deepcopy(self.scheduler)
+        # vllm-omni leaves them on the CPU, and joins no batch of two devices: a sample that goes on has them here.
+        return timesteps.to(self.device), copy.deepcopy(self.scheduler)
 
     def _size(self, state: StepRequestState) -> tuple[int, int]:
         default = self.default_sample_size * self.vae_scale_factor

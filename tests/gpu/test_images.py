@@ -5,6 +5,8 @@ In the environment of requirements/omni-gpu.txt.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -58,6 +60,24 @@ def test_a_snapshot_goes_on_after_the_engine_has_slept(rig, guided):
     step, resumed = rig.run(interrupted())
     assert step == CYCLES
     assert same(resumed, whole) == [True] * 3
+
+
+def test_a_snapshot_goes_on_in_one_batch_with_new_requests(rig):
+    request, other = rig.request("beside"), rig.request("new", seed=8)
+    [whole] = rig.generate(request)
+
+    async def interrupted():
+        [task] = await rig.stop_after(request, cycles=CYCLES)
+        await rig.server.drain()
+        outcome = await task
+        await rig.server.resume()
+        tasks = await rig.begin(request.resumed_from(outcome.snapshot), other)
+        await rig.server.release("test")
+        return await asyncio.gather(*tasks)
+
+    resumed, new = rig.run(interrupted())
+    assert len(new.versions) == len(resumed.versions) == len(whole.versions)
+    assert (resumed.log_probs - whole.log_probs).abs().max() < 1e-3
 
 
 def test_a_held_request_goes_on_from_where_it_was(rig):
