@@ -156,7 +156,7 @@ class TrainerConfig:
     timeout_s: float = 3600.0
     reward_s: float = 1800.0
     weights_timeout_s: float = 60.0
-    stop_s: float = 60.0
+    stop_s: float = 120.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""

@@ -38,6 +38,7 @@ import uuid
 from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -56,7 +57,7 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.books import Books
 from partial_rollout.runtime.claim_polls import ClaimPolls
-from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing
+from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing, unpacked
 from partial_rollout.runtime.heartbeat import Silence, Stacks, begin_beats
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.runtime.placement import RESTARTED
@@ -393,9 +394,13 @@ class RolloutPromptManager:
 
     # ---- deaths ----
 
-    async def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> list[Process]:
-        """Watch actors, given as (role, name, handle), from now on; returns where they run."""
-        return await self._deaths.watch([Watched(*actor) for actor in actors])
+    async def expect(self, module: str) -> None:
+        """Import a module beforehand that handles to come need."""
+        await asyncio.to_thread(import_module, module)
+
+    async def watch(self, actors: bytes) -> list[Process]:
+        """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run."""
+        return await self._deaths.watch(await unpacked(actors))
 
     async def forget(self, name: str) -> None:
         """The end of the actor of this name is no death: somebody has asked for it."""

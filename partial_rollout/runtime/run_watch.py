@@ -40,7 +40,7 @@ from partial_rollout.errors import (
 )
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft
-from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines
+from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines, packed
 from partial_rollout.runtime.heartbeat import stack_of
 from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.remote_call import root_cause
@@ -192,7 +192,7 @@ class RunWatch:
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
         """Watch further actors; returns when they are watched."""
         self._watched |= {actor[1]: (actor, Process(*actor[:2])) for actor in actors}
-        for process in ray.get(self._manager.watch.remote(list(actors)), timeout=DESCRIBE_S + self._start_s):
+        for process in ray.get(self._manager.watch.remote(packed(actors)), timeout=DESCRIBE_S + self._start_s):
             if process.name in self._watched:
                 self._watched[process.name] = self._watched[process.name][0], process
             note_found(process)
@@ -201,7 +201,7 @@ class RunWatch:
         """Tell a new process of the manager whom to watch; whoever has died meanwhile is told as dead."""
         before = dict(self._watched)
         actors = [actor for actor, _ in before.values()]
-        for process in ray.get(self._manager.watch.remote(actors), timeout=DESCRIBE_S + self._start_s):
+        for process in ray.get(self._manager.watch.remote(packed(actors)), timeout=DESCRIBE_S + self._start_s):
             # Ray starts some actors again by itself: the new process lives, so nobody else would tell of the old death.
             known = before[process.name][1]
             if known.pid and process.pid and known.pid != process.pid:

@@ -198,6 +198,8 @@ class PartialRolloutTrainer(PPOTrainer):
             answer_s=self.settings.block.timeouts.call_s,
         )
         self.watch.start(transfer_queue_actors())
+        # Where a handle of an engine server arrives vLLM is imported: now, and not after the engines' start.
+        self.manager.expect.remote("partial_rollout.rollout.server")
         with self.watch.stops_at_an_error():
             super().__init__(config)
         for remark_on in (ignored_limit, seldom_drafts):  # verl's own modes warn of the first too

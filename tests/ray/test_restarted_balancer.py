@@ -16,6 +16,7 @@ pytest.importorskip("verl")
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, get_router_handle
 
 from partial_rollout.rollout.balancer import make_restarted
+from partial_rollout.runtime.death_watch import packed
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 
@@ -75,7 +76,7 @@ def test_it_is_started_again_with_its_servers_and_requests_wait(
         call(before.get_all_servers.remote())
     settings = PartialRolloutConfig(timeouts=TimeoutConfig(claim_s=5.0))
     manager = create_manager(settings, 8, name=f"balancer-{number}")
-    call(manager.watch.remote([("load balancer", "load-balancer", balancer)]))
+    call(manager.watch.remote(packed([("load balancer", "load-balancer", balancer)])))
     struck = pid(balancer)
     os.kill(struck, number)
     asked = [balancer.acquire_server.remote(request_id=str(each)) for each in range(NUM_REQUESTS)]

@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from partial_rollout.runtime.death_watch import describe
+from partial_rollout.runtime.death_watch import describe, packed
 from partial_rollout.runtime.prompt_manager import create_manager, find_manager
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta, TrajectorySummary
@@ -144,9 +144,9 @@ class Frozen:
 def test_the_beats_of_an_actor_go_on_to_the_next_process(name: str) -> None:
     manager: Any = create_manager(SETTINGS, BATCH, name=name)
     actor: Any = ray.remote(num_cpus=0)(Frozen).remote()
-    call(manager.watch.remote([("reward worker", "reward-0", actor)]))
+    call(manager.watch.remote(packed([("reward worker", "reward-0", actor)])))
     os.kill(where(manager).pid, signal.SIGKILL)
-    call(manager.watch.remote([("reward worker", "reward-0", actor)]))
+    call(manager.watch.remote(packed([("reward worker", "reward-0", actor)])))
     names = call(actor.__ray_call__.remote(lambda _: [thread.name for thread in threading.enumerate()]))
     assert names.count("pulse of reward-0") == 1
     os.kill(call(actor.pid.remote()), signal.SIGKILL)

@@ -13,6 +13,7 @@ import ray
 pytest.importorskip("vllm")
 
 from partial_rollout.rollout.replica import KeptArguments
+from partial_rollout.runtime.death_watch import packed
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
@@ -50,7 +51,7 @@ def test_a_server_that_dies_or_is_frozen_is_started_again_with_its_arguments(
     server: Any = KeptArguments(as_actor(Server), kept).remote(config=bytes(LARGE))
     size, pid, was_restarted = ray.get(server.was_given.remote(), timeout=LIMIT_S)
     assert (size, was_restarted) == (LARGE, False)
-    ray.get(manager.watch.remote([("engine server", "replica-0", server)]), timeout=LIMIT_S)
+    ray.get(manager.watch.remote(packed([("engine server", "replica-0", server)])), timeout=LIMIT_S)
     os.kill(pid, number)
     death = ray.get(manager.next_death.remote(LIMIT_S), timeout=2 * LIMIT_S)
     assert (death.process.name, death.process.pid) == ("replica-0", pid)

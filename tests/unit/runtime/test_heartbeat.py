@@ -14,6 +14,7 @@ from virtual_time import run_virtual, settle
 from partial_rollout.core.deadlines import WARN_SHARE
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.errors import StaleClaim
+from partial_rollout.runtime.death_watch import Watched
 from partial_rollout.runtime.heartbeat import BEATS, Pulse, Silence, interval_s, stack_of, stack_of_call
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
 from partial_rollout.types import Process, PromptMeta, TrajectorySummary
@@ -125,6 +126,11 @@ def _killing(killed: list[str]) -> RolloutPromptManager:
     return manager
 
 
+async def _watch(manager: RolloutPromptManager, *actors: tuple[str, str, Any]) -> None:
+    """What the manager does with actors that have been unpacked."""
+    await manager._deaths.watch([Watched(*actor) for actor in actors])
+
+
 @pytest.mark.parametrize("role", ["", "load balancer"])
 def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told(role: str) -> None:
     killed: list[str] = []
@@ -132,7 +138,7 @@ def test_what_is_silent_when_a_wait_runs_out_is_killed_and_its_death_is_told(rol
     async def main() -> None:
         manager = _killing(killed)
         frozen, alive = asyncio.Event(), asyncio.Event()
-        await manager.watch([("load balancer", "lb", frozen), ("training rank", "rank", alive)])  # pyright: ignore[reportArgumentType]
+        await _watch(manager, ("load balancer", "lb", frozen), ("training rank", "rank", alive))
         await manager.beat("lb", 1)
         await asyncio.sleep(2 * A_WHILE_S)
         await manager.beat("rank", 1)
@@ -165,7 +171,7 @@ def test_a_call_that_runs_out_before_anybody_counts_as_silent_waits_until_it_is_
         manager, clock = _killing(killed), asyncio.get_running_loop().time
         role, alive, frozen, other = "engine server", asyncio.Event(), asyncio.Event(), asyncio.Event()
         actors = [(role, "alive", alive), (role, "frozen", frozen), ("load balancer", "lb", other)]
-        await manager.watch(actors)  # pyright: ignore[reportArgumentType]
+        await _watch(manager, *actors)
         for name in ("alive", "frozen", "lb"):
             await manager.beat(name, 1)
         await asyncio.sleep(0.01 * CLAIM_S)
@@ -198,7 +204,7 @@ def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> Non
         loop = asyncio.get_running_loop()
         manager, end = _killing(killed), asyncio.Event()
         await manager.admit([PromptMeta("a", 1, 1)])
-        await manager.watch([("agent-loop worker", "w0", end)])  # pyright: ignore[reportArgumentType]
+        await _watch(manager, ("agent-loop worker", "w0", end))
         (claim,) = await manager.claim("w0", 1, timeout_s=0.0)
         await manager.beat("w0", 1)
         death = await manager.next_death(2 * CLAIM_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ class Manager:
             raise death
         return death
 
-    def _watch(self, actors: list[tuple[str, str, Any]]) -> list[Process]:
+    def _watch(self, packed: bytes) -> list[Process]:
+        actors: list[tuple[str, str, Any]] = pickle.loads(packed)
         self.watched.append([name for _, name, _ in actors])
         return [Process(role, name, "node", self.pids[name]) for role, name, _ in actors]
 
