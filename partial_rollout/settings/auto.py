@@ -44,7 +44,8 @@ from partial_rollout.settings.derived import (
     read_block,
     read_settings,
 )
-from partial_rollout.settings.flag import ROLLOUT
+from partial_rollout.settings.drafts import ended_by_more_slots
+from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import (
     GIB,
     Machine,
@@ -482,6 +483,9 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     elif (room := engine_room(config)) is not None and room <= start and not bounded:
         seen = f"{start} slots for a batch, and {_room_in_words(config)}"
         yield _adaptive(False, seen, f"engines run no more than {room} requests at once")
+    elif (drafted := ended_by_more_slots(config)) and not bounded:
+        seen = f"{start} slots for a batch, and {SPECULATION}"
+        yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, so more slots end the drafts")
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
         if block.slots.least is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.derived import ENGINE_ARGUMENTS, engine_option, num_engines, read_settings
 from partial_rollout.settings.flag import ROLLOUT, SPECULATION
 
@@ -30,21 +31,19 @@ def seldom_drafts(config: DictConfig) -> str:
     Raises:
         ConfigError: as `read_settings`, and as `Settings.slot_bounds`.
     """
-    num_drafts = OmegaConf.select(config, f"{SPECULATION}.num_speculative_tokens")
-    if OmegaConf.select(config, f"{SPECULATION}.model") != SUFFIX_DRAFTS or not isinstance(num_drafts, int):
+    graph, width = _largest_graph(config), _tokens_of_a_request(config)
+    if graph is None or width is None:
         return ""
-    graph, settings, width = _largest_graph(config), read_settings(config), num_drafts + 1
-    running = _in_an_engine(config, settings.num_slots)
-    if graph is None or width * running <= graph[0]:
+    settings, (largest, whose) = read_settings(config), graph
+    running, num_drafts = _in_an_engine(config, settings.num_slots), width - 1
+    if width * running <= largest:
         return ""
-    largest, whose = graph
-    most = running
+    needed, (key, batched) = width * running, engine_option(config, BATCHED)
+    remedy = f"let the largest value of {GRAPHS_KEY} be at least {needed}"
     if settings.block.slots.adaptive is not False:
         most = _in_an_engine(config, settings.slot_bounds.most)
-    needed, (key, batched) = width * most, engine_option(config, BATCHED)
-    remedy = f"let the largest value of {GRAPHS_KEY} be at least {needed}"
-    if most > running:
-        remedy += f" (adaptive slots may rise, to {most} in an engine)"
+        if most > running:
+            remedy += f" ({width * most} with {BLOCK}.slots.adaptive=true, which may let it run {most})"
     if batched is not None and needed > batched:
         remedy += f" and {key}, above which there is no graph, too"
     return (
@@ -53,6 +52,29 @@ def seldom_drafts(config: DictConfig) -> str:
         f"{running}: it drafts seldom or never, and each step takes longer than in an engine without drafts; {remedy}, "
         f"or leave out {SPECULATION} (docs/modes.md#drafts-from-earlier-responses)"
     )
+
+
+def ended_by_more_slots(config: DictConfig) -> int:
+    """Requests that an engine drafts for at most, where adaptive slots could let it run more, and those to start with
+    do not; else 0.
+
+    Raises:
+        ConfigError: as `seldom_drafts`.
+    """
+    graph, width = _largest_graph(config), _tokens_of_a_request(config)
+    if width is None or graph is None:
+        return 0
+    settings, drafted = read_settings(config), graph[0] // width
+    is_between = _in_an_engine(config, settings.num_slots) <= drafted < _in_an_engine(config, settings.slot_bounds.most)
+    return drafted if is_between else 0
+
+
+def _tokens_of_a_request(config: DictConfig) -> int | None:
+    """Tokens of a request in a checked step of `SuffixDrafts`; None: the engine has another drafter, or none."""
+    num_drafts = OmegaConf.select(config, f"{SPECULATION}.num_speculative_tokens")
+    if OmegaConf.select(config, f"{SPECULATION}.model") != SUFFIX_DRAFTS or not isinstance(num_drafts, int):
+        return None
+    return num_drafts + 1
 
 
 def _largest_graph(config: DictConfig) -> tuple[int, str] | None:

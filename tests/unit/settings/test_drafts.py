@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from partial_rollout.doctor import diagnose
+from partial_rollout.settings.auto import choose
 from partial_rollout.settings.drafts import SUFFIX_DRAFTS, seldom_drafts
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ def test_engines_that_seldom_draft_are_told(composed: Composed, changes: dict[st
 @pytest.mark.parametrize(
     ("most", "told"),
     [
-        (1024, "be at least 3072 (adaptive slots may rise, to 768 in an engine), or"),
-        (512, "be at least 2048 (adaptive slots may rise, to 512 in an engine), or"),
+        (1024, "be at least 1024 (3072 with partial_rollout.slots.adaptive=true, which may let it run 768), or"),
+        (512, "be at least 1024 (2048 with partial_rollout.slots.adaptive=true, which may let it run 512), or"),
         (256, "be at least 1024, or"),
     ],
 )
@@ -107,6 +108,38 @@ def test_adaptive_slots_need_larger_graphs(composed: Composed, adaptive: bool | 
         "partial_rollout.prefetch_factor": 3.0,
     }
     assert told in seldom_drafts(composed(USUAL | changes))
+
+
+OPEN = {
+    "partial_rollout.slots.adaptive": "auto",
+    "partial_rollout.slots.least": None,
+    "partial_rollout.num_slots": None,
+    "partial_rollout.tail.interrupt_mode": "reuse_kv",
+    "data.train_batch_size": 32,
+    f"{ROLLOUT}.n": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafted"),
+    [
+        ({SIZES: [1, 1024]}, 256),
+        ({SIZES: [1, 1023]}, None),  # drafts end with the slots to start with already
+        ({SIZES: [1, 3071]}, 767),
+        ({SIZES: [1, 3072]}, None),
+        ({SIZES: [1, 1024], "trainer.n_gpus_per_node": 2}, 256),  # of up to 384 in each engine
+        ({SIZES: [1, 1536], "trainer.n_gpus_per_node": 2}, None),
+        ({SIZES: [1, 1024], SPECULATION: None}, None),
+        ({SIZES: [1, 1024], "partial_rollout.slots.least": 256}, None),  # set by hand: slots are to be adaptive
+        ({SIZES: [1, 1024], f"{ROLLOUT}.enforce_eager": True}, None),
+    ],
+)
+def test_auto_adds_no_slots_that_would_end_the_drafts(composed: Composed, changes: dict[str, Any], drafted: int | None):
+    config = composed(USUAL | OPEN | changes)
+    (choice,) = [choice for choice in choose(config) if choice.key == "partial_rollout.slots.adaptive"]
+    assert choice.value is (drafted is None), choice
+    if drafted is not None:
+        assert choice.why == f"an engine drafts for {drafted} requests at most, so more slots end the drafts"
 
 
 @pytest.mark.slow
