@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from partial_rollout.advise.result import circumstances, store
+from partial_rollout.advise.result import about_run, store
 from partial_rollout.run.cpu_environment import apply_cpu_environment
 
 MODES = {
@@ -188,7 +188,7 @@ def main() -> None:
         apply_cpu_environment()
     import ray
 
-    make, result = "partial_rollout.run.tiny_qwen_image.make_checkpoint", circumstances(options)
+    make, result = "partial_rollout.run.tiny_qwen_image.make_checkpoint", about_run(options)
     with tempfile.TemporaryDirectory() as folder:
         # A process of its own gives a GPU's memory back.
         subprocess.run([sys.executable, "-m", make, "--out", folder, "--layers", str(options.layers)], check=True)

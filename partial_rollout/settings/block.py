@@ -364,7 +364,7 @@ class SlotsConfig(_Block):
         "true: the number of slots is raised while all are in use and the engines have room, and lowered when requests "
         "are preempted or the KV cache is full; with tail.policy=partial only. Turns vLLM's statistics on "
         "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true where KV is retained, from num_slots "
-        "upwards only, unless num_slots or disable_log_stats=True was set.",
+        "upwards only, unless num_slots or disable_log_stats=True was set, or more slots would end drafts.",
         who="`false`: runs with a fixed number of slots",
         evidence="the fastest mode that was measured on GPUs is adaptive",
     )

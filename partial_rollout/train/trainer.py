@@ -199,7 +199,7 @@ class PartialRolloutTrainer(PPOTrainer):
         )
         self.watch.start(transfer_queue_actors())
         # Where a handle of an engine server arrives vLLM is imported: now, and not after the engines' start.
-        self.manager.expect.remote("partial_rollout.rollout.server")
+        self._expecting = self.manager.expect.remote("partial_rollout.rollout.server")
         with self.watch.stops_at_an_error():
             super().__init__(config)
         for remark_on in (ignored_limit, seldom_drafts):  # verl's own modes warn of the first too
@@ -276,6 +276,7 @@ class PartialRolloutTrainer(PPOTrainer):
         self.watch.react(restarts.reactions())
         # Training ranks wait for a dead TransferQueue for ever; without it they can save nothing.
         self.watch.release({kind.role: self._end_ranks for kind in (TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)})
+        self._ask(self._expecting)
         self.watch.watch(other_actors(self, agent_loop_manager))
         self._phase.begin("prepared to train", REPORT)
         self._phase.start(self.watch, self.manager, lambda: training_ranks(self))
