@@ -11,7 +11,8 @@ files are on the disk, so a folder with a manifest that its files agree with is 
 each torch file the directory is read back, which torch writes at its end. Its tensors are not: that would take as long
 as the save, so a disk that changes bytes is not noticed.
 Checkpoints of release 0.1, of verl's own modes and of `async_save` have no manifest: they count as whole if all parts
-are there that their mode writes, and the manifest of verl's Megatron engine where it saved the model.
+are there that their mode writes, none of their torch files was cut off, and the manifest of verl's Megatron engine is
+there where it saved the model.
 """
 
 from __future__ import annotations
@@ -161,7 +162,11 @@ def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_
     for part in parts:
         _require_content(folder / part, folder_key)
     for path in folder.rglob("*.pt"):
-        _require_directory(path, folder_key)
+        if error := _torn(path):
+            raise DataError(
+                f"the checkpoint's file {path} was not saved whole: {error}. The checkpoints before it are kept; is "
+                f"the disk full ({folder_key})?"
+            )
     # Nor a manifest whose writing was cut off, which goes when this one is written.
     sizes = {name: size for name, size in _sizes(folder).items() if not name.startswith(MANIFEST)}
     # verl's files may still be in memory only: after a loss of power the manifest would vouch for empty ones.
@@ -183,7 +188,8 @@ def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
         parts = PARTS_WITH_QUEUE if (folder / QUEUE).exists() else PARTS
         parts = (*parts, *_megatron_manifests(folder))
         needed = [part for part in parts if not (was_finished and _is_dispensable(part))]
-        return [part for part in needed if not _has_content(folder / part)]
+        torn = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.pt")) if _torn(path)]
+        return [part for part in needed if not _has_content(folder / part)] + torn
     try:
         expected: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
     except (ValueError, KeyError, TypeError):
@@ -325,19 +331,16 @@ def _require_content(part: Path, folder_key: str) -> None:
         )
 
 
-def _require_directory(path: Path, folder_key: str) -> None:
-    """Raise DataError for a torch file that was cut off; one of torch's format before 1.6 has no directory."""
+def _torn(path: Path) -> str:
+    """How a torch file was cut off, empty: it was not; one of torch's format before 1.6 has nothing at its end."""
     with path.open("rb") as file:
         if file.read(len(ZIP_MARK)) != ZIP_MARK:
-            return
+            return ""
     try:
         with zipfile.ZipFile(path):
-            pass
+            return ""
     except zipfile.BadZipFile as error:
-        raise DataError(
-            f"the checkpoint's file {path} was not saved whole: {error}. The checkpoints before it are kept; is the "
-            f"disk full ({folder_key})?"
-        ) from error
+        return str(error)
 
 
 def write_durably(path: Path, content: bytes) -> None:
