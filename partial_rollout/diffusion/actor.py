@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-PARTS = frozenset({"lora_A", "lora_B"})
 WEIGHTS, STATE = "weights.safetensors", "state.pt"
 """Files of a checkpoint."""
 
@@ -80,7 +79,10 @@ class FlowGrpoActor:
         }
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight by its name in the checkpoint, with adapters merged into copies. Several threads may iterate."""
+        """Weights by their names in the checkpoint: all, or those of adapted layers, with adapters merged into copies.
+
+        Several threads may iterate.
+        """
         return merged_weights(self.transformer)
 
     def save(self, folder: Path) -> None:
@@ -182,7 +184,9 @@ def add_adapters(transformer: Any, rank: int, alpha: int) -> None:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by the name it has without adapters; an adapted weight is `base + scale * B @ A`.
+    """Weights by the names they have without adapters: all, or those of the layers that have adapters.
+
+    An adapted weight is `base + scale * B @ A`.
 
     The sum is made in fp32, one layer at a time, in a copy. The model does not change: several threads may read it at
     the same time, and a bf16 base is rounded only in what is sent.
@@ -192,7 +196,7 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         layer, _, parameter = name.rpartition(".base_layer.")
         if layer in adapted:
             yield f"{layer}.{parameter}", _merged(adapted[layer], tensor) if parameter == "weight" else tensor.detach()
-        elif not _is_adapter(name):
+        elif not adapted:
             yield name, tensor.detach()
 
 
@@ -203,7 +207,3 @@ def _merged(layer: LoraLayer, base: torch.Tensor) -> torch.Tensor:
         down, up = (side[adapter].weight.detach().float() for side in sides)
         total = total + layer.scaling[adapter] * (up @ down)
     return total.to(base.dtype)
-
-
-def _is_adapter(name: str) -> bool:
-    return not PARTS.isdisjoint(name.split("."))

@@ -201,7 +201,8 @@ class DiffusionJob:
     async def _update_servers(self) -> None:
         started_s = time.perf_counter()
         limit_s = self._config.trainer.weights_timeout_s
-        await self._replicas.update(self._actor.weights, self.version, self._actor.device, limit_s)
+        actor, is_part = self._actor, self._config.model.lora_rank > 0
+        await self._replicas.update(actor.weights, self.version, actor.device, limit_s, is_part=is_part)
         seconds, self._engine_version = time.perf_counter() - started_s, self.version
         self._events.write(WeightsUpdated(step=self.version, version=self.version, seconds=seconds))
 

@@ -66,6 +66,7 @@ class Update(NamedTuple):
     version: int
     device: torch.device
     limit_s: float
+    is_part: bool
 
 
 @dataclass(slots=True)
@@ -196,10 +197,13 @@ class Replicas:
         version: int,
         device: torch.device,
         limit_s: float,
+        *,
+        is_part: bool = False,
     ) -> None:
         """Send the trained weights to every worker of every server, all at the same time; whoever calls has `still`.
 
-        A server that dies meanwhile gets them when it has started again.
+        A server that dies meanwhile gets them when it has started again. `is_part`: the weights of the model's files
+        stay as they are where none comes.
 
         Raises:
             WeightUpdateError: a worker did not receive all weights.
@@ -208,7 +212,7 @@ class Replicas:
         """
         self._raise_failure()
         # Kept for a server that is started again later: it has the weights of the model's files.
-        self._last = Update(weights, version, device, limit_s)
+        self._last = Update(weights, version, device, limit_s, is_part)
         await self._each(self._send)
         # Only servers that have taken this update: one that is starting has not shown yet that it lives with it.
         for server in self._servers:
@@ -231,7 +235,7 @@ class Replicas:
             self._call(
                 server,
                 "receive_weights",
-                lambda each: each.receive_weights.remote(update.version, update.limit_s),
+                lambda each: each.receive_weights.remote(update.version, update.limit_s, is_part=update.is_part),
                 receiving_s,
             )
         )

@@ -231,8 +231,10 @@ class DiffusionServer:
                 await self._acknowledged("wake_up", self._omni.wake_up())
                 self._asleep = False
 
-    async def receive_weights(self, version: int, timeout_s: float) -> int:
-        """Receive one whole update of weights by the channel to each worker; later steps carry `version`.
+    async def receive_weights(self, version: int, timeout_s: float, *, is_part: bool = False) -> int:
+        """Receive one update of weights by the channel to each worker; later steps carry `version`.
+
+        `is_part`: not all weights come, and the others stay as they are.
 
         Raises:
             WeightUpdateError: the update did not arrive whole; from now on the engine refuses requests.
@@ -243,7 +245,7 @@ class DiffusionServer:
             self._weights.require_receivable(ENGINE_NAME)
             self._weights.begun(version, f"the update to version {version}")
             try:
-                await self._call("receive_weights", timeout_s, version=version, timeout_s=timeout_s)
+                await self._call("receive_weights", timeout_s, version=version, timeout_s=timeout_s, is_part=is_part)
             except (EngineError, WaitTimeout) as error:
                 self._weights.failed(str(error), version)
                 raise WeightUpdateError(f"version {version} did not reach {ENGINE_NAME}: {error}") from error

@@ -64,9 +64,12 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
         """Drop the state of these requests; those that are not here have been dropped before."""
         return _reported(lambda: self._forget_samples(names))
 
-    def receive_weights(self, *, version: int, timeout_s: float) -> Report:
-        """One whole update of the transformer by our channel; the steps after it carry `version`."""
-        return _reported(lambda: self._receive(version, timeout_s))
+    def receive_weights(self, *, version: int, timeout_s: float, is_part: bool) -> Report:
+        """One update of the transformer by our channel; the steps after it carry `version`.
+
+        `is_part`: the others stay as they are.
+        """
+        return _reported(lambda: self._receive(version, timeout_s, is_part=is_part))
 
     def _begun(self) -> dict[str, Any]:
         """The runner's key of each request that has begun, by its name."""
@@ -82,25 +85,32 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
             if name in names:
                 del self.model_runner.state_cache[key]
 
-    def _receive(self, version: int, timeout_s: float) -> int:
+    def _receive(self, version: int, timeout_s: float, *, is_part: bool) -> int:
         pipeline, address = self.model_runner.pipeline, ChannelAddress.inherited()
         channel = channel_name(self.rank)
         receiver = WeightReceiver(
             address, channel, update_number=version, timeout_s=timeout_s, device=pipeline.device, transports=BY_HOST
         )
+        sent: set[str] = set()
         with receiver, torch.no_grad():
-            loaded = pipeline.load_weights(_under_prefix(receiver))
+            loaded = pipeline.load_weights(_under_prefix(receiver, sent))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}
-        missing = sorted(expected - loaded)
+        # vllm-omni tells of each name that it has taken, and of the parameter that it is a part of.
+        missing = sorted(sent - loaded if is_part else expected - loaded)
         if missing:
-            named = ", ".join(missing[:NUM_NAMED_PARAMETERS])
-            raise WeightMismatch(f"{len(missing)} of {len(expected)} parameters were not sent: {named}")
+            named, what = (
+                ", ".join(missing[:NUM_NAMED_PARAMETERS]),
+                "are not the model's" if is_part else "were not sent",
+            )
+            raise WeightMismatch(f"{len(missing)} of {len(sent if is_part else expected)} parameters {what}: {named}")
         pipeline.weight_version = version
         return version
 
 
-def _under_prefix(receiver: WeightReceiver) -> Iterator[tuple[str, torch.Tensor]]:
+def _under_prefix(receiver: WeightReceiver, sent: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as they come; their names are added to `sent`."""
     for name, tensor in receiver.tensors():
+        sent.add(PREFIX + name)
         yield PREFIX + name, tensor
 
 

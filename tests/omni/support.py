@@ -95,10 +95,16 @@ class Rig:
         """Wait until the engine holds by itself."""
         await asyncio.get_running_loop().run_in_executor(None, SCRIPT.held.wait, CALL_S)
 
-    async def update(self, transformer: QwenImageTransformer2DModel, *, leave_out: str | None = None) -> int:
+    async def update(
+        self, transformer: QwenImageTransformer2DModel, *, leave_out: str | None = None, is_part: bool = False
+    ) -> int:
         """Send a transformer's weights as the next version."""
+        weights = transformer.state_dict()
+        return await self.send([(name, weights[name]) for name in weights if name != leave_out], is_part=is_part)
+
+    async def send(self, weights: list[tuple[str, torch.Tensor]], *, is_part: bool) -> int:
+        """Send these weights as the next version."""
         version = self.server.statistics().version + 1
-        weights = [(name, item) for name, item in transformer.state_dict().items() if name != leave_out]
         failures: list[Exception] = []
 
         def send() -> None:
@@ -113,7 +119,7 @@ class Rig:
             thread = threading.Thread(target=send)
             thread.start()
             try:
-                await self.server.receive_weights(version, CALL_S)
+                await self.server.receive_weights(version, CALL_S, is_part=is_part)
             finally:
                 await asyncio.get_running_loop().run_in_executor(None, thread.join, CALL_S)
         if failures:

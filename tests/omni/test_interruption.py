@@ -19,7 +19,7 @@ from partial_rollout.errors import (
     WeightUpdateError,
 )
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
-from tests.omni.support import NUM_STEPS, first_difference, training_model
+from tests.omni.support import NUM_STEPS, first_difference, recomputed, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]
 
@@ -220,6 +220,22 @@ def test_a_snapshot_fits_its_own_request_only(rig):
         rig.generate(rig.request("fits", height=32).resumed_from(snapshot))
     with pytest.raises(Exception, match="damaged snapshot|no snapshot"):
         rig.generate(rig.request("fits").resumed_from(snapshot[: len(snapshot) // 3]))
+
+
+def test_what_a_part_of_the_weights_leaves_out_stays_and_what_is_not_the_models_is_refused(tiny_qwen_image, rig):
+    base, moved = training_model(tiny_qwen_image), training_model(tiny_qwen_image, noise=0.05)
+    rig.run(rig.update(base))
+    rig.run(rig.update(moved, leave_out="proj_out.weight", is_part=True))
+    try:
+        [image] = rig.generate(rig.request("part"))
+        both = moved.state_dict() | {"proj_out.weight": base.state_dict()["proj_out.weight"]}
+        moved.load_state_dict(both)
+        assert (recomputed(moved, image) - image.log_probs).abs().max() < 1e-4
+        with pytest.raises(WeightUpdateError, match=r"1 of 1 parameters are not the model's: transformer.proj_in.bias"):
+            rig.run(rig.send([("proj_in.bias", torch.zeros(4))], is_part=True))
+    finally:
+        rig.server._weights = EngineWeights()
+        rig.run(rig.update(training_model(tiny_qwen_image)))
 
 
 def test_after_half_an_update_the_engine_refuses(tiny_qwen_image, rig):

@@ -115,12 +115,12 @@ class RecordingActor(FlowGrpoActor):
         return metrics
 
 
-def job_config(model: Path, algorithm: str, interrupt: str) -> DiffusionConfig:
+def job_config(model: Path, algorithm: str, interrupt: str, lora_rank: int) -> DiffusionConfig:
     """A step has as many images as both servers have places for; FlowGRPO's window has every denoise step of each."""
     window = {"flow_grpo": TRAINED_STEPS, "mix_grpo": MIX_WINDOW}[algorithm]
     return DiffusionConfig.from_mapping(
         {
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": "float32", "lora_rank": lora_rank},
             "data": {"prompts": "unused"},
             "trainer": {"output_dir": "unused", "reward": "un.used", "train_batch_size": 2, "timeout_s": 60.0},
             "algorithm": {
@@ -136,16 +136,17 @@ def job_config(model: Path, algorithm: str, interrupt: str) -> DiffusionConfig:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "interrupt"), [("flow_grpo", "hold"), ("flow_grpo", "snapshot"), ("mix_grpo", "snapshot")]
+    ("algorithm", "interrupt", "lora_rank"),
+    [("flow_grpo", "hold", 4), ("flow_grpo", "snapshot", 0), ("mix_grpo", "snapshot", 0)],
 )
 def test_a_job_trains_on_what_its_updates_interrupted(
-    servers: list[Any], rig: Rig, tiny_qwen_image: Path, algorithm: str, interrupt: str
+    servers: list[Any], rig: Rig, tiny_qwen_image: Path, algorithm: str, interrupt: str, lora_rank: int
 ):
     """Each denoise step is by the weights of the version that it is marked with, whichever update came in between.
 
     None is computed that no image has, and what one step of MixGRPO trains has one window.
     """
-    config = job_config(tiny_qwen_image, algorithm, interrupt)
+    config = job_config(tiny_qwen_image, algorithm, interrupt, lora_rank)
     actor = RecordingActor(config)
     replicas = Replicas(servers, workers_per_server=1, timeout_s=START_S, sample_timeout_s=START_S)
     job = DiffusionJob(
@@ -166,7 +167,7 @@ def test_a_job_trains_on_what_its_updates_interrupted(
         return [each.num_interrupted for each in statistics]
 
     async def trained():
-        await replicas.update(actor.weights, 0, CPU, START_S)
+        await replicas.update(training_model(tiny_qwen_image).state_dict().items, 0, CPU, START_S)
         before, earlier = await computed(), await interruptions()
         metrics = [await job.step() for _ in range(LEAST_STEPS)]
         # The faster the engines, the more whole images wait to be trained before those that an update interrupted.

@@ -33,7 +33,7 @@ def test_it_takes_weights_from_a_trainer_on_another_gpu(monkeypatch):
     worker = on_a_gpu.DiffusionWorkerExtension()
     worker.rank = 0
     worker.model_runner = SimpleNamespace(pipeline=SimpleNamespace(device=torch.device("cuda", 0)))
-    assert worker.receive_weights(version=1, timeout_s=1.0).error == "RuntimeError: asked"
+    assert worker.receive_weights(version=1, timeout_s=1.0, is_part=False).error == "RuntimeError: asked"
     assert asked["transports"].identify(torch.device("cuda", 0)) == ""
 
 

@@ -69,7 +69,7 @@ class FakeReplicas:
     async def drain(self):
         self.events.append("drain")
 
-    async def update(self, weights, version, device, limit_s):
+    async def update(self, weights, version, device, limit_s, *, is_part):
         self.events.append(f"update {version}")
         self.version = version
 

@@ -74,7 +74,7 @@ class FakeServer:
     async def _channel(self):
         return "address"
 
-    async def _receive(self, version, limit_s):
+    async def _receive(self, version, limit_s, is_part):
         await self.gate.wait()
         self._require_alive()
         if self.breaks:
