@@ -230,7 +230,9 @@ MODE_NAMES = {
     "colocate_async": COLOCATED,
     "reuse_kv_3": "ours: KV retained, 3 batches",
     "reuse_kv_5_adaptive": "ours: KV retained, 5 batches, adaptive number of slots",
+    "sync_drafts": "verl's sync with drafts",
     "flag_alone": "ours: the flag alone",
+    "flag_drafts": "ours: the flag alone with drafts",
     "flag_bypass": "ours: the flag alone with rollout log-probs as old ones",
     "reuse_kv_5_deep": "ours: KV retained, 5 batches, all of which generate at once",
 }
@@ -322,6 +324,10 @@ def pictures() -> dict[str, Figure]:
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",
             "With rollout log-probs as old ones the flag alone learns as much in each step, in shorter steps",
+        ),
+        "smollm2_drafts_h100": draw_real_model(
+            "smollm2_drafts_h100.json",
+            "With drafts a model of 135M learns as without, and no sooner",
         ),
         "smollm2_long_steps_h200": draw_real_steps(
             "smollm2_long_h200.json",

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 TRAINED = "transformer"
 """Folder of the trained weights."""
-SAVE_SHARE, STILL_SHARE = 0.25, 0.5
+SAVE_SHARE, STILL_SHARE = 0.3, 0.45
 """Shares of `trainer.stop_s`: for saving the last checkpoint, and before that for the end of a training under way."""
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 10_000
 """Calls that one server runs at the same time: all its requests, and control calls, which must never queue behind."""
 CONTROL_TIMEOUT_S = 120.0
-END_SHARE = 0.25
+END_SHARE = 0.2
 """Share of `trainer.stop_s` for the end of the servers."""
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,8 @@ class Watched(NamedTuple):
 def packed(actors: Sequence[tuple[str, str, ActorHandle]]) -> bytes:
     """Actors, given as (role, name, handle), for another process, which need not unpack them in its event loop.
 
-    Ray imports an actor's class where its handle arrives: for an engine server vLLM, which takes half a minute.
+    Ray imports an actor's class where its handle arrives: for an engine server vLLM, which takes many seconds. What is
+    packed here keeps its actor alive as long as this process lives, also where nobody holds its handle any more.
     """
     return cloudpickle.dumps(list(actors))
 

@@ -184,6 +184,7 @@ class RolloutPromptManager:
         self._silence = Silence(claim_s, clock, self._end_silent, self._call)
         self._stacks = Stacks()
         self._deaths = DeathWatch(self._park, self._doing, self._ask, on_death=self._silence.forget)
+        self._unpacking = asyncio.Lock()
         self._never: ray.ObjectRef[None] | None = None
 
     # ---- trainer ----
@@ -395,12 +396,14 @@ class RolloutPromptManager:
     # ---- deaths ----
 
     async def expect(self, module: str) -> None:
-        """Import a module beforehand that handles to come need."""
-        await asyncio.to_thread(import_module, module)
+        """Begin to import a module that handles to come need; returns at once."""
+        self._importing = asyncio.ensure_future(asyncio.to_thread(import_module, module))
+        self._importing.add_done_callback(_tell_failed_import)
 
     async def watch(self, actors: bytes) -> list[Process]:
         """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run."""
-        return await self._deaths.watch(await unpacked(actors))
+        async with self._unpacking:  # calls must not overtake one another: an actor's name may come again
+            return await self._deaths.watch(await unpacked(actors))
 
     async def forget(self, name: str) -> None:
         """The end of the actor of this name is no death: somebody has asked for it."""
@@ -608,6 +611,11 @@ def queue_event(status: ManagerStatus) -> QueueMoved:
         admitted=queue.admitted,
         dropped=queue.num_dropped,
     )
+
+
+def _tell_failed_import(importing: asyncio.Future[Any]) -> None:
+    if not importing.cancelled() and (error := importing.exception()) is not None:
+        logger.warning("what handles of actors need cannot be imported: %r", error)
 
 
 async def _wait(condition: asyncio.Condition, predicate: Callable[[], bool], timeout_s: float) -> bool:

@@ -161,14 +161,17 @@ class RunWatch:
         step: Callable[[], int | None],
         start_s: float,
         answer_s: float,
+        handles_need: str = "",
     ) -> None:
         """`doing` and `step` say what the trainer does.
 
-        The manager must have started after `start_s`, and must answer within `answer_s` from then on.
+        The manager must have started after `start_s`, and must answer within `answer_s` from then on. `handles_need` is
+        a module that it imports before the handles come that need it.
         """
         self._manager, self._interruption = manager, interruption
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
         self._doing, self._step, self._start_s, self._answer_s = doing, step, start_s, answer_s
+        self._handles_need = handles_need
         self._watched: dict[str, tuple[tuple[str, str, ActorHandle], Process]] = {}
         """The living actors that the manager watches, by name; where each was found."""
         self._verdict = ""
@@ -410,6 +413,8 @@ class RunWatch:
         role = PROMPT_MANAGER.role
         self._manager_process = Process(role, role, found.node, found.pid, found.log)
         note_found(self._manager_process)
+        if self._handles_need:
+            ray.get(self._manager.expect.remote(self._handles_need), timeout=limit_s)
 
     def _next_death(self) -> Death | None:
         """The next one, if there is one in time; that of the manager when Ray has started it again."""

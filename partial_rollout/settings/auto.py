@@ -485,7 +485,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         yield _adaptive(False, seen, f"engines run no more than {room} requests at once")
     elif (drafted := ended_by_more_slots(config)) and not bounded:
         seen = f"{start} slots for a batch, and {SPECULATION}"
-        yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, so more slots end the drafts")
+        yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
         if block.slots.least is None:

@@ -55,8 +55,7 @@ def seldom_drafts(config: DictConfig) -> str:
 
 
 def ended_by_more_slots(config: DictConfig) -> int:
-    """Requests that an engine drafts for at most, where adaptive slots could let it run more, and those to start with
-    do not; else 0.
+    """Requests that an engine drafts for at most, if it starts with no more and adaptive slots could be more; else 0.
 
     Raises:
         ConfigError: as `seldom_drafts`.

@@ -151,6 +151,8 @@ NEEDED_TO_SAVE = (TASK_RUNNER, TRAINING_RANK, PROMPT_MANAGER, TRANSFER_QUEUE_CON
 """Without these processes no checkpoint can be saved."""
 LOG_SHARE = 0.1
 """Share of `timeouts.stop_s` for putting the log of rollouts on the disk."""
+SERVER_MODULE = "partial_rollout.rollout.server"
+"""Where the class of engine servers is, which imports vLLM."""
 TRAIN, SAVE, VALIDATE, REPORT = "train", "save", "validate", "report"
 """Kinds of phases of a step that the PhaseWatch limits; all else has a limit of its own."""
 ADMIT_TIMEOUT_S = 600.0
@@ -196,10 +198,9 @@ class PartialRolloutTrainer(PPOTrainer):
             step=lambda: getattr(self, "global_steps", None),
             start_s=self.settings.block.timeouts.start_s,
             answer_s=self.settings.block.timeouts.call_s,
+            handles_need=SERVER_MODULE,
         )
         self.watch.start(transfer_queue_actors())
-        # Where a handle of an engine server arrives vLLM is imported: now, and not after the engines' start.
-        self._expecting = self.manager.expect.remote("partial_rollout.rollout.server")
         with self.watch.stops_at_an_error():
             super().__init__(config)
         for remark_on in (ignored_limit, seldom_drafts):  # verl's own modes warn of the first too
@@ -276,7 +277,6 @@ class PartialRolloutTrainer(PPOTrainer):
         self.watch.react(restarts.reactions())
         # Training ranks wait for a dead TransferQueue for ever; without it they can save nothing.
         self.watch.release({kind.role: self._end_ranks for kind in (TRANSFER_QUEUE_CONTROLLER, TRANSFER_QUEUE_STORAGE)})
-        self._ask(self._expecting)
         self.watch.watch(other_actors(self, agent_loop_manager))
         self._phase.begin("prepared to train", REPORT)
         self._phase.start(self.watch, self.manager, lambda: training_ranks(self))

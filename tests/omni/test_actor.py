@@ -78,7 +78,7 @@ def test_an_update_makes_better_images_likelier(tiny_qwen_image, model):
 def test_adapters_are_sent_merged_under_the_checkpoints_names(tiny_qwen_image):
     actor, original = make_actor(tiny_qwen_image, lora_rank=4), training_model(tiny_qwen_image).state_dict()
     untouched = {name: tensor.clone() for name, tensor in actor.weights()}
-    # Those of adapted layers and no others: the engine has the rest from the same files, and it does not change.
+    # Weights of adapted layers and no others: the engine has the rest from the same files, and it does not change.
     assert untouched.keys() == {name for name in original if ".attn." in name and ".norm_" not in name}
     assert all(torch.equal(untouched[name], original[name]) for name in untouched)
     train(actor)

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from partial_rollout.diffusion import launch
 from partial_rollout.diffusion.config import DiffusionConfig
-from partial_rollout.diffusion.launch import launched
+from partial_rollout.diffusion.job import SAVE_SHARE, STILL_SHARE
+from partial_rollout.diffusion.launch import END_SHARE, launched
 from partial_rollout.errors import ActorLost, ConfigError, DataError
 from partial_rollout.main_diffusion import main
 from partial_rollout.observability.events import CommandEnded, EventReader
@@ -82,3 +83,7 @@ def test_why_a_run_ended_is_told_to_whoever_watches_it(folder: Path, monkeypatch
         main(OmegaConf.create(block))
     [ended] = [event for event in EventReader(folder / "events").read() if isinstance(event, CommandEnded)]
     assert (ended.code, ended.text) == (1, "image server 0 died")
+
+
+def test_what_the_end_of_a_run_takes_one_after_the_other_has_room_in_its_time():
+    assert STILL_SHARE + SAVE_SHARE + END_SHARE < 1.0

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
 from virtual_time import run_virtual, settle, woken
 
-from partial_rollout.runtime.death_watch import DeathWatch, Parking, Watched, how_it_died, last_lines, unpacked
+from partial_rollout.runtime.death_watch import DeathWatch, Parking, Watched, how_it_died, last_lines
 from partial_rollout.types import Death, Process
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 HOUR_S = 3600.0
-LIMIT_S = 30.0
 
 
 class StandIn:
@@ -181,27 +178,3 @@ def test_a_later_call_of_a_watcher_lets_the_earlier_one_go() -> None:
         second.cancel()
 
     run_virtual(main())
-
-
-IMPORTED = threading.Event()
-
-
-def _import() -> list[tuple[str, str, None]]:
-    return [("engine server", "replica-0", None)] if IMPORTED.wait(LIMIT_S) else []
-
-
-class SlowHandles:
-    """Handles whose class takes its time to be imported: until others have had their turn."""
-
-    def __reduce__(self) -> Any:
-        return _import, ()
-
-
-def test_the_event_loop_goes_on_while_handles_import_their_classes() -> None:
-    async def main() -> list[Watched]:
-        unpacking = asyncio.create_task(unpacked(pickle.dumps(SlowHandles())))
-        await settle()
-        IMPORTED.set()
-        return await unpacking
-
-    assert asyncio.run(main()) == [Watched("engine server", "replica-0", cast("Any", None))]

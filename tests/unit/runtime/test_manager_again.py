@@ -36,6 +36,9 @@ class Manager:
         self._deaths = iter(deaths)
         self.__ray_call__ = Call(lambda _: Process("", "", "node", self.pid, ""))
         self.next_death, self.watch = Call(self._next_death), Call(self._watch)
+        self.expect = Call(lambda module: self.told.append((self.pid, module)))
+        self.told = list[tuple[int, Any]]()
+        """Which process was told what to import, and whom to watch."""
         self.on_end: Callable[[], None] = lambda: None
 
     def _next_death(self, _: float, known: Process) -> Death | None:
@@ -51,6 +54,7 @@ class Manager:
     def _watch(self, packed: bytes) -> list[Process]:
         actors: list[tuple[str, str, Any]] = pickle.loads(packed)
         self.watched.append([name for _, name, _ in actors])
+        self.told.append((self.pid, self.watched[-1]))
         return [Process(role, name, "node", self.pids[name]) for role, name, _ in actors]
 
 
@@ -67,10 +71,10 @@ def _is_answered(calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]
     return calls, []
 
 
-def make(manager: Any, interruption: Interruption) -> tuple[RunWatch, list[Death], threading.Event]:
+def make(manager: Any, interruption: Interruption, **more: Any) -> tuple[RunWatch, list[Death], threading.Event]:
     """A RunWatch that goes on without anything, and what it has heard of."""
     watch, told, ended = (
-        RunWatch(manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S),
+        RunWatch(manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S, **more),
         list[Death](),
         threading.Event(),
     )
@@ -122,6 +126,14 @@ def test_the_next_process_is_told_whom_to_watch(interruption: Interruption) -> N
     assert manager.watched == [["replica-0", "actor-0"]] * 2
     assert not watch.has_lost()
     assert watch._fatal is None
+
+
+def test_each_process_is_told_what_handles_need_before_they_come(interruption: Interruption) -> None:
+    manager = TwoProcesses([], {"replica-0": 11, "actor-0": 12})
+    watch, _, _ = make(manager, interruption, handles_need="a.module")
+    run(watch, ACTORS)
+    names = ["replica-0", "actor-0"]
+    assert manager.told == [(1, "a.module"), (1, names), (2, "a.module"), (2, names)]
 
 
 def test_a_server_that_ray_has_started_again_meanwhile_is_told_as_dead(interruption: Interruption) -> None:

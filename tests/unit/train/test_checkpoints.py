@@ -504,7 +504,7 @@ def test_a_torch_file_without_its_end_is_no_part_of_a_whole_checkpoint(tmp_path:
     with pytest.raises(DataError, match=r"actor/model\.pt was not saved whole"):
         mark_whole(folder)
     assert not (folder / MANIFEST).exists()
-    # Also where verl has named it before anybody looked.
+    # A checkpoint that verl has named before anybody looked is no better.
     save(tmp_path, 0)
     track(tmp_path, "1")
     assert missing_parts(folder, was_finished=True) == ["actor/model.pt"]

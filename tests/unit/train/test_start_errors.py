@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from partial_rollout.errors import DataError
 from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.train.task_runner import TaskRunner
+from partial_rollout.train.trainer import SERVER_MODULE
 from tests.unit.train.support import bare_trainer
 
 
@@ -50,3 +53,10 @@ def test_a_start_without_an_error_is_watched_further(watch: RunWatch) -> None:
     with watch.stops_at_an_error():
         pass
     assert not watch._stopped.is_set()
+
+
+def test_the_module_that_handles_of_engine_servers_need_is_theirs() -> None:
+    spec = importlib.util.find_spec(SERVER_MODULE)  # not imported here: it brings vLLM along
+    assert spec is not None
+    assert spec.origin is not None
+    assert "\nclass PartialRolloutServer(" in Path(spec.origin).read_text()
