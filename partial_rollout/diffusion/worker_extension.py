@@ -96,13 +96,11 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
             loaded = pipeline.load_weights(_under_prefix(receiver, sent))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}
         # vllm-omni tells of each name that it has taken, and of the parameter that it is a part of.
-        missing = sorted(sent - loaded if is_part else expected - loaded)
+        wanted, what = (sent, "are not the model's") if is_part else (expected, "were not sent")
+        missing = sorted(wanted - loaded)
         if missing:
-            named, what = (
-                ", ".join(missing[:NUM_NAMED_PARAMETERS]),
-                "are not the model's" if is_part else "were not sent",
-            )
-            raise WeightMismatch(f"{len(missing)} of {len(sent if is_part else expected)} parameters {what}: {named}")
+            named = ", ".join(missing[:NUM_NAMED_PARAMETERS])
+            raise WeightMismatch(f"{len(missing)} of {len(wanted)} parameters {what}: {named}")
         pipeline.weight_version = version
         return version
 
