@@ -403,7 +403,8 @@ class RolloutPromptManager:
     async def watch(self, actors: bytes) -> list[Process]:
         """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run."""
         async with self._unpacking:  # calls must not overtake one another: an actor's name may come again
-            return await self._deaths.watch(await unpacked(actors))
+            handles = await unpacked(actors)
+        return await self._deaths.watch(handles)
 
     async def forget(self, name: str) -> None:
         """The end of the actor of this name is no death: somebody has asked for it."""

@@ -161,7 +161,7 @@ class RunWatch:
         step: Callable[[], int | None],
         start_s: float,
         answer_s: float,
-        handles_need: str = "",
+        handles_need: str,
     ) -> None:
         """`doing` and `step` say what the trainer does.
 
@@ -172,6 +172,7 @@ class RunWatch:
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
         self._doing, self._step, self._start_s, self._answer_s = doing, step, start_s, answer_s
         self._handles_need = handles_need
+        self._expecting: Any = None
         self._watched: dict[str, tuple[tuple[str, str, ActorHandle], Process]] = {}
         """The living actors that the manager watches, by name; where each was found."""
         self._verdict = ""
@@ -413,8 +414,8 @@ class RunWatch:
         role = PROMPT_MANAGER.role
         self._manager_process = Process(role, role, found.node, found.pid, found.log)
         note_found(self._manager_process)
-        if self._handles_need:
-            ray.get(self._manager.expect.remote(self._handles_need), timeout=limit_s)
+        # Nobody waits for it: the manager tells of an import that fails, and where handles come it fails again.
+        self._expecting = self._manager.expect.remote(self._handles_need)
 
     def _next_death(self) -> Death | None:
         """The next one, if there is one in time; that of the manager when Ray has started it again."""

@@ -161,7 +161,7 @@ def mark_whole(folder: Path, parts: Sequence[str] = PARTS_WITH_QUEUE, *, folder_
     """
     for part in parts:
         _require_content(folder / part, folder_key)
-    for path in folder.rglob("*.pt"):
+    for path in _torch_files(folder):
         if error := _torn(path):
             raise DataError(
                 f"the checkpoint's file {path} was not saved whole: {error}. The checkpoints before it are kept; is "
@@ -188,7 +188,7 @@ def missing_parts(folder: Path, *, was_finished: bool = False) -> list[str]:
         parts = PARTS_WITH_QUEUE if (folder / QUEUE).exists() else PARTS
         parts = (*parts, *_megatron_manifests(folder))
         needed = [part for part in parts if not (was_finished and _is_dispensable(part))]
-        torn = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.pt")) if _torn(path)]
+        torn = [str(path.relative_to(folder)) for path in _torch_files(folder) if _torn(path)]
         return [part for part in needed if not _has_content(folder / part)] + torn
     try:
         expected: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
@@ -333,14 +333,19 @@ def _require_content(part: Path, folder_key: str) -> None:
 
 def _torn(path: Path) -> str:
     """How a torch file was cut off, empty: it was not; one of torch's format before 1.6 has nothing at its end."""
-    with path.open("rb") as file:
-        if file.read(len(ZIP_MARK)) != ZIP_MARK:
-            return ""
     try:
-        with zipfile.ZipFile(path):
-            return ""
-    except zipfile.BadZipFile as error:
+        with path.open("rb") as file:
+            mark = file.read(len(ZIP_MARK))
+        if mark == ZIP_MARK:
+            with zipfile.ZipFile(path):
+                return ""
+    except (OSError, zipfile.BadZipFile) as error:
         return str(error)
+    return "" if mark.strip(b"\0") else "it is empty, or has zeros where it begins"
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.pt") if path.is_file())
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -57,7 +57,7 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def whole(tiny_qwen_image: Path) -> dict[str, Any]:
     """Results of whole-request execution, by request id; its engines are gone before the step-wise one starts."""
-    from tests.omni.support import Rig
+    from tests.omni.support import Rig, adapted_part
 
     rig = Rig(tiny_qwen_image, step_execution=False)
     requests = [
@@ -67,6 +67,9 @@ def whole(tiny_qwen_image: Path) -> dict[str, Any]:
     ]
     results = {request.request_id: rig.generate(request)[0] for request in requests}
     results["together"] = rig.generate(requests[0], requests[2])
+    # An engine that has had no update yet.
+    rig.run(rig.send(list(adapted_part(tiny_qwen_image).items()), is_part=True))
+    [results["part"]] = rig.generate(requests[0])
     rig.close()
     half = Rig(tiny_qwen_image, step_execution=False, dtype="bfloat16")
     [results["bfloat16"]] = half.generate(requests[1])

@@ -154,6 +154,12 @@ def training_model(model: Path, *, noise: float = 0.0, seed: int = 1) -> QwenIma
     return transformer
 
 
+def adapted_part(model: Path) -> dict[str, torch.Tensor]:
+    """The weights of layers that can have adapters, moved."""
+    moved = training_model(model, noise=0.05).state_dict()
+    return {name: moved[name] for name in moved if ".attn." in name and ".norm_" not in name}
+
+
 def recomputed(
     transformer: torch.nn.Module, result: SampleResult, true_cfg_scale: float = 1.0, sde_type: str = "sde"
 ) -> torch.Tensor:

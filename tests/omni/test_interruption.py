@@ -19,7 +19,7 @@ from partial_rollout.errors import (
     WeightUpdateError,
 )
 from partial_rollout.weights.protocol.engine_weights import EngineWeights
-from tests.omni.support import NUM_STEPS, first_difference, recomputed, training_model
+from tests.omni.support import NUM_STEPS, adapted_part, first_difference, recomputed, training_model
 
 STEPS = [1, 4, NUM_STEPS - 1]
 
@@ -233,6 +233,22 @@ def test_what_a_part_of_the_weights_leaves_out_stays_and_what_is_not_the_models_
         assert (recomputed(moved, image) - image.log_probs).abs().max() < 1e-4
         with pytest.raises(WeightUpdateError, match=r"1 of 1 parameters are not the model's: transformer.proj_in.bias"):
             rig.run(rig.send([("proj_in.bias", torch.zeros(4))], is_part=True))
+    finally:
+        rig.server._weights = EngineWeights()
+        rig.run(rig.update(training_model(tiny_qwen_image)))
+
+
+def test_a_part_of_the_weights_rests_on_what_the_engine_has_loaded(tiny_qwen_image, whole):
+    model = training_model(tiny_qwen_image)
+    model.load_state_dict(model.state_dict() | adapted_part(tiny_qwen_image))
+    deviations = [(recomputed(model, whole[name]) - whole[name].log_probs).abs().max() for name in ("part", "plain")]
+    assert deviations[0] < 1e-4 < deviations[1]
+
+
+def test_an_update_without_weights_is_refused(tiny_qwen_image, rig):
+    try:
+        with pytest.raises(WeightUpdateError, match="the update has no weights"):
+            rig.run(rig.send([], is_part=True))
     finally:
         rig.server._weights = EngineWeights()
         rig.run(rig.update(training_model(tiny_qwen_image)))

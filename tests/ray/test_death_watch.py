@@ -82,6 +82,7 @@ def listening(manager: ActorHandle, rank: tuple[ActorHandle, int], tmp_path: Pat
             step=lambda: 3,
             start_s=LIMIT_S,
             answer_s=LIMIT_S,
+            handles_need="json",
         )
         watch.react(reactions or {})
         watch.start([])

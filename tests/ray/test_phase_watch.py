@@ -66,6 +66,7 @@ class Run:
             step=lambda: 3,
             start_s=LIMIT_S,
             answer_s=LIMIT_S,
+            handles_need="json",
         )
         actor_class: Any = ray.remote(num_cpus=0)(Rank)
         self.ranks: list[tuple[str, ActorHandle]] = [(f"actor-{number}", actor_class.remote()) for number in range(2)]

@@ -71,7 +71,7 @@ class FakeReplicas:
 
     async def update(self, weights, version, device, limit_s, *, is_part):
         self.events.append(f"update {version}")
-        self.version = version
+        self.version, self.is_part = version, is_part
 
     async def release(self):
         self.events.append("release")
@@ -496,4 +496,14 @@ async def test_half_a_training_is_not_saved(tmp_path, ends):
     assert not await within(job.save_last())
     assert Checkpoints(job._config, PROMPTS).found is None
     assert job._books.untrained[:2] == [2, 3]
+    await job.end()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+async def test_with_adapters_an_update_is_a_part_of_the_weights(lora_rank):
+    replicas = FakeReplicas(ready=10**6)
+    job = make_job(replicas)
+    job._config = dataclasses.replace(job._config, model=dataclasses.replace(job._config.model, lora_rank=lora_rank))
+    await within(job.step())
+    assert replicas.is_part is (lora_rank > 0)
     await job.end()

@@ -79,7 +79,7 @@ class FakeServer:
         self._require_alive()
         if self.breaks:
             raise WeightUpdateError("half of them came")
-        self.version = version
+        self.version, self.is_part = version, is_part
         return version
 
     async def _drain(self):
@@ -239,7 +239,7 @@ async def test_a_dead_server_is_started_again_with_the_trained_weights(quick_sen
     one = replicas(first, start=lambda index: second)
     await one.begin(watched=False)
     first.gate.set()
-    await within(one.update(list, 5, torch.device("cpu"), 1.0))
+    await within(one.update(list, 5, torch.device("cpu"), 1.0, is_part=True))
     first.gate.clear()
     async with one.still:  # the model trains
         image = asyncio.ensure_future(one.sample(request()))
@@ -249,6 +249,7 @@ async def test_a_dead_server_is_started_again_with_the_trained_weights(quick_sen
         assert (second.version, second.seen) == (0, [])
     done = await within(image)
     assert (done.result.request_id, second.version, len(second.seen)) == ("second", 5, 1)
+    assert (first.is_part, second.is_part) == (True, True)
     told = next(record for record in caplog.records if record.levelno == logging.ERROR)
     assert (
         "image server 0 (pid 7 on node 10.0.0.2) died: SIGKILL; it had 1 requests; it is started again" in told.message
@@ -352,7 +353,7 @@ async def test_a_server_with_half_an_update_is_started_again(quick_sender, again
     broken.breaks, second.breaks = True, again
     both = replicas(broken, other, start=lambda index: second, kill=lambda handle, process: handle.die())
     await within(both.update(list, 3, torch.device("cpu"), 1.0))
-    assert (broken.is_dead, other.version) == (True, 3)
+    assert (broken.is_dead, other.version, other.is_part) == (True, 3, False)
     await within(both._moved.wait_for(lambda: both._failure is not None or both._servers[0].is_up))
     if again:
         with pytest.raises(WeightUpdateError, match="half of them came"):

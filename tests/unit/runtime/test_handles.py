@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from partial_rollout.core.queue.tail import Partial
 from partial_rollout.runtime.prompt_manager import RolloutPromptManager
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.runtime.death_watch import Watched
 
-LIMIT_S = 30.0
+LIMIT_S = 10.0
 
 
 class Gate:
@@ -99,6 +100,31 @@ def test_a_watch_that_was_asked_for_later_does_not_come_first() -> None:
     assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == ["first", "second"]
 
 
+def test_an_actor_that_does_not_say_where_it_runs_keeps_no_death_of_others_back() -> None:
+    class OneIsStuck(Manager):
+        async def _park(self, handle: Any) -> None:
+            if handle == "dead":
+                raise RayActorError(error_msg="SIGKILL")
+            await super()._park(handle)
+
+        async def _ask(self, actor: Watched) -> Process:
+            await asyncio.sleep(0 if actor.handle == "dead" else LIMIT_S)
+            return await super()._ask(actor)
+
+    async def main() -> str:
+        manager = OneIsStuck(Partial(4), 2, asyncio.get_running_loop().time)
+        stuck = asyncio.ensure_future(manager.watch(pickle.dumps([("training rank", "stuck", "alive")])))
+        watching = asyncio.ensure_future(manager.watch(pickle.dumps([("engine server", "replica-0", "dead")])))
+        death = await manager.next_death(LIMIT_S / 2)
+        assert death is not None
+        assert not stuck.done()
+        await watching
+        stuck.cancel()
+        return death.process.name
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == "replica-0"
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Makes a module with this text; returns its name."""
@@ -139,5 +165,6 @@ def test_an_import_that_fails_is_told_and_ends_nothing(
         await manager.statistics()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "no vLLM here" in said
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "no vLLM here" in said[0]

@@ -36,7 +36,7 @@ class Manager:
         self._deaths = iter(deaths)
         self.__ray_call__ = Call(lambda _: Process("", "", "node", self.pid, ""))
         self.next_death, self.watch = Call(self._next_death), Call(self._watch)
-        self.expect = Call(lambda module: self.told.append((self.pid, module)))
+        self.expect = SimpleNamespace(remote=lambda module: self.told.append((self.pid, module)))
         self.told = list[tuple[int, Any]]()
         """Which process was told what to import, and whom to watch."""
         self.on_end: Callable[[], None] = lambda: None
@@ -71,10 +71,20 @@ def _is_answered(calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]
     return calls, []
 
 
-def make(manager: Any, interruption: Interruption, **more: Any) -> tuple[RunWatch, list[Death], threading.Event]:
+def make(
+    manager: Any, interruption: Interruption, handles_need: str = "json"
+) -> tuple[RunWatch, list[Death], threading.Event]:
     """A RunWatch that goes on without anything, and what it has heard of."""
     watch, told, ended = (
-        RunWatch(manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S, **more),
+        RunWatch(
+            manager,
+            interruption,
+            doing=str,
+            step=lambda: 1,
+            start_s=LIMIT_S,
+            answer_s=LIMIT_S,
+            handles_need=handles_need,
+        ),
         list[Death](),
         threading.Event(),
     )
@@ -181,7 +191,9 @@ def test_a_manager_that_is_not_started_again_ends_the_run(interruption: Interrup
 
 def test_a_manager_that_dies_before_training_begins_ends_the_start(interruption: Interruption) -> None:
     manager = TwoProcesses([], {})
-    watch = RunWatch(manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S)  # pyright: ignore[reportArgumentType]
+    watch = RunWatch(
+        manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S, handles_need="json"
+    )  # pyright: ignore[reportArgumentType]
     watch._run([])
     assert "Ray has started another one" in str(watch._fatal)
 

@@ -36,7 +36,13 @@ def _thread(interruption: Interruption) -> threading.Thread:
 def _made(interruption: Interruption) -> RunWatch:
     manager: Any = None
     return RunWatch(
-        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=LIMIT_S, answer_s=LIMIT_S
+        manager,
+        interruption,
+        doing=lambda: "trained step 3",
+        step=lambda: 3,
+        start_s=LIMIT_S,
+        answer_s=LIMIT_S,
+        handles_need="json",
     )
 
 
@@ -222,7 +228,15 @@ def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
     monkeypatch.setattr(run_watch.ray, "get", get)
     interruption = Interruption(LIMIT_S)
     interruption.ended()
-    return RunWatch(manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=0.0, answer_s=0.0)
+    return RunWatch(
+        manager,
+        interruption,
+        doing=lambda: "trained step 3",
+        step=lambda: 3,
+        start_s=0.0,
+        answer_s=0.0,
+        handles_need="json",
+    )
 
 
 LATE = WaitTimeout("trainer waited 60 s for 1 rollout replicas to report; no answer from replica 0")

@@ -509,3 +509,15 @@ def test_a_torch_file_without_its_end_is_no_part_of_a_whole_checkpoint(tmp_path:
     track(tmp_path, "1")
     assert missing_parts(folder, was_finished=True) == ["actor/model.pt"]
     assert choose_checkpoint(tmp_path) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"PK\x03\x04"])
+def test_a_torch_file_that_was_emptied_is_torn_and_what_is_no_file_is_none(tmp_path: Path, content: bytes) -> None:
+    folder = save(tmp_path, 1, whole=False)
+    (folder / "actor/gone.pt").symlink_to(tmp_path / "gone")
+    (folder / "actor/folder.pt").mkdir()
+    assert missing_parts(folder) == []
+    (folder / "actor/model_world_size_2_rank_1.pt").write_bytes(content)
+    assert missing_parts(folder) == ["actor/model_world_size_2_rank_1.pt"]
+    with pytest.raises(DataError, match="rank_1"):
+        mark_whole(folder)

@@ -52,7 +52,13 @@ def trainer(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> Any:
     manager: Any = None
     log: list[str] = []
     watch = RunWatch(
-        manager, interruption, doing=lambda: "trained step 3", step=lambda: 3, start_s=STOP_S, answer_s=STOP_S
+        manager,
+        interruption,
+        doing=lambda: "trained step 3",
+        step=lambda: 3,
+        start_s=STOP_S,
+        answer_s=STOP_S,
+        handles_need="json",
     )
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     monkeypatch.setattr(PartialRolloutTrainer, "_prepare", noted(log, "prepare"))

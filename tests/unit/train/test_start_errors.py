@@ -24,7 +24,13 @@ from tests.unit.train.support import bare_trainer
 def watch() -> RunWatch:
     manager: Any = None
     return RunWatch(
-        manager, Interruption(1.0), doing=lambda: "was starting", step=lambda: None, start_s=1.0, answer_s=1.0
+        manager,
+        Interruption(1.0),
+        doing=lambda: "was starting",
+        step=lambda: None,
+        start_s=1.0,
+        answer_s=1.0,
+        handles_need="json",
     )
 
 
