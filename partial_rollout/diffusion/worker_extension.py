@@ -95,9 +95,9 @@ class DiffusionWorkerExtension(CustomPipelineWorkerExtension):
         with receiver, torch.no_grad():
             loaded = pipeline.load_weights(_under_prefix(receiver, sent))
         expected = {name for name, _ in pipeline.named_parameters() if name.startswith(PREFIX)}
-        # vllm-omni tells of each name that it has taken, and of the parameter that it is a part of.
         if not sent:
             raise WeightMismatch("the update has no weights")
+        # vllm-omni tells of each name that it has taken, and of the parameter that it is a part of.
         wanted, what = (sent, "are not the model's") if is_part else (expected, "were not sent")
         missing = sorted(wanted - loaded)
         if missing:

@@ -57,7 +57,15 @@ from partial_rollout.observability.log import report_to
 from partial_rollout.observability.metrics import ManagerMetrics, run_name
 from partial_rollout.runtime.books import Books
 from partial_rollout.runtime.claim_polls import ClaimPolls
-from partial_rollout.runtime.death_watch import DeathWatch, Watched, ask_where, last_lines, nothing, unpacked
+from partial_rollout.runtime.death_watch import (
+    DeathWatch,
+    Watched,
+    ask_where,
+    last_lines,
+    nothing,
+    own_process,
+    unpacked,
+)
 from partial_rollout.runtime.heartbeat import Silence, Stacks, begin_beats
 from partial_rollout.runtime.journal import Journal, Place
 from partial_rollout.runtime.placement import RESTARTED
@@ -395,10 +403,11 @@ class RolloutPromptManager:
 
     # ---- deaths ----
 
-    async def expect(self, module: str) -> None:
-        """Begin to import a module that handles to come need; returns at once."""
+    async def meet(self, module: str) -> Process:
+        """Where the manager runs; it begins to import a module that handles to come need, and does not wait for it."""
         self._importing = asyncio.ensure_future(asyncio.to_thread(import_module, module))
         self._importing.add_done_callback(_tell_failed_import)
+        return own_process("", "")
 
     async def watch(self, actors: bytes) -> list[Process]:
         """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run."""

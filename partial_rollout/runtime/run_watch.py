@@ -40,7 +40,7 @@ from partial_rollout.errors import (
 )
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft
-from partial_rollout.runtime.death_watch import DESCRIBE_S, describe, end_actor, how_it_died, last_lines, packed
+from partial_rollout.runtime.death_watch import DESCRIBE_S, end_actor, how_it_died, last_lines, packed
 from partial_rollout.runtime.heartbeat import stack_of
 from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.remote_call import root_cause
@@ -172,7 +172,6 @@ class RunWatch:
         self._manager_process = Process(PROMPT_MANAGER.role, PROMPT_MANAGER.role)
         self._doing, self._step, self._start_s, self._answer_s = doing, step, start_s, answer_s
         self._handles_need = handles_need
-        self._expecting: Any = None
         self._watched: dict[str, tuple[tuple[str, str, ActorHandle], Process]] = {}
         """The living actors that the manager watches, by name; where each was found."""
         self._verdict = ""
@@ -410,12 +409,10 @@ class RunWatch:
 
     def _meet_manager(self, limit_s: float = MANAGER_START_S) -> None:
         """Find the manager's process."""
-        found: Process = ray.get(self._manager.__ray_call__.remote(describe), timeout=limit_s)
+        found: Process = ray.get(self._manager.meet.remote(self._handles_need), timeout=limit_s)
         role = PROMPT_MANAGER.role
         self._manager_process = Process(role, role, found.node, found.pid, found.log)
         note_found(self._manager_process)
-        # Nobody waits for it: the manager tells of an import that fails, and where handles come it fails again.
-        self._expecting = self._manager.expect.remote(self._handles_need)
 
     def _next_death(self) -> Death | None:
         """The next one, if there is one in time; that of the manager when Ray has started it again."""

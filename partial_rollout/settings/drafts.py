@@ -31,10 +31,9 @@ def seldom_drafts(config: DictConfig) -> str:
     Raises:
         ConfigError: as `read_settings`, and as `Settings.slot_bounds`.
     """
-    graph, width = _largest_graph(config), _tokens_of_a_request(config)
-    if graph is None or width is None:
+    if (step := _checked_step(config)) is None:
         return ""
-    settings, (largest, whose) = read_settings(config), graph
+    (width, largest, whose), settings = step, read_settings(config)
     running, num_drafts = _in_an_engine(config, settings.num_slots), width - 1
     if width * running <= largest:
         return ""
@@ -60,20 +59,24 @@ def ended_by_more_slots(config: DictConfig) -> int:
     Raises:
         ConfigError: as `seldom_drafts`.
     """
-    graph, width = _largest_graph(config), _tokens_of_a_request(config)
-    if width is None or graph is None:
+    if (step := _checked_step(config)) is None:
         return 0
-    settings, drafted = read_settings(config), graph[0] // width
+    (width, largest, _), settings = step, read_settings(config)
+    drafted = largest // width
     is_between = _in_an_engine(config, settings.num_slots) <= drafted < _in_an_engine(config, settings.slot_bounds.most)
     return drafted if is_between else 0
 
 
-def _tokens_of_a_request(config: DictConfig) -> int | None:
-    """Tokens of a request in a checked step of `SuffixDrafts`; None: the engine has another drafter, or none."""
+def _checked_step(config: DictConfig) -> tuple[int, int, str] | None:
+    """Tokens of a request in a checked step of `SuffixDrafts`, those of the largest graph, and who says so.
+
+    None: the engine has another drafter or none, or as `_largest_graph`.
+    """
     num_drafts = OmegaConf.select(config, f"{SPECULATION}.num_speculative_tokens")
     if OmegaConf.select(config, f"{SPECULATION}.model") != SUFFIX_DRAFTS or not isinstance(num_drafts, int):
         return None
-    return num_drafts + 1
+    graph = _largest_graph(config)
+    return None if graph is None else (num_drafts + 1, *graph)
 
 
 def _largest_graph(config: DictConfig) -> tuple[int, str] | None:

@@ -19,6 +19,7 @@ from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK, TRA
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
+from tests.run_watches import make_run_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,15 +76,7 @@ def listening(manager: ActorHandle, rank: tuple[ActorHandle, int], tmp_path: Pat
     watches: list[RunWatch] = []
 
     def listen(reactions: dict[str, Callable[[Death], str]] | None = None) -> RunWatch:
-        watch = RunWatch(
-            manager,
-            interruption,
-            doing=lambda: "trained step 3",
-            step=lambda: 3,
-            start_s=LIMIT_S,
-            answer_s=LIMIT_S,
-            handles_need="json",
-        )
+        watch = make_run_watch(manager, interruption, LIMIT_S)
         watch.react(reactions or {})
         watch.start([])
         watches.append(watch)

@@ -17,8 +17,9 @@ from partial_rollout.runtime import phase_watch
 from partial_rollout.runtime.phase_watch import PhaseWatch
 from partial_rollout.runtime.processes import TASK_RUNNER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
-from partial_rollout.runtime.run_watch import Interruption, RunWatch
+from partial_rollout.runtime.run_watch import Interruption
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
+from tests.run_watches import make_run_watch
 from tests.unit.core.queue.queues import ManualClock
 
 if TYPE_CHECKING:
@@ -59,15 +60,7 @@ class Run:
         self.manager = create_manager(PartialRolloutConfig(timeouts=timeouts), 8, name=name)
         self.phase = PhaseWatch(LEAST_S, "was starting", self.clock)
         self.interruption = Interruption(LIMIT_S)
-        self.watch = RunWatch(
-            self.manager,
-            self.interruption,
-            doing=lambda: self.phase.doing,
-            step=lambda: 3,
-            start_s=LIMIT_S,
-            answer_s=LIMIT_S,
-            handles_need="json",
-        )
+        self.watch = make_run_watch(self.manager, self.interruption, LIMIT_S, doing=lambda: self.phase.doing)
         actor_class: Any = ray.remote(num_cpus=0)(Rank)
         self.ranks: list[tuple[str, ActorHandle]] = [(f"actor-{number}", actor_class.remote()) for number in range(2)]
         self.pids = [ray.get(rank.pid.remote(), timeout=LIMIT_S) for _, rank in self.ranks]

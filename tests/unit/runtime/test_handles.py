@@ -143,7 +143,7 @@ def test_what_handles_need_is_imported_before_they_come_and_nobody_waits_for_it(
 
     async def main() -> None:
         manager = make_manager()
-        await manager.expect(name)
+        await manager.meet(name)
         await _entered()
         await manager.statistics()
         Gate.opened.set()
@@ -160,7 +160,7 @@ def test_an_import_that_fails_is_told_and_ends_nothing(
 
     async def main() -> None:
         manager = make_manager()
-        await manager.expect(name)
+        await manager.meet(name)
         await asyncio.wait({manager._importing})
         await manager.statistics()
 

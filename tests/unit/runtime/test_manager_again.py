@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from partial_rollout.runtime import run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
 from partial_rollout.types import Death, Process
+from tests.run_watches import make_run_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,12 +35,15 @@ class Manager:
     def __init__(self, deaths: Sequence[Death | None | Exception], pids: dict[str, int]) -> None:
         self.pid, self.pids, self.watched = 1, pids, list[list[str]]()
         self._deaths = iter(deaths)
-        self.__ray_call__ = Call(lambda _: Process("", "", "node", self.pid, ""))
         self.next_death, self.watch = Call(self._next_death), Call(self._watch)
-        self.expect = SimpleNamespace(remote=lambda module: self.told.append((self.pid, module)))
+        self.meet = Call(self._meet)
         self.told = list[tuple[int, Any]]()
         """Which process was told what to import, and whom to watch."""
         self.on_end: Callable[[], None] = lambda: None
+
+    def _meet(self, module: str) -> Process:
+        self.told.append((self.pid, module))
+        return Process("", "", "node", self.pid, "")
 
     def _next_death(self, _: float, known: Process) -> Death | None:
         if known.pid != self.pid:
@@ -76,15 +80,7 @@ def make(
 ) -> tuple[RunWatch, list[Death], threading.Event]:
     """A RunWatch that goes on without anything, and what it has heard of."""
     watch, told, ended = (
-        RunWatch(
-            manager,
-            interruption,
-            doing=str,
-            step=lambda: 1,
-            start_s=LIMIT_S,
-            answer_s=LIMIT_S,
-            handles_need=handles_need,
-        ),
+        make_run_watch(manager, interruption, LIMIT_S, doing=str, step=lambda: 1, handles_need=handles_need),
         list[Death](),
         threading.Event(),
     )
@@ -191,9 +187,7 @@ def test_a_manager_that_is_not_started_again_ends_the_run(interruption: Interrup
 
 def test_a_manager_that_dies_before_training_begins_ends_the_start(interruption: Interruption) -> None:
     manager = TwoProcesses([], {})
-    watch = RunWatch(
-        manager, interruption, doing=str, step=lambda: 1, start_s=LIMIT_S, answer_s=LIMIT_S, handles_need="json"
-    )  # pyright: ignore[reportArgumentType]
+    watch = make_run_watch(manager, interruption, LIMIT_S, doing=str, step=lambda: 1)  # pyright: ignore[reportArgumentType]
     watch._run([])
     assert "Ray has started another one" in str(watch._fatal)
 

@@ -23,6 +23,7 @@ from partial_rollout.errors import (
 from partial_rollout.runtime import processes, run_watch
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.types import Death, Process
+from tests.run_watches import make_run_watch
 
 LOST = ActorLost("the controller died")
 LIMIT_S = 30.0
@@ -35,15 +36,7 @@ def _thread(interruption: Interruption) -> threading.Thread:
 
 def _made(interruption: Interruption) -> RunWatch:
     manager: Any = None
-    return RunWatch(
-        manager,
-        interruption,
-        doing=lambda: "trained step 3",
-        step=lambda: 3,
-        start_s=LIMIT_S,
-        answer_s=LIMIT_S,
-        handles_need="json",
-    )
+    return make_run_watch(manager, interruption, LIMIT_S)
 
 
 def test_a_wait_without_a_bound_is_left() -> None:
@@ -228,15 +221,7 @@ def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
     monkeypatch.setattr(run_watch.ray, "get", get)
     interruption = Interruption(LIMIT_S)
     interruption.ended()
-    return RunWatch(
-        manager,
-        interruption,
-        doing=lambda: "trained step 3",
-        step=lambda: 3,
-        start_s=0.0,
-        answer_s=0.0,
-        handles_need="json",
-    )
+    return make_run_watch(manager, interruption, 0.0)
 
 
 LATE = WaitTimeout("trainer waited 60 s for 1 rollout replicas to report; no answer from replica 0")

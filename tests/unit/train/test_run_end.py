@@ -23,6 +23,7 @@ from partial_rollout.train import trainer as trainer_module
 from partial_rollout.train.task_runner import TaskRunner
 from partial_rollout.train.trainer import PartialRolloutTrainer
 from partial_rollout.types import Death, Process
+from tests.run_watches import make_run_watch
 from tests.unit.train.support import bare_trainer, noted
 
 if TYPE_CHECKING:
@@ -51,15 +52,7 @@ def trainer(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer that is ready to train; `log` has what its end does."""
     manager: Any = None
     log: list[str] = []
-    watch = RunWatch(
-        manager,
-        interruption,
-        doing=lambda: "trained step 3",
-        step=lambda: 3,
-        start_s=STOP_S,
-        answer_s=STOP_S,
-        handles_need="json",
-    )
+    watch = make_run_watch(manager, interruption, STOP_S)
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     monkeypatch.setattr(PartialRolloutTrainer, "_prepare", noted(log, "prepare"))
     monkeypatch.setattr(PartialRolloutTrainer, "_save_last_checkpoint", noted(log, "save"))

@@ -17,21 +17,14 @@ from partial_rollout.integrations.verl_compat import TaskRunnerBase
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
 from partial_rollout.train.task_runner import TaskRunner
 from partial_rollout.train.trainer import SERVER_MODULE
+from tests.run_watches import make_run_watch
 from tests.unit.train.support import bare_trainer
 
 
 @pytest.fixture
 def watch() -> RunWatch:
     manager: Any = None
-    return RunWatch(
-        manager,
-        Interruption(1.0),
-        doing=lambda: "was starting",
-        step=lambda: None,
-        start_s=1.0,
-        answer_s=1.0,
-        handles_need="json",
-    )
+    return make_run_watch(manager, Interruption(1.0), 1.0, doing=lambda: "was starting", step=lambda: None)
 
 
 def fails(*_: object) -> None:
