@@ -58,12 +58,25 @@ class DraftGate:
         return pays != is_probe
 
     def price(self, requests: int) -> float:
-        """What a step of so many requests takes with drafts; without them it takes 1."""
-        known = [size for size, found in self._excesses.items() if len(found) >= LEAST_EXCESSES]
+        """What a step of so many requests takes with drafts; without them it takes 1.
+
+        Numbers that were not measured go by the nearest that was. A step takes some of that once, however many requests
+        are in it, so more of them are not said to take as much each: as much as those measured, and `FIRST_EXCESS`.
+        """
+        size, known = requests.bit_length(), self._measured()
+        first = 1 + self._first_excess * requests
         if not known:
-            return 1 + self._first_excess * requests
-        nearest = min(known, key=lambda size: abs(size - requests.bit_length()))
-        return 1 + statistics.median(self._excesses[nearest]) * requests
+            return first
+        nearest = min(known, key=lambda each: abs(each - size))
+        excess = statistics.median(self._excesses[nearest])
+        return 1 + excess * requests if nearest >= size else max(first, 1 + excess * 2**nearest)
+
+    def has_measured(self, requests: int) -> bool:
+        """Whether the price of so many requests comes from steps of about as many."""
+        return requests.bit_length() in self._measured()
+
+    def _measured(self) -> list[int]:
+        return [size for size, found in self._excesses.items() if len(found) >= LEAST_EXCESSES]
 
     def note(self, checked: int, tokens: int) -> None:
         """Count `checked` requests that had drafts in a step, and all tokens that it brought them."""

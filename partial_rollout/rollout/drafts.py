@@ -109,11 +109,12 @@ class SuffixDrafts:
         if sum(self._steps.values()) == TOLD:
             told = ", ".join(f"{number} {each}" for each, number in self._steps.items())
             brings, takes = self._gate.tokens_a_step, self._gate.price(requests)
+            how = "measured" if self._gate.has_measured(requests) else "estimated"
             text = (
                 "drafts in %d steps: %s; a step of %d requests with drafts brings each %.2f tokens "
-                "and takes %.2f times as long"
+                "and takes %.2f times as long (%s)"
             )
-            logger.info(text, TOLD, told, requests, brings, takes)
+            logger.info(text, TOLD, told, requests, brings, takes, how)
             self._steps = dict.fromkeys(KINDS, 0)
         return kind
 

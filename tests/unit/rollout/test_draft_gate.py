@@ -85,6 +85,20 @@ def test_other_numbers_of_requests_go_by_the_nearest_that_was_measured():
     assert [gate.price(requests) for requests in (16, 64, 128)] == pytest.approx([1.3, 1.6, 2.2])
 
 
+@pytest.mark.parametrize("few", [1, 4, 32])
+@pytest.mark.parametrize("drafts_s", [0.009, 0.010, 0.013])
+def test_what_a_step_of_few_requests_takes_is_not_taken_for_each_of_many(few, drafts_s):
+    """In a job on a GPU a step of 175 requests was said to take -4.76 times as long."""
+    gate = DraftGate(drafts=3)
+    believed = gate.price(175)
+    probed(gate, few, EXCESSES, drafts_s=drafts_s, without_s=0.010, has_drafts=False)
+    assert [gate.has_measured(few), gate.has_measured(175)] == [True, False]
+    assert gate.price(few) == pytest.approx(drafts_s / 0.010)
+    assert gate.price(175) == believed
+    probed(gate, few, EXCESSES, drafts_s=0.030, without_s=0.010, has_drafts=False)
+    assert gate.price(175) == pytest.approx(5.0)
+
+
 def test_the_newest_probes_count_and_one_that_is_far_off_does_not():
     gate = DraftGate(drafts=3)
     probed(gate, 16, EXCESSES, drafts_s=0.020, without_s=0.010, has_drafts=False)
