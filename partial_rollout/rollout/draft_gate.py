@@ -60,16 +60,22 @@ class DraftGate:
     def price(self, requests: int) -> float:
         """What a step of so many requests takes with drafts; without them it takes 1.
 
-        Numbers that were not measured go by the nearest that was. A step takes some of that once, however many requests
-        are in it, so more of them are not said to take as much each: as much as those measured, and `FIRST_EXCESS`.
+        Numbers that were not measured go by the nearest power of two that was, the smaller of two as near. What a
+        step takes more grows with the requests up to the end of that power, and above it by `FIRST_EXCESS` alone if that
+        is more: part of it is the same for any number. What a step saves, where those without drafts have no whole
+        graphs, does not grow. Fewer requests than were measured may take more than their share, as is said here.
         """
         size, known = requests.bit_length(), self._measured()
         first = 1 + self._first_excess * requests
         if not known:
             return first
-        nearest = min(known, key=lambda each: abs(each - size))
+        nearest = min(known, key=lambda each: (abs(each - size), each))
         excess = statistics.median(self._excesses[nearest])
-        return 1 + excess * requests if nearest >= size else max(first, 1 + excess * 2**nearest)
+        if excess < 0:
+            found = 1 + excess * min(requests, 2 ** (nearest - 1))
+        else:
+            found = 1 + excess * min(requests, 2**nearest)
+        return found if nearest >= size else max(first, found)
 
     def has_measured(self, requests: int) -> bool:
         """Whether the price of so many requests comes from steps of about as many."""

@@ -71,7 +71,9 @@ def test_the_price_is_what_steps_took(has_drafts):
     times = {"drafts_s": 0.013, "without_s": 0.010, "has_drafts": has_drafts}
     probed(gate, 16, LEAST_EXCESSES - 1, **times)
     assert gate.price(16) == believed == pytest.approx(1.072)
+    assert not gate.has_measured(16)
     probed(gate, 16, 1, **times)
+    assert gate.has_measured(16)
     assert gate.price(16) == pytest.approx(1.3)
     gate.note(checked=2048, tokens=2560)
     assert not gate.is_open(16)
@@ -97,6 +99,34 @@ def test_what_a_step_of_few_requests_takes_is_not_taken_for_each_of_many(few, dr
     assert gate.price(175) == believed
     probed(gate, few, EXCESSES, drafts_s=0.030, without_s=0.010, has_drafts=False)
     assert gate.price(175) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("measured", [1, 4, 16, 31, 128])
+def test_what_drafts_save_does_not_grow_with_the_requests(measured):
+    gate = DraftGate(drafts=3)
+    probed(gate, measured, EXCESSES, drafts_s=0.004, without_s=0.010, has_drafts=False)
+    prices = [gate.price(requests) for requests in range(1, 2 ** measured.bit_length())]
+    assert 0.399 < min(prices) <= max(prices) < 1
+
+
+def test_fewer_requests_than_were_measured_go_by_those_alone():
+    gate = DraftGate(drafts=3)
+    probed(gate, 64, EXCESSES, drafts_s=0.0101, without_s=0.010, has_drafts=False)
+    assert gate.price(20) == pytest.approx(1 + 0.01 * 20 / 64)
+
+
+@pytest.mark.parametrize("order", [(16, 256), (256, 16)])
+def test_of_two_measured_numbers_that_are_as_near_the_smaller_counts(order):
+    gate, took_s = DraftGate(drafts=3), {16: 0.016, 256: 0.020}
+    for requests in order:
+        probed(gate, requests, EXCESSES, drafts_s=took_s[requests], without_s=0.010, has_drafts=False)
+    assert gate.price(64) == pytest.approx(1 + 0.6 * 32 / 16)
+
+
+def test_drafts_that_bring_as_much_as_they_cost_are_made():
+    gate = DraftGate(drafts=3)
+    gate.tokens_a_step = gate.price(16)
+    assert gate.is_open(16)
 
 
 def test_the_newest_probes_count_and_one_that_is_far_off_does_not():

@@ -247,10 +247,12 @@ def test_drafts_that_are_right_end_where_steps_with_them_take_too_long(longer, i
     assert (sum(drafted[-PERIOD:]) > PERIOD // 2) == is_open
 
 
-def test_a_line_in_the_log_says_how_many_steps_had_drafts_and_why_the_others_had_none(monkeypatch, caplog):
+@pytest.mark.parametrize(("measured", "how"), [(4, "measured"), (8, "estimated")])
+def test_a_line_in_the_log_says_how_many_steps_had_drafts_and_what_they_took(monkeypatch, caplog, measured, how):
     monkeypatch.setattr(drafts_module, "TOLD", 6)
     monkeypatch.setattr(logging.getLogger("partial_rollout"), "propagate", True)
     drafter = drafter_of(SimpleNamespace(**{**vars(CONFIG), "compilation_config": GRAPHS}))
+    drafter._gate._excesses[measured.bit_length()].extend([0.25] * LEAST_EXCESSES)
     opened = iter([True, False, True, True])
     drafter._gate.is_open = lambda requests: next(opened)
     with caplog.at_level("INFO", logger="partial_rollout"):
@@ -263,7 +265,10 @@ def test_a_line_in_the_log_says_how_many_steps_had_drafts_and_why_the_others_had
     assert line.startswith(
         "drafts in 6 steps: 3 steps had them, 1 had none since they would cost more time than they save, "
     )
-    assert "2 had none since the step would be larger than the largest CUDA graph; a step of 5 requests" in line
+    assert line.endswith(
+        "2 had none since the step would be larger than the largest CUDA graph; a step of 5 requests with drafts "
+        f"brings each 1.30 tokens and takes 2.25 times as long ({how})"
+    )
 
 
 def test_rows_that_are_prefilled_do_not_count_as_requests_of_the_step():
