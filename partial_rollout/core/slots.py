@@ -116,17 +116,17 @@ class SlotController:
 
     def __init__(self, budget: int, bounds: SlotBounds) -> None:
         self._bounds = bounds
-        self.budget = self._first = self._whole_groups(budget)
+        self.budget = self._whole_groups(budget)
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
         self._num_preemptions = self._num_tokens = self._in_use = 0
-        self.was_full_at_first_budget = False
-        """Whether a look since `begin` found the KV cache full or requests preempted, and no more slots than the first
-        budget were in use since the look before it. Added slots, until a decrease has taken them away, may fill it."""
+        self.was_full_at_least = False
+        """Whether a look since `begin` found the KV cache full or requests preempted, and no more slots than the lower
+        bound were in use since the look before it. Others, until a decrease has taken them away, may fill it."""
 
     def begin(self, load: EngineLoad) -> None:
         """Begin a step. Preemptions count from here on: those of a validation say nothing of the slots."""
         self._num_preemptions = load.num_preemptions
-        self.was_full_at_first_budget = False
+        self.was_full_at_least = False
 
     def observe(self, load: EngineLoad, slots_in_use: int, speeds: Sequence[EngineSpeed] = ()) -> SlotDecision:
         """Decide on the next budget.
@@ -138,8 +138,8 @@ class SlotController:
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         before = self.budget
-        if load.is_full(preempted) and max(before, self._in_use) <= self._first:
-            self.was_full_at_first_budget = True
+        if load.is_full(preempted) and max(before, self._in_use) <= self._bounds.least:
+            self.was_full_at_least = True
         self._in_use = slots_in_use
         self.budget, reason = self._next(load, preempted, slots_in_use)
         if self.budget > before and not self._is_worth(before, speeds):

@@ -60,10 +60,10 @@ class DraftGate:
     def price(self, requests: int) -> float:
         """What a step of so many requests takes with drafts; without them it takes 1.
 
-        Numbers that were not measured go by the nearest power of two that was, the smaller of two as near. What a
-        step takes more grows with the requests up to the end of that power, and above it by `FIRST_EXCESS` alone if that
-        is more: part of it is the same for any number. What a step saves, where those without drafts have no whole
-        graphs, does not grow. Fewer requests than were measured may take more than their share, as is said here.
+        Numbers are measured by powers of two, and others go by the nearest that was, the smaller of two as near. What
+        drafts cost grows with the requests within the power, and above it only if `FIRST_EXCESS` says more: part of it
+        is the same for any number. What they save, where steps without drafts have no whole graphs, does not grow.
+        Fewer requests than were measured are said to cost their share, which may be too little.
         """
         size, known = requests.bit_length(), self._measured()
         first = 1 + self._first_excess * requests

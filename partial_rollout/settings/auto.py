@@ -464,7 +464,8 @@ def _has_no_statistics(config: DictConfig, given: ByHand) -> bool:
 def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode: str, full: str) -> Iterator[Choice]:
     if block.slots.adaptive != AUTO:
         return
-    start, bounded = read_settings(config).num_slots, block.slots.least
+    settings = read_settings(config)
+    start, bounded = settings.num_slots, block.slots.least
     if block.tail.policy != "partial":
         yield _adaptive(
             False, f"{BLOCK}.tail.policy={block.tail.policy}", "a round starts no more than there are slots"
@@ -489,9 +490,9 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     else:
         yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
         if block.slots.least is None:
-            yield Choice(
-                LEAST_SLOTS_KEY, None, start, f"{start} slots for a batch", "auto never goes below", _SLOTS_PAGE
-            )
+            least = max(settings.num_workers, start // settings.group // 2) * settings.group
+            why = "a KV cache that is full has room for fewer; below half of them steps would wait for slots"
+            yield Choice(LEAST_SLOTS_KEY, None, least, f"{start} slots for a batch", why, _SLOTS_PAGE)
 
 
 def engine_room(config: DictConfig) -> int | None:

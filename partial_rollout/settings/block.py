@@ -363,17 +363,17 @@ class SlotsConfig(_Block):
         AUTO,
         "true: the number of slots is raised while all are in use and the engines have room, and lowered when requests "
         "are preempted or the KV cache is full; with tail.policy=partial only. Turns vLLM's statistics on "
-        "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true where KV is retained, from num_slots "
-        "upwards only, unless num_slots or disable_log_stats=True was set, or more slots would end drafts.",
+        "(actor_rollout_ref.rollout.disable_log_stats=False). auto: true where KV is retained, from half of "
+        "num_slots upwards, unless num_slots or disable_log_stats=True was set, or more slots would end drafts.",
         who="`false`: runs with a fixed number of slots",
         evidence="the fastest mode that was measured on GPUs is adaptive",
     )
     least: int | None = _key(
         None,
-        "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker, with auto the number to start "
-        "with. The upper bound is all prompts that may be in flight x rollout.n.",
+        "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker, with auto half of the number "
+        "to start with. The upper bound is all prompts that may be in flight x rollout.n.",
         who="runs that must not fall below a rate",
-        evidence="auto sets it: below the slots of a batch, steps would wait for slots; docs/design/0010",
+        evidence="auto sets it; computed for KV caches of several sizes: docs/design/0010",
         ge=1,
     )
     interval_s: float = _key(

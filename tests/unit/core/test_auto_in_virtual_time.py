@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import deque
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
 
+from partial_rollout.advise.predict import fit
 from partial_rollout.advise.result import read_result
-from partial_rollout.advise.scheduler import Group, Mode, Rollout, Speed
+from partial_rollout.advise.scheduler import Group, Mode, Request, Rollout, Speed
 from partial_rollout.advise.workload import lengths, workload
 from partial_rollout.core import depth
 from partial_rollout.core.depth import DepthController, StepLoad
@@ -36,6 +40,11 @@ class Watched(Rollout):
     """Time of each step with open gates."""
     next_look_s: float = math.inf
     looks_in_middle: bool = True
+    kv_tokens: float = math.inf
+    """Room for KV. Where it ends, the newest request is preempted; its KV is computed again when there is room."""
+    preempted: deque[tuple[int, Request]] = field(default_factory=deque[tuple[int, Request]])
+    """Preempted requests, the next first, with the tokens that each has yet to get."""
+    num_preemptions: int = 0
 
     def step(self) -> dict[str, float]:
         step = super().step()
@@ -48,7 +57,43 @@ class Watched(Rollout):
         first_s = first_look_s(INTERVAL_S, self.waited_s[-1]) if self.looks_in_middle else INTERVAL_S
         self.next_look_s = self.now_s + first_s
         self.waited_s.append(self.now_s)
+        if self.slots is not None:
+            self.slots.begin(self._load())
         return found
+
+    def _claim(self) -> None:
+        """Preempted requests have slots."""
+        slots = self.mode.slots
+        self.mode = replace(self.mode, slots=slots - len(self.preempted))
+        super()._claim()
+        self.mode = replace(self.mode, slots=slots)
+
+    def _enter(self) -> None:
+        while self.preempted:
+            left, request = self.preempted[0]
+            tokens = request.length - left + self.prompt_tokens
+            if self.running and self.kv + tokens + len(self.running) > self.kv_tokens:
+                return
+            self.preempted.popleft()
+            heapq.heappush(self.running, (self.decoded + left, next(self.numbers), request))
+            self.context += tokens
+            self.now_s += tokens / self.speed.prefill_tokens_per_s
+        if self.entering or not self.running:
+            super()._enter()
+
+    def _decode(self, until_s: float) -> None:
+        while len(self.running) > 1 and self.kv + len(self.running) > self.kv_tokens:
+            newest = max(self.running, key=lambda each: each[1])
+            self.running.remove(newest)
+            heapq.heapify(self.running)
+            left, request = newest[0] - self.decoded, newest[2]
+            self.context -= request.length - left + self.prompt_tokens
+            self.preempted.appendleft((left, request))
+            self.num_preemptions += 1
+        if self.kv_tokens < math.inf:
+            steps = max(1, int(self.kv_tokens - self.kv) // len(self.running))
+            until_s = min(until_s, self.now_s + self.speed.decode_s(steps, len(self.running), self.kv))
+        super()._decode(until_s)
 
     def _proceed(self, until_s: float = math.inf) -> None:
         super()._proceed(min(until_s, self.next_look_s))
@@ -58,9 +103,12 @@ class Watched(Rollout):
 
     def _look(self) -> None:
         if self.slots is not None:
-            in_use = len(self.running) + len(self.entering)
-            seen = EngineLoad(running=in_use, kv_usage=0.3, num_tokens=self.decoded)
-            self.mode = replace(self.mode, slots=self.slots.observe(seen, in_use).after)
+            in_use = len(self.running) + len(self.entering) + len(self.preempted)
+            self.mode = replace(self.mode, slots=self.slots.observe(self._load(), in_use).after)
+
+    def _load(self) -> EngineLoad:
+        usage = min(1.0, self.kv / self.kv_tokens)
+        return EngineLoad(len(self.running), 0, usage, self.num_preemptions, num_tokens=self.decoded)
 
 
 @dataclass
@@ -75,25 +123,34 @@ class Run:
     looks_in_middle: bool = True
     seed: int = 0
     skip: int = SETTLED
+    kv_tokens: float = math.inf
+    least: float = 0.5
+    """Fewest slots of an adaptive number, by those at the start; `auto` takes half."""
+    speed: Speed = CPU
+    shape: str = "small"
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    prompt_tokens: int = PROMPT
 
     def steps(self) -> list[dict[str, float]]:
-        load = workload("small", self.trace, seed=self.seed)
+        load = workload(self.shape, self.trace, seed=self.seed, **self.sizes)
         slots = load.batch * load.group
         prompts = (Group([int(each) for each in row]) for row in lengths(load, load.batch * (STEPS + 4)))
         mode = Mode(self.trace, slots, self.prefetch, retains_kv=self.retains_kv)
-        number = SlotController(slots, SlotBounds(slots, int(MOST) * slots, load.group))
+        number = SlotController(slots, SlotBounds(int(self.least * slots), int(MOST) * slots, load.group))
         moved = number if self.moves_slots else None
-        rollout = Watched(mode, CPU, load, PROMPT, prompts, slots=moved, looks_in_middle=self.looks_in_middle)
+        more = {"looks_in_middle": self.looks_in_middle, "kv_tokens": self.kv_tokens}
+        rollout = Watched(mode, self.speed, load, self.prompt_tokens, prompts, slots=moved, **more)
         controller = DepthController(LEAST, MOST)
         found = []
         for _ in range(STEPS):
             before = rollout.mode
             step = rollout.step()
-            had = {"depth": before.prefetch, "slots": before.slots}
+            had = {"depth": before.prefetch, "slots": before.slots, "preempted": rollout.num_preemptions}
             found.append(step | had | {"in_use": step["slot_s"] / step["seconds"] / slots})
             if self.moves_depth:
                 running = step["slot_s"] / rollout.waited_s[-1] / slots
-                seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=False, waited=1.0)
+                full = number.was_full_at_least
+                seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=full, waited=1.0)
                 rollout.mode = replace(rollout.mode, prefetch=controller.observe(seen).after)
         return found[self.skip :]
 
@@ -187,3 +244,30 @@ def test_a_stored_job_of_a_gpu_rose_first_when_the_controller_does(
     monkeypatch.undo()
     controller = DepthController(LEAST, MOST)
     assert [controller.observe(seen).after for seen in loads] == [LEAST] * 4 + [MOST] * (len(loads) - 4)
+
+
+def with_kv(repository: Path, least: float, kv_tokens: int, seed: int) -> list[dict[str, float]]:
+    """8B with the sizes of a stored job, `jobs_8b_released_together_h200.json`, but for the KV cache."""
+    curve = read_result(repository / "benchmarks/results/gpu/engine_8b_h200.json")["curve"]
+    run = Run("long_tail", moves_slots=True, moves_depth=True, seed=seed, skip=1, kv_tokens=kv_tokens, least=least)
+    return replace(run, speed=fit(curve), shape="8b", sizes={"batch": 20, "group": 8}, prompt_tokens=256).steps()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kv_tokens", [200_000, 257_700])
+def test_where_the_kv_cache_is_full_fewer_slots_take_less_time_than_fewer_batches(
+    repository: Path, kv_tokens: int, seed: int
+):
+    by_slots, by_batches = (with_kv(repository, least, kv_tokens, seed) for least in (0.5, 1.0))
+    assert by_batches[-1]["preempted"] > 0
+    assert min(step["slots"] for step in by_batches) == 160 > min(step["slots"] for step in by_slots) >= 80
+    depths = [fmean(step["depth"] for step in steps) for steps in (by_batches, by_slots)]
+    assert depths[0] + 0.25 < depths[1]
+    assert rate(by_slots) > 1.02 * rate(by_batches)
+
+
+def test_a_kv_cache_with_room_for_all_leaves_the_slots_of_a_batch(repository: Path):
+    by_slots, by_batches = (with_kv(repository, least, 320_000, 0) for least in (0.5, 1.0))
+    assert by_slots == by_batches
+    assert min(step["slots"] for step in by_slots) >= 160
+    assert by_slots[-1]["preempted"] == 0

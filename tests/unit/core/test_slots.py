@@ -86,7 +86,7 @@ FULL, ROOM = 0.95, 0.4
     ids=["full at first", "once is enough", "an added slot", "added slots end", "added slots have ended"],
 )
 @pytest.mark.parametrize("preempts", [False, True])
-def test_the_first_budget_is_too_much_only_where_no_added_slot_was_in_use(
+def test_the_fewest_slots_are_too_many_only_where_no_other_was_in_use(
     looks: list[tuple[float, int]], found: bool, preempts: bool
 ) -> None:
     slots, num_preemptions = SlotController(64, SlotBounds(least=64, most=128, group=4)), 7
@@ -94,9 +94,9 @@ def test_the_first_budget_is_too_much_only_where_no_added_slot_was_in_use(
     for num_tokens, (usage, in_use) in enumerate(looks, 1):
         num_preemptions += preempts and usage == FULL
         slots.observe(EngineLoad(in_use, 0, ROOM if preempts else usage, num_preemptions, num_tokens), in_use)
-    assert slots.was_full_at_first_budget is found
+    assert slots.was_full_at_least is found
     slots.begin(EngineLoad(num_preemptions=num_preemptions))
-    assert not slots.was_full_at_first_budget
+    assert not slots.was_full_at_least
 
 
 LOADS = st.builds(

@@ -624,14 +624,24 @@ def test_two_batches_stay_where_engines_do_not_tell_their_load(composed: Compose
 ADAPTIVE = "partial_rollout.slots.adaptive"
 
 
-def test_slots_are_adaptive_from_today_s_number_upwards(composed: Composed):
+def test_slots_are_adaptive_from_half_of_a_batch_s_upwards(composed: Composed):
     config = composed({})
     assert value(config, ADAPTIVE) is True
     told = started(config)
-    assert (told.slots.are_adaptive, told.slots.least) == (True, 64)
+    assert (told.slots.are_adaptive, told.slots.least) == (True, 32)
     bounds = read_settings(config).slot_bounds
-    assert (bounds.least, bounds.most) == (64, 3 * 64)
+    assert (bounds.least, bounds.most) == (32, 3 * 64)
     assert not config.actor_rollout_ref.rollout.disable_log_stats
+
+
+@pytest.mark.parametrize(("batch", "workers", "least"), [(16, 1, 32), (15, 1, 28), (16, 12, 48), (16, 16, 64)])
+def test_the_fewest_slots_are_whole_groups_and_one_for_each_worker(
+    composed: Composed, batch: int, workers: int, least: int
+):
+    mini_batch = {"actor_rollout_ref.actor.ppo_mini_batch_size": batch}
+    config = composed({"data.train_batch_size": batch, f"{ROLLOUT}.agent.num_workers": workers} | mini_batch)
+    assert started(config).slots.least == least
+    assert read_settings(config).slot_bounds.least == least
 
 
 @pytest.mark.parametrize(
@@ -674,7 +684,7 @@ def test_slots_do_not_rise_past_what_the_engines_run_at_once(
 
 def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
     here = GPU | {"actor_rollout_ref.model.path": str(model), "data.max_response_length": 4096}
-    for machine, adaptive, least in ((LARGE, True, 64), (SMALL, False, None)):
+    for machine, adaptive, least in ((LARGE, True, 32), (SMALL, False, None)):
         config = composed(here)
         assert started(config).slots.adaptive == "auto"
         assert not config.actor_rollout_ref.rollout.disable_log_stats

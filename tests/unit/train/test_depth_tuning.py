@@ -121,7 +121,7 @@ def make_trainer(told: list[int], noted: list[Any], slots: SlotsConfig | None = 
     trainer.manager = SimpleNamespace(status=method(lambda: status), set_capacity=method(told.append))
     trainer._phase = SimpleNamespace(begin=lambda *_: None)
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
-    added = SimpleNamespace(kv_usage_max=0.0, was_full_at_first_budget=False, look=lambda: None, metrics=dict)
+    added = SimpleNamespace(kv_usage_max=0.0, was_full_at_least=False, look=lambda: None, metrics=dict)
     trainer.slot_tuner = added
     trainer._pending_sync_metrics, trainer.global_steps, trainer._log = {}, 7, None
     trainer._events = SimpleNamespace(write=noted.append)
