@@ -329,6 +329,10 @@ def pictures() -> dict[str, Figure]:
             "smollm2_drafts_h100.json",
             "With drafts a model of 135M learns as without, and no sooner",
         ),
+        "smollm2_drafts_h200": draw_real_model(
+            "smollm2_drafts_h200.json",
+            "The flag alone with drafts in nearly all steps: rewards rise as without",
+        ),
         "smollm2_long_steps_h200": draw_real_steps(
             "smollm2_long_h200.json",
             REAL_PANELS,

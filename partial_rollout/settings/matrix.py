@@ -699,9 +699,8 @@ ROWS = (
         "other",
         "drafts by `SuffixDrafts` (`engine_kwargs.vllm.speculative_config`)",
         SEEN,
-        "`run_smollm2_reasoning_gym.sh` with `sync` and with the flag alone, two jobs each, of which one was started "
-        "again from its checkpoint; an engine in "
-        "`tests/gpu/test_drafts.py`, on a CPU in `tests/engine/test_drafts.py`",
+        "`run_smollm2_reasoning_gym.sh` with `sync` (two jobs) and with the flag alone (three, of which one was "
+        "started again from its checkpoint), on one engine of one GPU; an engine in `tests/gpu/test_drafts.py`, on a CPU in `tests/engine/test_drafts.py`",
         lambda config: _drafter(config) == SUFFIX_DRAFTS,
         {SPECULATION: {"method": "custom_class", "model": SUFFIX_DRAFTS}, "trainer.device": "cuda"},
         also="refused on a CPU",
