@@ -700,9 +700,27 @@ ROWS = (
         "drafts by `SuffixDrafts` (`engine_kwargs.vllm.speculative_config`)",
         SEEN,
         "`run_smollm2_reasoning_gym.sh` with `sync` (two jobs) and with the flag alone (three, of which one was "
-        "started again from its checkpoint), on one engine of one GPU; an engine in `tests/gpu/test_drafts.py`, on a CPU in `tests/engine/test_drafts.py`",
+        "started again from its checkpoint), on one engine of one GPU; an engine in "
+        "`tests/gpu/test_drafts.py`, on a CPU in `tests/engine/test_drafts.py`",
         lambda config: _drafter(config) == SUFFIX_DRAFTS,
         {SPECULATION: {"method": "custom_class", "model": SUFFIX_DRAFTS}, "trainer.device": "cuda"},
+        also="refused on a CPU",
+    ),
+    Row(
+        "other",
+        "drafts with `offload_kv`",
+        UNTRIED,
+        "no engine has copied KV to host memory while it drafted; `auto` takes another mode",
+        lambda config: (
+            _drafter(config) is not None and _of(config, "partial_rollout.tail.interrupt_mode") == "offload_kv"
+        ),
+        {
+            SPECULATION: {"method": "custom_class", "model": SUFFIX_DRAFTS},
+            "trainer.device": "cuda",
+            f"{ROLLOUT}.free_cache_engine": True,
+            "partial_rollout.tail.interrupt_mode": "offload_kv",
+            "partial_rollout.tail.offload_gib": 8,
+        },
         also="refused on a CPU",
     ),
     Row(
