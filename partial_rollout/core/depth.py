@@ -2,9 +2,9 @@
 
 More prompts in flight fill free slots and make tokens older: each further batch by about one update. So the queue gets
 deeper only after slots were free for several steps for want of prompts, which is when more prompts help; and it goes
-back when the KV cache is full with the fewest slots, since prompts in flight keep KV. A slot that a trajectory takes is
-not free, also where no engine runs its request: an engine that starts slowly, a tool, responses that end together and
-are scored and stored.
+back when the KV cache is full with half of the slots, so that no more of them are interrupted than it holds. A slot
+that a trajectory takes is not free, also where no engine runs its request: an engine that starts slowly, a tool,
+responses that end together and are scored and stored.
 Engines with devices of their own also have free slots because training is slower: then each batch is whole before the
 trainer wants it, and more prompts gain nothing.
 """
@@ -41,7 +41,7 @@ class StepLoad:
     pending: int
     """Prompts that no worker has claimed when the batch is complete."""
     is_kv_full: bool
-    """Whether the KV cache was full, or requests were preempted, with the fewest slots allowed."""
+    """Whether the KV cache was full, or requests were preempted, with half of the slots to start with."""
     waited: float
     """Share of the time between the two latest batches in which the trainer waited for the second one."""
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DECREASE = 0.75
 """A preempted request is computed again from its prompt on, so the budget has to fall quickly."""
+KV_ROOM = 0.6
+"""Share of the KV cache above which no slots are added: requests that run grow on, also after the next look."""
 KV_HIGH = 0.9
 """Share of the KV cache from which on it counts as full: running requests still grow, and beyond it they preempt."""
 WORTH = 0.1
@@ -117,16 +119,18 @@ class SlotController:
     def __init__(self, budget: int, bounds: SlotBounds) -> None:
         self._bounds = bounds
         self.budget = self._whole_groups(budget)
+        self._few = max(bounds.least, self._whole_groups(budget // 2))
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
         self._num_preemptions = self._num_tokens = self._in_use = 0
-        self.was_full_at_least = False
-        """Whether a look since `begin` found the KV cache full or requests preempted, and no more slots than the lower
-        bound were in use since the look before it. Others, until a decrease has taken them away, may fill it."""
+        self.was_full_with_few = False
+        """Whether a look since `begin` found the KV cache full or requests preempted, and no more slots than half of
+        the first budget, or than the lower bound, were in use since the look before it. Others, until a decrease has
+        taken them away, may fill it."""
 
     def begin(self, load: EngineLoad) -> None:
         """Begin a step. Preemptions count from here on: those of a validation say nothing of the slots."""
         self._num_preemptions = load.num_preemptions
-        self.was_full_at_least = False
+        self.was_full_with_few = False
 
     def observe(self, load: EngineLoad, slots_in_use: int, speeds: Sequence[EngineSpeed] = ()) -> SlotDecision:
         """Decide on the next budget.
@@ -138,8 +142,8 @@ class SlotController:
         preempted = max(0, load.num_preemptions - self._num_preemptions)
         self._num_preemptions = load.num_preemptions
         before = self.budget
-        if load.is_full(preempted) and max(before, self._in_use) <= self._bounds.least:
-            self.was_full_at_least = True
+        if load.is_full(preempted) and max(before, self._in_use) <= self._few:
+            self.was_full_with_few = True
         self._in_use = slots_in_use
         self.budget, reason = self._next(load, preempted, slots_in_use)
         if self.budget > before and not self._is_worth(before, speeds):
@@ -160,6 +164,8 @@ class SlotController:
             return self.budget, f"{self.budget - slots_in_use} slots are free"
         if self.budget >= self._bounds.most:
             return self.budget, "at the upper bound"
+        if load.kv_usage > KV_ROOM:
+            return self.budget, f"{full}, which running requests still fill"
         return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
 
     def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:

@@ -32,7 +32,8 @@ MEANS = {
     GENERATING: "engines computed new tokens",
     UNDIVIDED: "engines generated; how many of their slots were empty is not known",
     REPREFILL: "engines computed the context of interrupted responses again (an estimate)",
-    LONGEST: "slots were empty while engines generated: no prompt was pending, or only the longest responses were left",
+    LONGEST: "slots were empty while engines generated: no prompt was pending, only the longest responses were left, "
+    "or the KV cache was full",
     FOR_BATCH: "training GPUs had no batch, where engines have GPUs of their own",
     DRAIN: "from closing the gate until the engines were empty, or stood",
     TRAINING: "log-probs, advantages, update of the model",

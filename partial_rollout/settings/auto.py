@@ -9,7 +9,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | interrupt mode   | reuse_kv where engines keep their memory; offload_kv where a node has room for KV; else abort; |
 |                  | keep_kv where engines have devices of their own                                                |
 | depth            | two batches; deeper while slots idle for want of prompts, where KV is retained (`core.depth`)  |
-| slots            | adaptive, from today's number upwards, where KV is retained                                    |
+| slots            | adaptive, from half of today's number upwards, where KV is retained                            |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
 | checkpoints      | one in 20 minutes where the user's settings ask for none, on one node                          |
@@ -488,10 +488,12 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         seen = f"{start} slots for a batch, and {SPECULATION}"
         yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
-        yield _adaptive(True, f"{start} slots for a batch", f"engines may have room for more than these {start}")
+        yield _adaptive(
+            True, f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
+        )
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
-            why = "a KV cache that is full has room for fewer; below half of them steps would wait for slots"
+            why = "a full KV cache has room for fewer; not below half, nor a prompt for each worker"
             yield Choice(LEAST_SLOTS_KEY, None, least, f"{start} slots for a batch", why, _SLOTS_PAGE)
 
 

@@ -53,9 +53,9 @@ class SlotTuner:
         return self._highest.kv_usage
 
     @property
-    def was_full_at_least(self) -> bool:
-        """Whether in this step the KV cache was full, or requests were preempted, with the fewest slots allowed."""
-        return self._controller.was_full_at_least
+    def was_full_with_few(self) -> bool:
+        """Whether in this step the KV cache was full, or requests were preempted, with half of the first slots."""
+        return self._controller.was_full_with_few
 
     def begin(self, statistics: Sequence[RolloutStatistics]) -> None:
         """A step's rollout begins: a validation may have come before it."""

@@ -580,7 +580,7 @@ class PartialRolloutTrainer(PPOTrainer):
             if not is_replayed:
                 self.slot_tuner.look()
             kv_usage = self.slot_tuner.kv_usage_max
-            is_kv_full = self.slot_tuner.was_full_at_least
+            is_kv_full = self.slot_tuner.was_full_with_few
             metrics |= self.slot_tuner.metrics()
         statistics = self.fleet.statistics()
         running = sum(each.mean_running for each in statistics)

@@ -149,7 +149,7 @@ class Run:
             found.append(step | had | {"in_use": step["slot_s"] / step["seconds"] / slots})
             if self.moves_depth:
                 running = step["slot_s"] / rollout.waited_s[-1] / slots
-                full = number.was_full_at_least
+                full = number.was_full_with_few
                 seen = StepLoad(running, rollout.queue.statistics().pending, is_kv_full=full, waited=1.0)
                 rollout.mode = replace(rollout.mode, prefetch=controller.observe(seen).after)
         return found[self.skip :]

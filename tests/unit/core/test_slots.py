@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partial_rollout.core.engine_meter import EngineSpeed
-from partial_rollout.core.slots import EngineLoad, SlotBounds, SlotController, share_slots
+from partial_rollout.core.slots import KV_HIGH, KV_ROOM, EngineLoad, SlotBounds, SlotController, share_slots
 
 BOUNDS = SlotBounds(least=8, most=128, group=4)
 
@@ -71,6 +71,13 @@ def test_slots_that_bring_no_tokens_are_not_added(step_s: float, after: int) -> 
     assert ("hardly more tokens" in decision.reason) is (after == 64)
 
 
+@pytest.mark.parametrize(("usage", "after"), [(KV_ROOM, 72), (KV_ROOM + 0.01, 64), (KV_HIGH - 0.01, 64)])
+def test_no_slots_are_added_where_running_requests_may_fill_the_cache(usage: float, after: int) -> None:
+    decision = controller().observe(EngineLoad(kv_usage=usage, num_tokens=1), 64)
+    assert decision.after == after
+    assert ("still fill" in decision.reason) is (after == 64)
+
+
 FULL, ROOM = 0.95, 0.4
 
 
@@ -94,9 +101,28 @@ def test_the_fewest_slots_are_too_many_only_where_no_other_was_in_use(
     for num_tokens, (usage, in_use) in enumerate(looks, 1):
         num_preemptions += preempts and usage == FULL
         slots.observe(EngineLoad(in_use, 0, ROOM if preempts else usage, num_preemptions, num_tokens), in_use)
-    assert slots.was_full_at_least is found
+    assert slots.was_full_with_few is found
     slots.begin(EngineLoad(num_preemptions=num_preemptions))
-    assert not slots.was_full_at_least
+    assert not slots.was_full_with_few
+
+
+@pytest.mark.parametrize(
+    ("least", "looks", "found"),
+    [
+        (32, [(FULL, 64), (FULL, 40)], False),
+        (32, [(FULL, 64), (FULL, 48), (FULL, 40), (FULL, 36), (FULL, 32)], False),
+        (32, [(FULL, 64), (FULL, 48), (FULL, 40), (FULL, 36), (FULL, 32), (FULL, 32)], True),
+        (4, [(FULL, 64), (FULL, 48), (FULL, 36), (FULL, 32), (FULL, 24)], True),
+        (4, [(FULL, 64), (FULL, 48), (FULL, 36), (FULL, 36)], False),
+        (48, [(FULL, 64), (FULL, 48), (FULL, 48)], True),
+    ],
+    ids=["at first", "some have to end", "with half", "with less than half", "with more", "a bound above half"],
+)
+def test_slots_fall_to_half_before_they_are_few(least: int, looks: list[tuple[float, int]], found: bool) -> None:
+    slots = SlotController(64, SlotBounds(least=least, most=128, group=4))
+    for usage, in_use in looks:
+        slots.observe(EngineLoad(in_use, kv_usage=usage, num_tokens=in_use), in_use)
+    assert slots.was_full_with_few is found
 
 
 LOADS = st.builds(

@@ -121,7 +121,7 @@ def make_trainer(told: list[int], noted: list[Any], slots: SlotsConfig | None = 
     trainer.manager = SimpleNamespace(status=method(lambda: status), set_capacity=method(told.append))
     trainer._phase = SimpleNamespace(begin=lambda *_: None)
     trainer.fleet = SimpleNamespace(statistics=lambda: [SimpleNamespace(mean_running=16.0, load=EngineLoad())])
-    added = SimpleNamespace(kv_usage_max=0.0, was_full_at_least=False, look=lambda: None, metrics=dict)
+    added = SimpleNamespace(kv_usage_max=0.0, was_full_with_few=False, look=lambda: None, metrics=dict)
     trainer.slot_tuner = added
     trainer._pending_sync_metrics, trainer.global_steps, trainer._log = {}, 7, None
     trainer._events = SimpleNamespace(write=noted.append)
@@ -162,6 +162,8 @@ class Load:
 
     kv_usage: float
     """With the slots of the start."""
+    growth: float = 1.0
+    """By how much requests are longer once slots were added."""
     preempts: int = 0
     """Requests that each added slot preempts."""
     in_use: int = 0
@@ -174,17 +176,29 @@ class Load:
         self.num_tokens += 1000
 
     def statistics(self) -> list[Any]:
-        usage = min(1.0, self.kv_usage * self.in_use / SLOTS)
+        usage = min(1.0, self.kv_usage * self.in_use / SLOTS * (self.growth if self.in_use > SLOTS else 1.0))
         load = EngineLoad(self.in_use, 0, usage, self.num_preemptions, self.num_tokens)
         return [SimpleNamespace(mean_running=self.in_use, load=load, speed=EngineSpeed())]
 
 
 @pytest.mark.parametrize(
-    ("load", "depth"),
-    [(Load(0.7), 3.0), (Load(0.84), 3.0), (Load(0.3, preempts=1), 3.0), (Load(0.92), 2.0)],
-    ids=["added slots fill the cache", "the first of them does", "added slots preempt", "full without added slots"],
+    ("load", "depth", "rises"),
+    [
+        (Load(0.5, growth=1.8), 3.0, True),
+        (Load(0.59, growth=1.5), 3.0, True),
+        (Load(0.3, preempts=1), 3.0, True),
+        (Load(0.84), 3.0, False),
+        (Load(0.92), 2.0, False),
+    ],
+    ids=[
+        "added slots fill the cache",
+        "the first does",
+        "added slots preempt",
+        "no room for more",
+        "full without them",
+    ],
 )
-def test_a_cache_that_only_added_slots_fill_takes_no_batch_back(load: Load, depth: float):
+def test_a_cache_that_only_added_slots_fill_takes_no_batch_back(load: Load, depth: float, rises: bool):
     """Slots are added and taken away again within a step, so that its end has those of the start and a full cache."""
     trainer = make_trainer([], [], slots=SlotsConfig(adaptive=True))
     trainer.depth_tuner._controller.depth = 3.0
@@ -202,5 +216,5 @@ def test_a_cache_that_only_added_slots_fill_takes_no_batch_back(load: Load, dept
         load.move(trainer.slot_tuner.num_slots)
         slots.append(trainer.slot_tuner.num_slots)
         trainer._tune()
-    assert (SLOTS in slots, max(slots) > SLOTS) == (True, depth == 3.0)
+    assert (SLOTS in slots, max(slots) > SLOTS) == (True, rises)
     assert trainer.depth_tuner.depth == depth
