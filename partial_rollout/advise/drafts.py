@@ -408,7 +408,11 @@ def drafted(
 
 
 def surcharge(rows: list[dict[str, Any]], engine: str, drafts: int, base: str) -> list[tuple[int, float]]:
-    """(requests, seconds more than a step of `base` without drafts), of the cells with the shortest contexts."""
+    """(requests, seconds more than a step of `base` without drafts), of the cells with the shortest contexts.
+
+    At least 0: steps without drafts that have no whole graphs may take longer than others, by more than the predicted
+    time of a step.
+    """
     shortest: dict[int, float] = {}
     for row in rows:
         shortest[row["requests"]] = min(row["context"], shortest.get(row["requests"], row["context"]))
@@ -418,7 +422,8 @@ def surcharge(rows: list[dict[str, Any]], engine: str, drafts: int, base: str) -
         return {row["requests"]: row["step_ms"] for row in same if row["context"] == shortest[row["requests"]]}
 
     without, with_drafts = of(base, 0), of(engine, drafts)
-    return [(requests, (with_drafts[requests] - without[requests]) / 1000) for requests in sorted(with_drafts)]
+    more = {requests: max(0.0, with_drafts[requests] - without[requests]) for requests in sorted(with_drafts)}
+    return [(requests, milliseconds / 1000) for requests, milliseconds in more.items()]
 
 
 def compared(slots: int) -> list[Mode]:

@@ -141,6 +141,13 @@ def test_a_gate_keeps_the_price_of_drafts_from_full_slots():
     assert fast.decode_s(4, 64, 0) == pytest.approx(2 * (SPEED.decode_s(4, 64, 0) / 4 + 0.002))
 
 
+def test_a_step_with_drafts_is_not_predicted_to_take_less_than_one_without():
+    """Where steps without drafts have no whole graphs; a step of less than no time let a prediction never end."""
+    extra = surcharge(prices(-50.0)["rows"], "draft_3", 3, "plain")
+    assert extra == [(number, 0.0) for number in (1, 16, 64, 256)]
+    assert gains(prices(-50.0), CURVE, LOAD, VARIANTS["three"]) == gains(prices(0.0), CURVE, LOAD, VARIANTS["three"])
+
+
 def test_the_tokens_that_save_a_tenth_are_between_two_predictions():
     assert 1.0 < gains(prices(0.5), CURVE, LOAD, VARIANTS["three"])["needed_for_a_tenth"]["sync"]["256"] < 1.7
     assert gains(prices(50.0), CURVE, LOAD, VARIANTS["three"])["needed_for_a_tenth"]["sync"]["256"] is None
