@@ -410,8 +410,8 @@ def drafted(
 def surcharge(rows: list[dict[str, Any]], engine: str, drafts: int, base: str) -> list[tuple[int, float]]:
     """(requests, seconds more than a step of `base` without drafts), of the cells with the shortest contexts.
 
-    At least 0: steps without drafts that have no whole graphs may take longer than others, by more than the predicted
-    time of a step.
+    At least 0. Where steps without drafts have no whole CUDA graphs, one with drafts may be shorter than one without,
+    by more than the whole predicted time of a step; a step of negative time would let a prediction never end.
     """
     shortest: dict[int, float] = {}
     for row in rows:
@@ -422,8 +422,7 @@ def surcharge(rows: list[dict[str, Any]], engine: str, drafts: int, base: str) -
         return {row["requests"]: row["step_ms"] for row in same if row["context"] == shortest[row["requests"]]}
 
     without, with_drafts = of(base, 0), of(engine, drafts)
-    more = {requests: max(0.0, with_drafts[requests] - without[requests]) for requests in sorted(with_drafts)}
-    return [(requests, milliseconds / 1000) for requests, milliseconds in more.items()]
+    return [(number, max(0.0, with_drafts[number] - without[number]) / 1000) for number in sorted(with_drafts)]
 
 
 def compared(slots: int) -> list[Mode]:

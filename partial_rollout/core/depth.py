@@ -2,9 +2,9 @@
 
 More prompts in flight fill free slots and make tokens older: each further batch by about one update. So the queue gets
 deeper only after slots were free for several steps for want of prompts, which is when more prompts help; and it goes
-back when the KV cache is full with half of the slots, so that no more of them are interrupted than it holds. A slot
-that a trajectory takes is not free, also where no engine runs its request: an engine that starts slowly, a tool,
-responses that end together and are scored and stored.
+back when the KV cache is full although slots have fallen to half of their number at the start. A slot that a trajectory
+takes is not free, also where no engine runs its request: an engine that starts slowly, a tool, responses that end
+together and are scored and stored.
 Engines with devices of their own also have free slots because training is slower: then each batch is whole before the
 trainer wants it, and more prompts gain nothing.
 """

@@ -60,10 +60,12 @@ class DraftGate:
     def price(self, requests: int) -> float:
         """What a step of so many requests takes with drafts; without them it takes 1.
 
-        Numbers are measured by powers of two, and others go by the nearest that was, the smaller of two as near. What
-        drafts cost grows with the requests within the power, and above it only if `FIRST_EXCESS` says more: part of it
-        is the same for any number. What they save, where steps without drafts have no whole graphs, does not grow.
-        Fewer requests than were measured are said to cost their share, which may be too little.
+        Prices are measured for sizes: numbers of requests from one power of two up to the next. A number whose size was
+        not measured takes the price of the nearest size that was; of two as near, the smaller one's. What drafts cost
+        grows with the requests up to the end of that size. Above it, it grows by `FIRST_EXCESS` only, once that says
+        more, since part of the cost is the same for any number. What drafts save, where steps without them have no
+        whole graphs, does not grow. Below a measured size the price is in proportion to the requests, which may be too
+        low for the same reason.
         """
         size, known = requests.bit_length(), self._measured()
         first = 1 + self._first_excess * requests
@@ -71,10 +73,8 @@ class DraftGate:
             return first
         nearest = min(known, key=lambda each: (abs(each - size), each))
         excess = statistics.median(self._excesses[nearest])
-        if excess < 0:
-            found = 1 + excess * min(requests, 2 ** (nearest - 1))
-        else:
-            found = 1 + excess * min(requests, 2**nearest)
+        most = 2 ** (nearest - 1 if excess < 0 else nearest)
+        found = 1 + excess * min(requests, most)
         return found if nearest >= size else max(first, found)
 
     def has_measured(self, requests: int) -> bool:

@@ -187,14 +187,16 @@ class Load:
         (Load(0.5, growth=1.8), 3.0, True),
         (Load(0.59, growth=1.5), 3.0, True),
         (Load(0.3, preempts=1), 3.0, True),
+        (Load(0.7), 3.0, False),
         (Load(0.84), 3.0, False),
         (Load(0.92), 2.0, False),
     ],
     ids=[
-        "added slots fill the cache",
-        "the first does",
+        "an added slot fills the cache",
+        "from the most that may be full",
         "added slots preempt",
         "no room for more",
+        "nearly full",
         "full without them",
     ],
 )
