@@ -493,7 +493,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         )
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
-            why = "a full KV cache has room for fewer; not below half, nor a prompt for each worker"
+            why = "a full KV cache has room for fewer; but never less than half, nor than a prompt for each worker"
             yield Choice(LEAST_SLOTS_KEY, None, least, f"{start} slots for a batch", why, _SLOTS_PAGE)
 
 
