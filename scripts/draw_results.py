@@ -321,6 +321,10 @@ def pictures() -> dict[str, Figure]:
             "smollm2_long_h200.json",
             "Rewards rise alike; with the flag alone and with deep queues about as soon as in colocate_async",
         ),
+        "smollm2_seed_1_h200": draw_real_model(
+            "smollm2_seed_1_h200.json",
+            "Side by side on one GPU the flag alone learns first, verl's sync last",
+        ),
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",
             "With rollout log-probs as old ones the flag alone learns as much in each step, in shorter steps",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-SMOOTHING = 0.1
-"""Weight of a new measurement: after a change, some tens of measurements bring the average to the new value."""
+SMOOTHING = 0.02
+"""Weight of a decode step, once 50 have been measured: a step that waits for a prefill hardly counts, and after a
+change some tens bring the average to the new value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,17 @@ class EngineSpeed:
 class _Average:
     """Exponential average of a batch size and of the seconds of a decode step with it."""
 
-    batch: float
-    step_s: float
+    batch: float = 0.0
+    step_s: float = 0.0
+    num_steps: float = 0.0
+    """Decode steps so far. A request that hands over a token has measured its share of one."""
 
-    def add(self, batch: float, step_s: float) -> None:
-        self.batch += SMOOTHING * (batch - self.batch)
-        self.step_s += SMOOTHING * (step_s - self.step_s)
+    def add(self, batch: int, step_s: float, num_tokens: int) -> None:
+        share = num_tokens / batch
+        self.num_steps += share
+        weight = min(1.0, share * max(SMOOTHING, 1 / self.num_steps))
+        self.batch += weight * (batch - self.batch)
+        self.step_s += weight * (step_s - self.step_s)
 
 
 class EngineMeter:
@@ -77,7 +83,7 @@ class EngineMeter:
             return
         since_s, self._since_s[request_id] = self._since_s[request_id], now_s
         if since_s is not None:
-            self._decoded((now_s - since_s) / num_tokens)
+            self._decoded((now_s - since_s) / num_tokens, num_tokens)
 
     def end(self, request_id: str) -> None:
         """The request has left the engine, or waits in the paused one."""
@@ -87,7 +93,6 @@ class EngineMeter:
         """What has been measured so far."""
         return EngineSpeed(tuple(sorted((average.batch, average.step_s) for average in self._steps.values())))
 
-    def _decoded(self, step_s: float) -> None:
+    def _decoded(self, step_s: float, num_tokens: int) -> None:
         batch = len(self._since_s)
-        average = self._steps.setdefault(batch.bit_length(), _Average(batch, step_s))
-        average.add(batch, step_s)
+        self._steps.setdefault(batch.bit_length(), _Average()).add(batch, step_s, num_tokens)

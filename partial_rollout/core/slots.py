@@ -22,8 +22,8 @@ KV_ROOM = 0.6
 KV_HIGH = 0.9
 """Share of the KV cache from which on it counts as full: running requests still grow, and beyond it they preempt."""
 WORTH = 0.1
-"""More slots also mean older tokens. So a raise must bring at least this share of the tokens that it would bring if
-decode steps took no longer with more requests in them."""
+"""More slots than at the start also mean older tokens. So a raise above these must bring at least this share of the
+tokens that it would bring if decode steps took no longer with more requests in them."""
 STEP_SHARE = 8
 """A raise adds the first budget divided by this number, so a doubling takes eight raises."""
 
@@ -118,7 +118,7 @@ class SlotController:
 
     def __init__(self, budget: int, bounds: SlotBounds) -> None:
         self._bounds = bounds
-        self.budget = self._whole_groups(budget)
+        self.budget = self._first = self._whole_groups(budget)
         self._few = max(bounds.least, self._whole_groups(budget // 2))
         self._step = max(bounds.group, self._whole_groups(budget // STEP_SHARE))
         self._num_preemptions = self._num_tokens = self._in_use = 0
@@ -169,7 +169,13 @@ class SlotController:
         return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
 
     def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:
-        """Whether an engine would be faster with its share of the raised budget; yes, as long as no speed is known."""
+        """Whether an engine would be faster with its share of the raised budget.
+
+        Yes as long as no speed is known. And yes up to the first budget: tokens get no older than at the start, and with
+        more requests the engine was last measured while the KV cache was full, when its steps take longer.
+        """
+        if self.budget <= self._first:
+            return True
         known = [speed for speed in speeds if len(speed.steps) > 1]
         shares = before / max(len(speeds), 1), self.budget / max(len(speeds), 1)
         gains = [speed.tokens_per_s(shares[1]) / speed.tokens_per_s(shares[0]) - 1 for speed in known]

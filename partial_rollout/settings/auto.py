@@ -32,6 +32,7 @@ from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    MOST_REQUESTS,
     channel_lacks,
     depth_bounds,
     devices_of_engine,
@@ -80,8 +81,6 @@ SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
-MOST_REQUESTS = "max_num_seqs"
-"""vLLM's bound of each engine; more requests wait inside it."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -465,7 +464,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     if block.slots.adaptive != AUTO:
         return
     settings = read_settings(config)
-    start, bounded = settings.num_slots, block.slots.least
+    start, bounded, room = settings.num_slots, block.slots.least, settings.engine_room
     if block.tail.policy != "partial":
         yield _adaptive(
             False, f"{BLOCK}.tail.policy={block.tail.policy}", "a round starts no more than there are slots"
@@ -481,31 +480,28 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     # Left open rather than guessed: the cluster may choose `abort`, with which slots stay as they are.
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
-    elif (room := engine_room(config)) is not None and room <= start and not bounded:
+    elif room is not None and room < start and not bounded:
         seen = f"{start} slots for a batch, and {_room_in_words(config)}"
-        yield _adaptive(False, seen, f"engines run no more than {room} requests at once")
+        yield _adaptive(False, seen, f"engines run no more than {room} requests at once; the others wait inside them")
     elif (drafted := ended_by_more_slots(config)) and not bounded:
         seen = f"{start} slots for a batch, and {SPECULATION}"
         yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
-        yield _adaptive(
-            True, f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
-        )
+        seen, why = f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
+        if settings.slot_bounds.most == start:
+            seen += "" if room is None else f", and {_room_in_words(config)}"
+            why = "a full KV cache has room for fewer; there can be no more"
+        yield _adaptive(True, seen, why)
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
             why = "a full KV cache has room for fewer; but never less than half, nor than a prompt for each worker"
             yield Choice(LEAST_SLOTS_KEY, None, least, f"{start} slots for a batch", why, _SLOTS_PAGE)
 
 
-def engine_room(config: DictConfig) -> int | None:
-    """Requests that all engines run at once by their own bound; None: no bound was set."""
-    _, each = engine_option(config, MOST_REQUESTS)
-    return None if each is None else each * num_engines(config)
-
-
 def waiting_inside(config: DictConfig) -> str:
     """What to say where there are more slots than the engines run requests; empty where there are not."""
-    room, slots, number = engine_room(config), read_settings(config).num_slots, num_engines(config)
+    settings, number = read_settings(config), num_engines(config)
+    room, slots = settings.engine_room, settings.num_slots
     if room is None or room >= slots:
         return ""
     each = -(-slots // number)

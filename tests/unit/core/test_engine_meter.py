@@ -46,3 +46,44 @@ def test_tokens_of_an_unknown_request_are_left_out() -> None:
     meter.tokens("http", 5, 1.0)
     meter.tokens("http", 5, 2.0)
     assert meter.speed().steps == ()
+
+
+def decode(meter: EngineMeter, seconds: list[float], requests: int = 100, since_s: float = 0.0) -> float:
+    """One token of each request after the other, in each decode step; when the last one ended."""
+    for step_s in seconds:
+        since_s += step_s
+        for number in range(requests):
+            meter.tokens(str(number), 1, since_s)
+    return since_s
+
+
+def test_one_slow_decode_step_of_many_requests_hardly_counts() -> None:
+    """A hundred requests measure it, as one step."""
+    meter = EngineMeter()
+    for number in range(100):
+        meter.begin(str(number))
+    ended_s = decode(meter, [0.0, *[0.02] * 60])
+    assert meter.speed().steps == ((100.0, pytest.approx(0.02)),)
+    ended_s = decode(meter, [0.2], since_s=ended_s)
+    assert 0.02 < meter.speed().step_s(100) < 0.025
+    decode(meter, [0.03] * 100, since_s=ended_s)
+    assert meter.speed().step_s(100) == pytest.approx(0.03, rel=0.1)
+
+
+def test_the_first_decode_steps_count_alike() -> None:
+    meter = EngineMeter()
+    for number in range(100):
+        meter.begin(str(number))
+    decode(meter, [0.0, 0.2, 0.02, 0.02, 0.02])
+    assert meter.speed().step_s(100) == pytest.approx(0.065, rel=0.01)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 500])
+def test_tokens_that_are_handed_over_together_are_as_many_steps(num_tokens: int) -> None:
+    meter = EngineMeter()
+    meter.begin("a")
+    for number in range(200):
+        meter.tokens("a", 1, number * 0.02)
+    meter.tokens("a", num_tokens, 199 * 0.02 + num_tokens * 0.04)
+    expected = {1: 0.0204, 8: 0.0232, 500: 0.04}[num_tokens]
+    assert meter.speed().step_s(1) == pytest.approx(expected, rel=0.01)

@@ -71,6 +71,15 @@ def test_slots_that_bring_no_tokens_are_not_added(step_s: float, after: int) -> 
     assert ("hardly more tokens" in decision.reason) is (after == 64)
 
 
+def test_slots_that_a_full_cache_took_come_back_whatever_the_engine_was_measured_at() -> None:
+    """With more requests it was measured last while the cache was full."""
+    slots, slow = controller(), EngineSpeed(steps=((48.0, 0.010), (64.0, 0.020)))
+    assert slots.observe(EngineLoad(kv_usage=0.95), 64, [slow]).after == 48
+    found = [slots.observe(EngineLoad(kv_usage=0.4, num_tokens=look), slots.budget, [slow]) for look in (1, 2, 3)]
+    assert [decision.after for decision in found] == [56, 64, 64]
+    assert found[-1].reason == "more slots than 64 bring hardly more tokens"
+
+
 @pytest.mark.parametrize(("usage", "after"), [(KV_ROOM, 72), (KV_ROOM + 0.01, 64), (KV_HIGH - 0.01, 64)])
 def test_no_slots_are_added_where_running_requests_may_fill_the_cache(usage: float, after: int) -> None:
     decision = controller().observe(EngineLoad(kv_usage=usage, num_tokens=1), 64)
