@@ -171,8 +171,8 @@ class SlotController:
     def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:
         """Whether an engine would be faster with its share of the raised budget.
 
-        Yes as long as no speed is known. And yes up to the first budget: tokens get no older than at the start, and with
-        more requests the engine was last measured while the KV cache was full, when its steps take longer.
+        Yes as long as no speed is known. And yes up to the first budget: tokens get no older than at the start, and
+        with more requests the engine was last measured while the KV cache was full, when its steps take longer.
         """
         if self.budget <= self._first:
             return True

@@ -32,7 +32,6 @@ from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
-    MOST_REQUESTS,
     channel_lacks,
     depth_bounds,
     devices_of_engine,
@@ -81,6 +80,8 @@ SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
+MOST_REQUESTS = "max_num_seqs"
+"""vLLM's bound of each engine; more requests wait inside it."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -464,7 +465,7 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     if block.slots.adaptive != AUTO:
         return
     settings = read_settings(config)
-    start, bounded, room = settings.num_slots, block.slots.least, settings.engine_room
+    start, bounded = settings.num_slots, block.slots.least
     if block.tail.policy != "partial":
         yield _adaptive(
             False, f"{BLOCK}.tail.policy={block.tail.policy}", "a round starts no more than there are slots"
@@ -480,18 +481,13 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     # Left open rather than guessed: the cluster may choose `abort`, with which slots stay as they are.
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
-    elif room is not None and room < start and not bounded:
-        seen = f"{start} slots for a batch, and {_room_in_words(config)}"
-        yield _adaptive(False, seen, f"engines run no more than {room} requests at once; the others wait inside them")
     elif (drafted := ended_by_more_slots(config)) and not bounded:
         seen = f"{start} slots for a batch, and {SPECULATION}"
         yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
-        seen, why = f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
-        if settings.slot_bounds.most == start:
-            seen += "" if room is None else f", and {_room_in_words(config)}"
-            why = "a full KV cache has room for fewer; there can be no more"
-        yield _adaptive(True, seen, why)
+        yield _adaptive(
+            True, f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
+        )
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
             why = "a full KV cache has room for fewer; but never less than half, nor than a prompt for each worker"
@@ -500,23 +496,16 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
 
 def waiting_inside(config: DictConfig) -> str:
     """What to say where there are more slots than the engines run requests; empty where there are not."""
-    settings, number = read_settings(config), num_engines(config)
-    room, slots = settings.engine_room, settings.num_slots
-    if room is None or room >= slots:
-        return ""
-    each = -(-slots // number)
-    enough = f"raise it to {each}" + ("" if number == 1 else f", with which {number} engines run {each * number}")
-    return (
-        f"{_room_in_words(config)}, fewer than the {slots} slots: {slots - room} requests wait inside the engines, and "
-        f"slot_utilisation counts them as running; {enough}"
-    )
-
-
-def _room_in_words(config: DictConfig) -> str:
-    number = num_engines(config)
-    engines = "one engine" if number == 1 else f"{number} engines"
+    slots, number = read_settings(config).num_slots, num_engines(config)
     key, each = engine_option(config, MOST_REQUESTS)
-    return f"{key}={each} on {engines}"
+    if each is None or each * number >= slots:
+        return ""
+    engines, enough = "one engine" if number == 1 else f"{number} engines", -(-slots // number)
+    remedy = f"raise it to {enough}" + ("" if number == 1 else f", with which {engines} run {enough * number}")
+    return (
+        f"{key}={each} on {engines}, fewer than the {slots} slots: {slots - each * number} requests wait inside the "
+        f"engines, and slot_utilisation counts them as running; {remedy}"
+    )
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:

@@ -371,8 +371,7 @@ class SlotsConfig(_Block):
     least: int | None = _key(
         None,
         "Lower bound of an adaptive number; null: rollout.n for each agent-loop worker, with auto half of the number "
-        "to start with. The upper bound is all prompts that may be in flight x rollout.n, and no more than the engines "
-        "run at once (max_num_seqs).",
+        "to start with. The upper bound is all prompts that may be in flight x rollout.n.",
         who="runs that must not fall below a rate",
         evidence="auto sets it; computed for KV caches of several sizes: docs/design/0010",
         ge=1,
