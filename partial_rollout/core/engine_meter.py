@@ -41,7 +41,8 @@ class _Average:
     batch: float = 0.0
     step_s: float = 0.0
     num_steps: float = 0.0
-    """Decode steps so far. A request that hands over a token has measured its share of one."""
+    """Decode steps so far. A request that hands over a token has measured its share of one, also beside requests that
+    wait inside the engine: these count in the batch."""
 
     def add(self, batch: int, step_s: float, num_tokens: int) -> None:
         share = num_tokens / batch

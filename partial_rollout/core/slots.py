@@ -166,7 +166,8 @@ class SlotController:
             return self.budget, "at the upper bound"
         if load.kv_usage > KV_ROOM:
             return self.budget, f"{full}, which running requests still fill"
-        return self._whole_groups(min(self._bounds.most, self.budget + self._step)), f"all slots in use, {full}"
+        most = self._first if self.budget < self._first else self._bounds.most
+        return self._whole_groups(min(most, self.budget + self._step)), f"all slots in use, {full}"
 
     def _is_worth(self, before: int, speeds: Sequence[EngineSpeed]) -> bool:
         """Whether an engine would be faster with its share of the raised budget.

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 from partial_rollout.settings.memory import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Mapping
 
 COPY_TOKENS = 64
 """Tokens of a copy. The engine's steps wait while vLLM begins copies: with 16 tokens a step of 256 requests took 1.44
 of its time without copies, with 64 it took 1.20 (8B on an H100, docs/results/gpu.md)."""
 BLOCK_TOKENS = 16
 """Tokens of a block of KV on a GPU, where nobody sets another number."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads its allocator's settings: from the first of these that is set."""
-PINNED_BY_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"
-"""Pages of pinned memory are touched by 16 threads, then registered. By one, 144 GiB took about three minutes of an
-engine's start; with this a pool that takes twice as much took less than one (docs/results/gpu.md)."""
 
 
 def copied_tokens(model: Mapping[str, Any], engine: Mapping[str, Any]) -> int | None:
@@ -51,16 +46,3 @@ def host_memory(num_bytes: int, engine_id: str, copy_tokens: int | None = None) 
         "engine_id": engine_id,
         "kv_connector_extra_config": extra,
     }
-
-
-def pin_by_threads(environment: MutableMapping[str, str]) -> None:
-    """Let the engine that is started in this environment be ready with its host memory sooner, unless it says how.
-
-    >>> pin_by_threads(environment := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"})
-    >>> environment["PYTORCH_CUDA_ALLOC_CONF"]
-    'max_split_size_mb:256,pinned_use_cuda_host_register:True,pinned_num_register_threads:16'
-    """
-    name = next((name for name in ALLOCATOR_VARIABLES if environment.get(name)), ALLOCATOR_VARIABLES[-1])
-    given = environment.get(name)
-    if not given or "pinned_" not in given:
-        environment[name] = f"{given},{PINNED_BY_THREADS}" if given else PINNED_BY_THREADS

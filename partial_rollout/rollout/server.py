@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -48,7 +47,6 @@ from partial_rollout.rollout.engine_process import (
     title_of,
 )
 from partial_rollout.rollout.gated_engine import CURRENT_PASSAGE, GatedEngine, Interruption, Passage
-from partial_rollout.rollout.host_memory import pin_by_threads
 from partial_rollout.rollout.http_server import require_key, stop_http_server
 from partial_rollout.rollout.progress_watch import ROLE as ENGINE
 from partial_rollout.rollout.progress_watch import ProgressWatch
@@ -142,8 +140,6 @@ class PartialRolloutServer(ChannelServer):
         """Start engine and HTTP server, which asks for a key, then put the gate in front of the engine."""
         self._launch_args = args
         mark_engine()
-        if self._interruption.mode.releases_memory:
-            pin_by_threads(os.environ)
         await asyncio.to_thread(require_key, args, events_folder(self.settings))
         await super().run_server(args)
         self._attach_engine(self.engine)

@@ -32,6 +32,7 @@ from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    MOST_REQUESTS,
     channel_lacks,
     depth_bounds,
     devices_of_engine,
@@ -80,8 +81,6 @@ SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
-MOST_REQUESTS = "max_num_seqs"
-"""vLLM's bound of each engine; more requests wait inside it."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -481,13 +480,16 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
     # Left open rather than guessed: the cluster may choose `abort`, with which slots stay as they are.
     elif mode == AUTO and not bounded:
         yield _adaptive(AUTO, f"{MODE_KEY} is open", "more slots help only where KV is retained")
+    elif (room := settings.engine_room) is not None and room < start and not bounded:
+        seen = f"{start} slots for a batch, and {_room_in_words(config)}"
+        yield _adaptive(False, seen, f"engines run no more than {room} requests at once, and the others wait in them")
     elif (drafted := ended_by_more_slots(config)) and not bounded:
         seen = f"{start} slots for a batch, and {SPECULATION}"
         yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
-        yield _adaptive(
-            True, f"{start} slots for a batch", f"engines may have room for more than these {start}, or for fewer"
-        )
+        more = settings.slot_bounds.most > start
+        why = f"engines may have room for more than these {start}, or for fewer"
+        yield _adaptive(True, f"{start} slots for a batch", why if more else "a full KV cache has room for fewer")
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
             why = "a full KV cache has room for fewer; but never less than half, nor than a prompt for each worker"
@@ -496,16 +498,23 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
 
 def waiting_inside(config: DictConfig) -> str:
     """What to say where there are more slots than the engines run requests; empty where there are not."""
-    slots, number = read_settings(config).num_slots, num_engines(config)
-    key, each = engine_option(config, MOST_REQUESTS)
-    if each is None or each * number >= slots:
+    settings, number = read_settings(config), num_engines(config)
+    room, slots = settings.engine_room, settings.num_slots
+    if room is None or room >= slots:
         return ""
-    engines, enough = "one engine" if number == 1 else f"{number} engines", -(-slots // number)
-    remedy = f"raise it to {enough}" + ("" if number == 1 else f", with which {engines} run {enough * number}")
+    each = -(-slots // number)
+    enough = f"raise it to {each}" + ("" if number == 1 else f", with which {number} engines run {each * number}")
     return (
-        f"{key}={each} on {engines}, fewer than the {slots} slots: {slots - each * number} requests wait inside the "
-        f"engines, and slot_utilisation counts them as running; {remedy}"
+        f"{_room_in_words(config)}, fewer than the {slots} slots: {slots - room} requests wait inside the engines, and "
+        f"slot_utilisation counts them as running; {enough}"
     )
+
+
+def _room_in_words(config: DictConfig) -> str:
+    number = num_engines(config)
+    engines = "one engine" if number == 1 else f"{number} engines"
+    key, each = engine_option(config, MOST_REQUESTS)
+    return f"{key}={each} on {engines}"
 
 
 def _adaptive(value: bool | str, seen: str, why: str) -> Choice:

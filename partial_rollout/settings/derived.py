@@ -35,6 +35,8 @@ BEYOND_CHANNEL = {
 """Keys below actor_rollout_ref that verl's weight update serves and ours does not, with the values that ask nothing."""
 ENGINE_ARGUMENTS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 CHANNEL_DEVICES = ("cpu", "cuda")
+MOST_REQUESTS = "max_num_seqs"
+"""vLLM's bound of each engine; more requests wait inside it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Settings:
     """Agent-loop workers."""
     uses_channel: bool
     """Whether weights travel by our channel: unless the channel lacks something, or verl's way was asked for."""
+    engine_room: int | None
+    """Requests that all engines run at once by their own bound; None: no bound was set."""
 
     @property
     def num_slots(self) -> int:
@@ -65,13 +69,17 @@ class Settings:
     def slot_bounds(self) -> SlotBounds:
         """The least and the most slots of an adaptive number, in whole prompt groups.
 
+        The most are the trajectories that may be in flight. Where engines run fewer at once, they are so many, and as
+        many more as are idle in the mean because a worker claims whole groups; but no fewer than at the start.
+
         Raises:
             ConfigError: the least is above the number to start with, or has no group for each worker.
         """
         group, slots, start = self.group, self.block.slots, self.num_slots
         fewest = group * self.num_workers
         least = slots.least or fewest
-        most = max(groups_in_flight(self.block.depths[1], self.batch) * group, start)
+        in_flight, idle = groups_in_flight(self.block.depths[1], self.batch) * group, self.num_workers * group // 2
+        most = max(start, in_flight if self.engine_room is None else min(in_flight, self.engine_room + idle))
         if not fewest <= least <= start:
             raise ConfigError(
                 f"{BLOCK}.slots.least={least} is not allowed: must be at least {fewest}, rollout.n={group} for each of "
@@ -90,7 +98,12 @@ def read_settings(config: DictConfig) -> Settings:
     block = read_block(config)
     rollout = config.actor_rollout_ref.rollout
     return Settings(
-        block, config.data.train_batch_size, rollout.n, rollout.agent.num_workers, _uses_channel(config, block)
+        block,
+        config.data.train_batch_size,
+        rollout.n,
+        rollout.agent.num_workers,
+        _uses_channel(config, block),
+        engine_room(config),
     )
 
 
@@ -193,7 +206,8 @@ def devices_of_replica(config: DictConfig) -> int:
 
 def num_engines(config: DictConfig) -> int:
     """Engines over all nodes; those of a data-parallel group count one by one."""
-    return max(1, num_engine_devices(config) // devices_of_engine(config))
+    # An engine of no device is refused later, when the settings have been read.
+    return max(1, num_engine_devices(config) // max(1, devices_of_engine(config)))
 
 
 def engine_option(config: DictConfig, name: str) -> tuple[str, Any]:
@@ -204,6 +218,12 @@ def engine_option(config: DictConfig, name: str) -> tuple[str, Any]:
         return own, value
     key = f"actor_rollout_ref.rollout.{name}"
     return key, OmegaConf.select(config, key)
+
+
+def engine_room(config: DictConfig) -> int | None:
+    """Requests that all engines run at once by their own bound; None: no bound was set."""
+    _, each = engine_option(config, MOST_REQUESTS)
+    return None if each is None else each * num_engines(config)
 
 
 def sequence_parallel_size(config: DictConfig, role: str = "actor") -> int:

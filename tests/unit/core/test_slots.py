@@ -71,13 +71,28 @@ def test_slots_that_bring_no_tokens_are_not_added(step_s: float, after: int) -> 
     assert ("hardly more tokens" in decision.reason) is (after == 64)
 
 
-def test_slots_that_a_full_cache_took_come_back_whatever_the_engine_was_measured_at() -> None:
+@pytest.mark.parametrize(
+    ("first", "group", "falls", "rises"),
+    [
+        (64, 4, [48], [56, 64, 64]),
+        (160, 8, [120], [136, 152, 160, 160]),
+        (256, 8, [192, 144], [176, 208, 240, 256, 256]),
+        (255, 5, [190], [220, 250, 255, 255]),
+    ],
+)
+def test_slots_that_a_full_cache_took_come_back_whatever_the_engine_was_measured_at(
+    first: int, group: int, falls: list[int], rises: list[int]
+) -> None:
     """With more requests it was measured last while the cache was full."""
-    slots, slow = controller(), EngineSpeed(steps=((48.0, 0.010), (64.0, 0.020)))
-    assert slots.observe(EngineLoad(kv_usage=0.95), 64, [slow]).after == 48
-    found = [slots.observe(EngineLoad(kv_usage=0.4, num_tokens=look), slots.budget, [slow]) for look in (1, 2, 3)]
-    assert [decision.after for decision in found] == [56, 64, 64]
-    assert found[-1].reason == "more slots than 64 bring hardly more tokens"
+    slots = SlotController(first, SlotBounds(least=group, most=4 * first, group=group))
+    slow = EngineSpeed(steps=((falls[-1], 0.010), (first, 0.10)))
+    fallen = [slots.observe(EngineLoad(kv_usage=0.95), slots.budget, [slow]).after for _ in falls]
+    found = [
+        slots.observe(EngineLoad(kv_usage=0.4, num_tokens=look + 1), slots.budget, [slow]) for look in range(len(rises))
+    ]
+    assert fallen == falls
+    assert [decision.after for decision in found] == rises
+    assert found[-1].reason == f"more slots than {first} bring hardly more tokens"
 
 
 @pytest.mark.parametrize(("usage", "after"), [(KV_ROOM, 72), (KV_ROOM + 0.01, 64), (KV_HIGH - 0.01, 64)])

@@ -9,7 +9,7 @@ import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -27,7 +27,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from partial_rollout.rollout import http_server
 from partial_rollout.rollout.ends_with_server import VARIABLE
-from partial_rollout.rollout.host_memory import ALLOCATOR_VARIABLES, PINNED_BY_THREADS, pin_by_threads
 from partial_rollout.rollout.http_server import (
     KEY_FILE,
     KEY_VARIABLE,
@@ -38,7 +37,7 @@ from partial_rollout.rollout.http_server import (
     stop_http_server,
 )
 from partial_rollout.rollout.server import PartialRolloutServer
-from partial_rollout.settings.block import PartialRolloutConfig, TailConfig
+from partial_rollout.settings.block import PartialRolloutConfig
 from tests.fake_engine import FakeEngine, FakeServer
 
 if TYPE_CHECKING:
@@ -252,40 +251,3 @@ async def test_a_server_marks_the_engine_that_it_starts_which_ends_with_it(
     monkeypatch.setattr(vLLMHttpServer, "run_server", run)
     await Launched(PartialRolloutConfig(events=str(tmp_path))).run_server(arguments())
     assert marked == [True]
-
-
-OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
-
-
-@pytest.mark.parametrize("mode", ["offload_kv", "reuse_kv", "abort"])
-async def test_an_engine_with_host_memory_pins_it_by_several_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Literal["offload_kv", "reuse_kv", "abort"]
-) -> None:
-    found: list[bool] = []
-
-    async def run(server: Any, _: Any) -> None:
-        found.append(os.environ.get(OLD_NAME) == PINNED_BY_THREADS)
-        server.engine = server.fake = FakeEngine()
-
-    monkeypatch.setattr(vLLMHttpServer, "run_server", run)
-    for name in ALLOCATOR_VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
-    tail = TailConfig(interrupt_mode=mode, offload_gib=4 if mode == "offload_kv" else None)
-    await Launched(PartialRolloutConfig(events=str(tmp_path), tail=tail)).run_server(arguments())
-    assert found == [mode == "offload_kv"]
-
-
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({}, {OLD_NAME: PINNED_BY_THREADS}),
-        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{PINNED_BY_THREADS}"}),
-        ({"PYTORCH_ALLOC_CONF": "a:1", OLD_NAME: "b:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{PINNED_BY_THREADS}"}),
-        ({OLD_NAME: "pinned_num_register_threads:2"}, {}),
-    ],
-    ids=["nothing", "the new name", "both: torch reads the new one", "it says how"],
-)
-def test_what_is_said_of_pinned_memory_stays(given: dict[str, str], changed: dict[str, str]) -> None:
-    environment = dict(given)
-    pin_by_threads(environment)
-    assert environment == given | changed

@@ -665,14 +665,36 @@ def test_slots_stay_fixed_where_they_cannot_or_shall_not_move(
     assert config.actor_rollout_ref.rollout.disable_log_stats is not depth_moves
 
 
-@pytest.mark.parametrize("engines_run", [16, 64, 512, None])
-def test_slots_move_whatever_the_engines_bound_is(composed: Composed, engines_run: int | None):
-    """The number does not rise while requests wait inside the engines, which its controller sees."""
-    config = composed({f"{ROLLOUT}.max_num_seqs": engines_run})
-    assert value(config, ADAPTIVE) is True
+@pytest.mark.parametrize("key", [f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs"])
+@pytest.mark.parametrize(
+    ("most", "devices", "adaptive"), [(63, 1, False), (64, 1, True), (31, 2, False), (32, 2, True)]
+)
+def test_slots_stay_where_requests_wait_inside_the_engines(
+    composed: Composed, most: int, devices: int, key: str, *, adaptive: bool
+):
+    config = composed({key: most, "trainer.n_gpus_per_node": devices})
+    (choice,) = chosen(config, ADAPTIVE)
+    assert choice.value is adaptive
+    if not adaptive:
+        engines = "one engine" if devices == 1 else "2 engines"
+        assert choice.seen == f"64 slots for a batch, and {key}={most} on {engines}"
+    by_hand = composed({key: most, "partial_rollout.slots.least": 32})
+    assert value(by_hand, ADAPTIVE) is True
+
+
+@pytest.mark.parametrize(
+    ("engines_run", "devices", "workers", "most"),
+    [(64, 1, 1, 64), (64, 1, 2, 68), (64, 1, 8, 80), (66, 1, 1, 68), (500, 1, 8, 192), (None, 1, 1, 192)]
+    + [(32, 2, 8, 80), (50, 2, 1, 100)],
+)
+def test_slots_rise_to_what_the_engines_run_at_once_and_what_shares_leave_idle(
+    composed: Composed, engines_run: int | None, devices: int, workers: int, most: int
+):
+    sizes = {"trainer.n_gpus_per_node": devices, f"{ROLLOUT}.agent.num_workers": workers}
+    config = composed(sizes | {f"{ROLLOUT}.max_num_seqs": engines_run})
     started(config)
     bounds = read_settings(config).slot_bounds
-    assert (bounds.least, bounds.most) == (32, 192)
+    assert (bounds.least, bounds.most) == (32, most)
 
 
 def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
