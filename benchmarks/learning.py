@@ -8,9 +8,8 @@ SmolLM2 recipe on the first of `--gpus` that is free; a GPU named twice has two 
 data, learning rate, correction and starting model. A job that does not end within `--job-s` counts as far as it came.
 Its rows in the summary are compared with the job of the same seed in mode `sync`, or in the first mode.
 
-Make the recipe's task first, in OUT/smollm2_task (its `make_task`), so that jobs side by side find it; with `--digest`
-its starting model is checked. Jobs of earlier results count with `--add`, and are not run again. So jobs that were
-stored one by one become one result, and a comparison that was ended goes on:
+Make the recipe's task first, in OUT/smollm2_task (its `make_task`), for jobs side by side; `--digest` checks its model.
+Jobs of earlier results count with `--add` and are not run again: single jobs become one result, and what ended goes on:
 
     python -m benchmarks.learning --modes --add ONE.json TWO.json --json FILE.json --out OUT
 """
@@ -67,7 +66,7 @@ QUICKSTART_SLOTS = 64  # 16 prompts x 4
 WARMUP_STEPS = 5  # in which the quickstart's learning rate rises, so that a schedule can go wrong
 BASE = "sync"
 WINDOW = 10  # steps of a mean: the reward of one batch of 256 responses varies by 0.06
-LEVELS = (0.5, 0.52, 0.54, 0.56)  # rewards of which the first seconds are told: near the top, chance decides of one
+LEVELS = (0.5, 0.52, 0.54, 0.56, 0.6, 0.64)  # rewards whose first seconds are told: chance decides of one near the top
 REWARD, RATE, STEP_S, VALIDATION = "critic/score/mean", "actor/lr", "timing_s/step", "val-core/"
 PANELS = {
     "reward": REWARD,
@@ -119,9 +118,9 @@ def rewards(job: Job, window: int = WINDOW) -> list[float]:
     return [statistics.fmean(found[max(0, end - window) : end]) for end in range(1, len(found) + 1)]
 
 
-def steps_to(job: Job, level: float) -> int | None:
-    """Steps until the mean reward of WINDOW steps is at a level; None: never."""
-    return next((number for number, mean in enumerate(rewards(job), 1) if number >= WINDOW and mean >= level), None)
+def steps_to(job: Job, level: float, window: int) -> int | None:
+    """Steps until the mean reward of so many steps is at a level; None: never."""
+    return next((end for end, mean in enumerate(rewards(job, window), 1) if end >= window and mean >= level), None)
 
 
 def held_out(job: Job) -> dict[str, float]:
@@ -133,11 +132,11 @@ def held_out(job: Job) -> dict[str, float]:
     return found
 
 
-def compared_with(job: Job, base: Job | None, common: int) -> Job:
+def compared_with(job: Job, base: Job | None, common: int, window: int) -> Job:
     """A job's first steps beside those of the job with the same seed; None where there is no such job."""
     if base is None:
         return dict.fromkeys(("time_ratio", "steps_to_level", "s_to_level", "same_learning_rate"))
-    reached = steps_to(job, rewards(base)[-1])
+    reached = steps_to(job, rewards(base, window)[-1], window)
     rates = [[step.get(RATE) for step in each["steps"][:common]] for each in (job, base)]
     return {
         "time_ratio": seconds(job, common) / seconds(base, common),
@@ -147,7 +146,7 @@ def compared_with(job: Job, base: Job | None, common: int) -> Job:
     }
 
 
-def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
+def summarise(jobs: Sequence[Job], window: int = WINDOW) -> dict[str, Any]:
     """How far each job came, and the time for equal steps, and to the last reward of `sync` in each seed."""
     common = min(len(job["steps"]) for job in jobs)
     first = BASE if any(job["mode"] == BASE for job in jobs) else jobs[0]["mode"]
@@ -155,11 +154,11 @@ def summarise(jobs: Sequence[Job]) -> dict[str, Any]:
     rows = []
     for job in jobs:
         row: Job = {"mode": job["mode"], "seed": job["seed"], "steps": len(job["steps"]), "held_out": held_out(job)}
-        row |= {"reward_first": rewards(job)[min(WINDOW, common) - 1], "reward_last": rewards(job)[-1]}
+        row |= {"reward_first": (means := rewards(job, window))[min(window, common) - 1], "reward_last": means[-1]}
         row |= {"reward_common": statistics.fmean(step[REWARD] for step in job["steps"][:common])}
         row |= {"reward_common_last_half": statistics.fmean(s[REWARD] for s in job["steps"][common // 2 : common])}
-        row |= {"common_steps_s": seconds(job, common)} | compared_with(job, bases.get(job["seed"]), common)
-        reached = ((level, steps_to(job, level)) for level in LEVELS)
+        row |= {"common_steps_s": seconds(job, common)} | compared_with(job, bases.get(job["seed"]), common, window)
+        reached = ((level, steps_to(job, level, window)) for level in LEVELS)
         row["s_to_reward"] = {f"{level:.2f}": number and round(seconds(job, number), 1) for level, number in reached}
         for title, name in PANELS.items():
             values = [step[name] for step in job["steps"][WINDOW:common] if name in step]
@@ -189,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--at-once", type=int, default=1, help="without GPUs: jobs side by side, each on two cores")
     line.add_argument("--steps", type=int, help=f"{STEPS}")
     line.add_argument("--job-s", type=float, default=3600.0, help="seconds for each job (%(default)s)")
+    line.add_argument("--window", type=int, default=WINDOW, help="steps of a mean reward, in whole rounds of prompts")
     line.add_argument("--digest", default="", help="that the recipe's starting model must have; empty: any")
     line.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="the recipe's variables for all jobs")
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides for all jobs")
@@ -223,13 +223,13 @@ def main(words: list[str] | None = None) -> None:
             failed.append(f"{run[0]}-{run[1]}")
             return
         jobs.append({"mode": run[0], "seed": run[1], "devices": now["devices"]} | job)
-        store({**(about or now), **summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
+        store({**(about or now), **summarise(jobs, options.window), "jobs": jobs}, options.json, raw=["jobs"])
 
     lanes = [Lane(gpus=(gpu,)) for gpu in options.gpus] or make_lanes(options.at_once)
     places = {run: (command(options, *run), options.out.resolve() / f"{run[0]}-{run[1]}") for run in runs}
     run_jobs(places, keep, lanes, job_s=options.job_s, skip=0)
     if not runs and jobs:
-        store({**about, **summarise(jobs), "jobs": jobs}, options.json, raw=["jobs"])
+        store({**about, **summarise(jobs, options.window), "jobs": jobs}, options.json, raw=["jobs"])
     if failed:
         raise SystemExit(f"without a single step: {failed}; logs in {options.out}")
 

@@ -97,6 +97,14 @@ def test_a_level_is_reached_by_the_mean_of_a_whole_window_or_has_no_time():
     assert [row["s_to_reward"][level] for level in ("0.50", "0.52")] == [20.0, None]
 
 
+@pytest.mark.parametrize(("window", "last", "until"), [(10, 0.6, 10), (8, 0.5, 8), (4, 0.5, 4)])
+def test_rewards_that_swing_with_the_prompts_are_means_of_whole_rounds_of_them(window: int, last: float, until: int):
+    """Rounds of four steps, of which the first two are easy: ten steps may have three times the easy ones."""
+    swinging = job("sync", [1.0, 1.0, 0.0, 0.0] * 5 + [1.0, 1.0], 2.0)
+    (row,) = learning.summarise([swinging], window)["summary"]
+    assert (row["reward_last"], row["steps_to_level"]) == (last, until)
+
+
 def test_another_learning_rate_is_told():
     first, second = (job(mode, [0.5] * 3, 1.0) for mode in ("sync", "reuse_kv_3"))
     for rate, each in ((1e-6, first), (2e-6, second)):
