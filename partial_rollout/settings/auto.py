@@ -487,9 +487,10 @@ def _slots(config: DictConfig, block: PartialRolloutConfig, given: ByHand, mode:
         seen = f"{start} slots for a batch, and {SPECULATION}"
         yield _adaptive(False, seen, f"an engine drafts for {drafted} requests at most, and slots could become more")
     else:
-        more = settings.slot_bounds.most > start
         why = f"engines may have room for more than these {start}, or for fewer"
-        yield _adaptive(True, f"{start} slots for a batch", why if more else "a full KV cache has room for fewer")
+        if room == start:
+            why = f"a full KV cache may have room for fewer than the {room} requests that engines run at once"
+        yield _adaptive(True, f"{start} slots for a batch", why)
         if block.slots.least is None:
             least = max(settings.num_workers, start // settings.group // 2) * settings.group
             why = "a full KV cache has room for fewer; but never less than half, nor than a prompt for each worker"

@@ -675,7 +675,9 @@ def test_slots_stay_where_requests_wait_inside_the_engines(
     config = composed({key: most, "trainer.n_gpus_per_node": devices})
     (choice,) = chosen(config, ADAPTIVE)
     assert choice.value is adaptive
-    if not adaptive:
+    if adaptive:
+        assert choice.why == "a full KV cache may have room for fewer than the 64 requests that engines run at once"
+    else:
         engines = "one engine" if devices == 1 else "2 engines"
         assert choice.seen == f"64 slots for a batch, and {key}={most} on {engines}"
     by_hand = composed({key: most, "partial_rollout.slots.least": 32})
@@ -695,6 +697,12 @@ def test_slots_rise_to_what_the_engines_run_at_once_and_what_shares_leave_idle(
     started(config)
     bounds = read_settings(config).slot_bounds
     assert (bounds.least, bounds.most) == (32, most)
+
+
+def test_a_lower_bound_above_the_slots_does_not_keep_the_other_choices_from_being_told(composed: Composed):
+    """The bound is refused by the check of the settings, beside whatever else is wrong."""
+    config = composed({"partial_rollout.slots.least": 1000})
+    assert {choice.key for choice in choose(config)} >= {DEPTH, SLOTS}
 
 
 def test_slots_wait_for_the_choice_of_the_interrupt_mode(composed: Composed, model: Path):
