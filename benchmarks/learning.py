@@ -9,7 +9,7 @@ data, learning rate, correction and starting model. A job that does not end with
 Its rows in the summary are compared with the job of the same seed in mode `sync`, or in the first mode.
 
 Make the recipe's task first, in OUT/smollm2_task (its `make_task`), for jobs side by side; `--digest` checks its model.
-Jobs of earlier results count with `--add` and are not run again: single jobs become one result, and what ended goes on:
+Jobs of earlier results count with `--add` and are not run again. So jobs that were stored one by one become one result:
 
     python -m benchmarks.learning --modes --add ONE.json TWO.json --json FILE.json --out OUT
 """
@@ -66,7 +66,7 @@ QUICKSTART_SLOTS = 64  # 16 prompts x 4
 WARMUP_STEPS = 5  # in which the quickstart's learning rate rises, so that a schedule can go wrong
 BASE = "sync"
 WINDOW = 10  # steps of a mean: the reward of one batch of 256 responses varies by 0.06
-LEVELS = (0.5, 0.52, 0.54, 0.56, 0.6, 0.64)  # rewards whose first seconds are told: chance decides of one near the top
+LEVELS = (0.5, 0.52, 0.54, 0.56, 0.6, 0.64)  # told is when each is reached; near the top, chance decides that
 REWARD, RATE, STEP_S, VALIDATION = "critic/score/mean", "actor/lr", "timing_s/step", "val-core/"
 PANELS = {
     "reward": REWARD,
@@ -119,7 +119,7 @@ def rewards(job: Job, window: int = WINDOW) -> list[float]:
 
 
 def steps_to(job: Job, level: float, window: int) -> int | None:
-    """Steps until the mean reward of so many steps is at a level; None: never."""
+    """Steps until the mean reward of `window` steps is at a level; None: never."""
     return next((end for end, mean in enumerate(rewards(job, window), 1) if end >= window and mean >= level), None)
 
 
@@ -165,7 +165,7 @@ def summarise(jobs: Sequence[Job], window: int = WINDOW) -> dict[str, Any]:
             row[title] = statistics.fmean(values) if values else None
         row |= drafted(job)
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
-    return {"common_steps": common, "summary": rows}
+    return {"common_steps": common, "window": window, "summary": rows}
 
 
 def earlier(results: Sequence[Path]) -> tuple[dict[str, Any], list[Job]]:

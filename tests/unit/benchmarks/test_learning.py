@@ -99,10 +99,11 @@ def test_a_level_is_reached_by_the_mean_of_a_whole_window_or_has_no_time():
 
 @pytest.mark.parametrize(("window", "last", "until"), [(10, 0.6, 10), (8, 0.5, 8), (4, 0.5, 4)])
 def test_rewards_that_swing_with_the_prompts_are_means_of_whole_rounds_of_them(window: int, last: float, until: int):
-    """Rounds of four steps, of which the first two are easy: ten steps may have three times the easy ones."""
+    """In rounds of four steps the first two are easy: of ten steps six may be, of eight or four it is always half."""
     swinging = job("sync", [1.0, 1.0, 0.0, 0.0] * 5 + [1.0, 1.0], 2.0)
     (row,) = learning.summarise([swinging], window)["summary"]
     assert (row["reward_last"], row["steps_to_level"]) == (last, until)
+    assert learning.summarise([swinging], window)["window"] == window
 
 
 def test_another_learning_rate_is_told():
