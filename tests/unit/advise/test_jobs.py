@@ -24,10 +24,16 @@ FAST_POLL, RELEASED = f"{COLOCATED}_fast_poll", f"{COLOCATED}_released"
 ADAPTIVE_5 = "partial_adaptive_reuse_kv_prefetch_5"
 
 
-def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
-    """Stored jobs by mode, predicted from the curve of their model's engine."""
+def curve_and_jobs(repository, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The latency curve of an engine with their model, and stored jobs."""
     engine = f"engine_{name.split('_')[1]}"
     curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in (engine, name))
+    return curve, result
+
+
+def predicted_jobs(repository, name: str) -> dict[str, dict[str, Any]]:
+    """Stored jobs by mode, predicted from the curve of their model's engine."""
+    curve, result = curve_and_jobs(repository, name)
     found = predict_jobs(result, fit(curve["curve"]))
     assert [job["mode"] for job in found] == [job["mode"] for job in result["jobs"]]
     return {job["mode"]: job for job in found}
@@ -107,13 +113,14 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
         ("jobs_8b_four", "flag_released", 1.125, 11.1, 0.06),
         ("jobs_8b_flag_released", "flag_released", 1.09, 6.6, 0.03),
         ("jobs_8b_released", "flag_released", 1.05, 4.0, 0.16),
+        ("jobs_4b_training", "flag", 0.977, 2.5, 0.13),
     ],
 )
 def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
     repository, name, mode, ratio, step_s, tokens_off
 ):
     """Batches in flight and slots of each step are those that the run chose."""
-    curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
+    curve, result = curve_and_jobs(repository, name)
     load, (job,) = Workload(**result["workload"]), [job for job in result["jobs"] if job["mode"] == mode]
     prompts = (Group(row.tolist()) for row in cycle(primed_lengths(load, load.num_prompts)))
     usual = job_modes(load.batch * load.group, load.group)["partial_reuse_kv"]
@@ -136,11 +143,12 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
     [
         ("jobs_8b_released", RELEASED, 0.97, 10),  # it looks every 2 s
         ("jobs_8b_four", "sync", 0.995, 2),
+        ("jobs_4b_training", COLOCATED, 0.99, 11),  # as the one below
         ("jobs_8b_four", COLOCATED, 1.04, 35),  # its long and short steps became even, those predicted do not
     ],
 )
 def test_it_agrees_with_verl_s_modes_on_a_later_machine(repository, name, mode, ratio, step_s):
-    curve, result = (read_result(repository / RESULTS / f"{each}_h200.json") for each in ("engine_8b", name))
+    curve, result = curve_and_jobs(repository, name)
     (job,) = (job for job in predict_jobs(result, fit(curve["curve"])) if job["mode"] == mode)
     predicted, measured = np.array(job["seconds"]).T
     assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
