@@ -87,6 +87,8 @@ BRIEF_LOOK_S = 0.005
 NUM_ROWS = 96
 CALM_STEPS = 15
 """After as many steps of eight prompts an undisturbed job has trained each of its rows."""
+MISSED = 0
+"""Stands for the pid of a process that was dead already."""
 RESULTS = ROOT / "outputs/faults/measured.jsonl"
 
 
@@ -102,6 +104,8 @@ class Blow:
     """A part of its name."""
     delay_s: float = 0.0
     """After the moment that step and phase say."""
+    may_miss: bool = False
+    """Its process may be dead by then, and not replaced yet."""
 
     def is_due(self, events: Sequence[AnyEvent], folder: Path) -> bool:
         """Whether the job, whose folder it is, has come so far."""
@@ -324,13 +328,16 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
     if blow.role == EVERYTHING:
         _kill_all(job, mark)
         return job.pid
-    if blow.role in (kind.role for kind in ray_watch.TITLES.values()):
-        (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
-        (own,) = (each for each in psutil.process_iter(["name"]) if each.name() == title and _has_mark(each, mark))
-        pid = own.pid
-    else:
-        pid = job.pid if blow.role == DRIVER else _pid(blow, events)
-    os.kill(pid, blow.number)
+    try:
+        if blow.role in (kind.role for kind in ray_watch.TITLES.values()):
+            pid = _pid_of_ray(blow, mark)
+        else:
+            pid = job.pid if blow.role == DRIVER else _pid(blow, events)
+        os.kill(pid, blow.number)
+    except (LookupError, ProcessLookupError):
+        if not blow.may_miss:
+            raise
+        return MISSED
     return pid
 
 
@@ -352,10 +359,19 @@ def _has_ended(job: subprocess.Popen[str], look_s: float) -> bool:
     return True
 
 
+def _pid_of_ray(blow: Blow, mark: str) -> int:
+    """Pid of one of Ray's own processes, which no event names."""
+    (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
+    pids = [each.pid for each in psutil.process_iter(["name"]) if each.info["name"] == title and _has_mark(each, mark)]
+    if len(pids) != 1:
+        raise LookupError(f"the job has {len(pids)} processes {title}, not one")
+    return pids[0]
+
+
 def _pid(blow: Blow, events: Sequence[AnyEvent]) -> int:
     """Pid of the process that was found last: in a fork of the nursery Ray's processes have no titles."""
     found = [event for event in events if isinstance(event, ProcessFound) and event.role == blow.role]
-    pids = [event.pid for event in found if blow.name in event.name]
+    pids = [event.pid for event in found if blow.name in event.name and event.pid]
     if not pids:
         raise LookupError(f"the job has found no {blow.role} {blow.name}, only {found}")
     return pids[-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,14 +18,28 @@ from partial_rollout.observability.events import (
     EventWriter,
     GateMoved,
     PhaseBegan,
+    ProcessFound,
     PromptDropped,
     QueueMoved,
     StepEnded,
     Warned,
 )
 from partial_rollout.types import FinishedGroup, PromptMeta, QueueSnapshot
-from tests.faults.conftest import GENERATING, SAVING, SENDING, SHUT, TRAINING, Blow, Struck, check_same_texts, misplaced
+from tests.faults.conftest import (
+    GENERATING,
+    MISSED,
+    SAVING,
+    SENDING,
+    SHUT,
+    TRAINING,
+    Blow,
+    Struck,
+    _strike,
+    check_same_texts,
+    misplaced,
+)
 from tests.faults.measured import NEVER_S, unconserved
+from tests.faults.test_at_random import PHASES, random_blows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,3 +186,23 @@ def test_a_blow_after_the_training_of_its_step_is_measured_to_the_end_of_the_ste
         writer.write(StepEnded(t=t, step=step, total=9, metrics={}))
     struck = Struck(cast("Any", None), (Blow("x", 2, phase),), at_s=(20.0,), pids=(1,), ended_s=30.0, folder=tmp_path)
     assert struck.measured(NEVER_S)[0]["step_done_s"] == step_done_s
+
+
+@pytest.mark.parametrize("pid", ["gone", 0])
+def test_a_blow_to_a_process_that_is_not_there_fails_unless_it_may_miss(pid: str | int) -> None:
+    """Pid 0 stands for one that is not known; a signal to it would go to the tests themselves."""
+    with subprocess.Popen(["true"], text=True) as gone:
+        gone.wait()
+    found = [ProcessFound(role="engine", name="replica 0", pid=gone.pid if pid == "gone" else 0)]
+    blow = Blow("engine", step=1)
+    with pytest.raises((LookupError, ProcessLookupError)):
+        _strike(blow, gone, "mark", found)
+    assert _strike(replace(blow, may_miss=True), gone, "mark", found) == MISSED
+
+
+def test_random_blows_are_those_of_their_seed_and_in_the_order_in_which_they_are_due() -> None:
+    blows = random_blows(0)
+    assert blows == random_blows(0) != random_blows(1)
+    due = [(blow.step, PHASES.index(blow.phase)) for blow in blows]
+    assert due == sorted(due)
+    assert {blow.number for seed in range(9) for blow in random_blows(seed)} == {signal.SIGKILL, signal.SIGSTOP}
