@@ -50,7 +50,7 @@ FROZEN = (
     processes.ENGINE_SERVER,
     processes.PROMPT_MANAGER,
 )
-SHORT_LIMITS = ("partial_rollout.timeouts.claim_s=20", "partial_rollout.timeouts.call_s=15")
+SHORT_LIMITS = [f"partial_rollout.timeouts.{limit}" for limit in ("claim_s=20", "call_s=15", "stall_s=10")]
 """A frozen process is killed after seconds, not minutes."""
 
 
