@@ -36,7 +36,7 @@ TRAINING_ONLY = (
 )  # fmt: skip
 """Options of jobs that neither validate nor leave anything; a dashboard's twelve processes would be measured too."""
 MARK = "BENCHMARK_JOB"
-"""Variable by which all processes of a job are found, also those whose parent has gone."""
+"""Variable by which all processes of a job are found, orphans too. With SPT_NOENV no title is written over it."""
 POLL_S = 0.5
 STOP_S = 20.0
 """From asking a job to end to killing it."""
@@ -81,7 +81,7 @@ def training_job(
     (folder / METRICS).unlink(missing_ok=True)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     mark = mark or uuid.uuid4().hex
-    variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths, MARK: mark}
+    variables = {"VERL_FILE_LOGGER_PATH": str(folder / METRICS), "PYTHONPATH": paths, MARK: mark, "SPT_NOENV": "1"}
     with (folder / LOG).open("w") as log:
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
         job = subprocess.Popen(lane.pinned(command), env=os.environ | variables | lane.environment, **options)

@@ -183,6 +183,7 @@ def start_command(
     """Start a command whose processes are found by `mark`; its folder is `folder`."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment |= {MARK: mark, "VERL_FILE_LOGGER_PATH": str(_metrics(folder, mark)), "PYTHONPATH": paths}
+    environment |= {"SPT_NOENV": "1"}  # else the titles of Ray and vLLM are written over the mark
     environment |= {"RAY_worker_register_timeout_seconds": str(JOB_TIMEOUT_S)}  # the first waits for the imports
     return subprocess.Popen(
         command,

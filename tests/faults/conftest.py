@@ -105,7 +105,7 @@ class Blow:
     delay_s: float = 0.0
     """After the moment that step and phase say."""
     may_miss: bool = False
-    """Its process may be dead by then, and not replaced yet."""
+    """Whether its process may be dead by then, and not yet replaced."""
 
     def is_due(self, events: Sequence[AnyEvent], folder: Path) -> bool:
         """Whether the job, whose folder it is, has come so far."""
@@ -183,7 +183,9 @@ class Struck:
         events = EventReader(self.folder / "events").read()
         rows = []
         ends_s = [*self.at_s[1:], next_s][: len(self.at_s)]
-        for blow, at_s, until_s in zip(self.blows, self.at_s, ends_s, strict=True):
+        for blow, pid, at_s, until_s in zip(self.blows, self.pids, self.at_s, ends_s, strict=True):
+            if pid == MISSED:
+                continue
             row = {"role": blow.role, "while": blow.phase, "step": blow.step, "signal": blow.number.name}
             trained = blow.step if blow.phase in BRIEF else None
             cost = asdict(cost_of(events, at_s, until_s, trained=trained))
@@ -238,6 +240,7 @@ def strike_command(
                     blow = due.pop(0)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         job.wait(blow.delay_s)
+                    events += reader.read()
                     at_s.append(time.time())
                     pids.append(_strike(blow, job, mark, events))
                     events += reader.read()
@@ -329,12 +332,9 @@ def _strike(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[
         _kill_all(job, mark)
         return job.pid
     try:
-        if blow.role in (kind.role for kind in ray_watch.TITLES.values()):
-            pid = _pid_of_ray(blow, mark)
-        else:
-            pid = job.pid if blow.role == DRIVER else _pid(blow, events)
+        pid = _pid(blow, job, mark, events)
         os.kill(pid, blow.number)
-    except (LookupError, ProcessLookupError):
+    except ProcessLookupError:
         if not blow.may_miss:
             raise
         return MISSED
@@ -359,22 +359,34 @@ def _has_ended(job: subprocess.Popen[str], look_s: float) -> bool:
     return True
 
 
-def _pid_of_ray(blow: Blow, mark: str) -> int:
-    """Pid of one of Ray's own processes, which no event names."""
-    (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
-    pids = [each.pid for each in psutil.process_iter(["name"]) if each.info["name"] == title and _has_mark(each, mark)]
-    if len(pids) != 1:
-        raise LookupError(f"the job has {len(pids)} processes {title}, not one")
-    return pids[0]
+def _pid(blow: Blow, job: subprocess.Popen[str], mark: str, events: Sequence[AnyEvent]) -> int:
+    """Pid of the process that was found last: in a fork of the nursery Ray's processes have no titles.
+
+    Raises:
+        LookupError: the job has never found such a process.
+        ProcessLookupError: it has ended, and its pid may be another process's by now; or its pid is not known.
+    """
+    if blow.role == DRIVER:
+        return job.pid
+    if blow.role in (kind.role for kind in ray_watch.TITLES.values()):
+        (title,) = (title for title, kind in ray_watch.TITLES.items() if kind.role == blow.role)
+        pids = [each.pid for each in psutil.process_iter(["name"]) if each.info["name"] == title]
+    else:
+        found = [event for event in events if isinstance(event, ProcessFound) and event.role == blow.role]
+        pids = [event.pid for event in found if blow.name in event.name][-1:]
+        if not pids:
+            raise LookupError(f"the job has found no {blow.role} {blow.name}, only {found}")
+    own = [pid for pid in pids if _is_own(pid, mark)]
+    if len(own) != 1:
+        raise ProcessLookupError(f"of {blow.role} {blow.name}, pids {pids}, the job has {own}, not one")
+    return own[0]
 
 
-def _pid(blow: Blow, events: Sequence[AnyEvent]) -> int:
-    """Pid of the process that was found last: in a fork of the nursery Ray's processes have no titles."""
-    found = [event for event in events if isinstance(event, ProcessFound) and event.role == blow.role]
-    pids = [event.pid for event in found if blow.name in event.name and event.pid]
-    if not pids:
-        raise LookupError(f"the job has found no {blow.role} {blow.name}, only {found}")
-    return pids[-1]
+def _is_own(pid: int, mark: str) -> bool:
+    try:
+        return pid > 0 and _has_mark(psutil.Process(pid), mark)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def options(task: Path, folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
-from tests.e2e.conftest import saved_step, times_trained
+from tests.e2e.conftest import JOB_TIMEOUT_S, saved_step, times_trained
 from tests.faults.conftest import (
     GENERATING,
     MISSED,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LIMIT_S = 1500.0
 NUM_STEPS = 14
 NUM_BLOWS = (0, 1, 1, 2, 2, 3)
-"""Of a step, one of these."""
+"""How many blows a step may have: one of these."""
 PHASES = (GENERATING, TRAINING, SHUT)
 """In the order of a step."""
 LONGEST_DELAY_S = 5.0
@@ -73,7 +73,7 @@ def random_blows(seed: int) -> list[Blow]:
     return blows
 
 
-@pytest.mark.timeout(LIMIT_S + 300)
+@pytest.mark.timeout(LIMIT_S + JOB_TIMEOUT_S + 300)  # the first also waits for the undisturbed job
 @pytest.mark.parametrize("seed", range(int(os.environ.get("NUM_SEEDS", "2"))))
 def test_a_run_ends_with_all_its_steps_though_processes_die_at_random(
     task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any], seed: int

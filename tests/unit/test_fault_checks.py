@@ -40,10 +40,13 @@ from tests.faults.conftest import (
 )
 from tests.faults.measured import NEVER_S, unconserved
 from tests.faults.test_at_random import PHASES, random_blows
+from tests.preloaded import MARK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+BEYOND_ALL_PIDS = 1 << 22
+"""The largest pid that Linux can be set to is one less."""
 CALM = {("1+1=", False): {"2"}, ("2+2=", True): {"two and two is four"}}
 
 
@@ -188,16 +191,31 @@ def test_a_blow_after_the_training_of_its_step_is_measured_to_the_end_of_the_ste
     assert struck.measured(NEVER_S)[0]["step_done_s"] == step_done_s
 
 
-@pytest.mark.parametrize("pid", ["gone", 0])
-def test_a_blow_to_a_process_that_is_not_there_fails_unless_it_may_miss(pid: str | int) -> None:
-    """Pid 0 stands for one that is not known; a signal to it would go to the tests themselves."""
-    with subprocess.Popen(["true"], text=True) as gone:
-        gone.wait()
-    found = [ProcessFound(role="engine", name="replica 0", pid=gone.pid if pid == "gone" else 0)]
-    blow = Blow("engine", step=1)
-    with pytest.raises((LookupError, ProcessLookupError)):
-        _strike(blow, gone, "mark", found)
-    assert _strike(replace(blow, may_miss=True), gone, "mark", found) == MISSED
+OTHERS = "is no process of the job: it has another mark"
+
+
+@pytest.mark.parametrize("pid", [0, BEYOND_ALL_PIDS, OTHERS], ids=["not known", "gone", "another's"])
+def test_a_blow_to_a_process_that_is_not_the_job_s_fails_unless_it_may_miss(pid: int | str) -> None:
+    with subprocess.Popen(["sleep", "60"], text=True) as other:
+        found = [ProcessFound(role="engine", name="replica 0", pid=other.pid if pid == OTHERS else int(pid))]
+        blow = Blow("engine", step=1, number=signal.SIGCONT)
+        with pytest.raises(ProcessLookupError):
+            _strike(blow, other, "mark", found)
+        assert _strike(replace(blow, may_miss=True), other, "mark", found) == MISSED
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_blow_to_a_role_that_no_process_had_fails_though_it_may_miss() -> None:
+    with subprocess.Popen(["true"], text=True) as job, pytest.raises(LookupError, match="found no engine"):
+        _strike(Blow("engine", step=1, may_miss=True), job, "mark", [])
+
+
+def test_a_blow_hits_the_process_with_the_mark_of_its_job() -> None:
+    with subprocess.Popen(["sleep", "60"], text=True, env={MARK: "mark"}) as job:
+        found = [ProcessFound(role="engine", name="replica 0", pid=job.pid)]
+        assert _strike(Blow("engine", step=1), job, "mark", found) == job.pid
+        assert job.wait() == -signal.SIGKILL
 
 
 def test_random_blows_are_those_of_their_seed_and_in_the_order_in_which_they_are_due() -> None:

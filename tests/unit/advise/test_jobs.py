@@ -143,7 +143,7 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
     [
         ("jobs_8b_released", RELEASED, 0.97, 10),  # it looks every 2 s
         ("jobs_8b_four", "sync", 0.995, 2),
-        ("jobs_4b_training", COLOCATED, 0.99, 11),  # as the one below
+        ("jobs_4b_training", COLOCATED, 0.99, 11),  # its short steps are predicted too short, its long ones too long
         ("jobs_8b_four", COLOCATED, 1.04, 35),  # its long and short steps became even, those predicted do not
     ],
 )

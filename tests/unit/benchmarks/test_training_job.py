@@ -34,11 +34,16 @@ def test_a_job_has_its_log_and_no_metrics_of_an_earlier_one(tmp_path: Path) -> N
 
 
 def test_what_a_job_that_died_has_left_behind_is_ended(tmp_path: Path) -> None:
-    """Ray's processes are in sessions of their own, and outlive a driver that was killed; some heed no SIGTERM."""
-    sleeper = "import time; time.sleep(600)"
+    """Ray's processes are in sessions of their own, and outlive a driver that was killed; some heed no SIGTERM.
+
+    They have titles, which are written over what they were started with where nothing is said against it.
+    """
+    title = "from setproctitle import setproctitle; setproctitle('VLLM::EngineCore')"
+    sleeper = f"{title}; import time; print(flush=True); time.sleep(600)"
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # inherited
-    options = f"[sys.executable, '-c', {sleeper!r}], start_new_session=True"
-    start = f"import signal, subprocess, sys; {deaf}; print(subprocess.Popen({options}).pid)"
+    options = f"[sys.executable, '-c', {sleeper!r}], start_new_session=True, stdout=subprocess.PIPE"
+    start = f"import signal, subprocess, sys; {deaf}; left = subprocess.Popen({options}); left.stdout.readline()"
+    start += "; print(left.pid)"
     with training_job([sys.executable, "-c", f"{start}; sys.exit(1)"], tmp_path) as job:
         job.wait(60)
         left = psutil.Process(int((tmp_path / LOG).read_text()))
