@@ -194,6 +194,8 @@ class DeathWatch:
         """Why actors were killed by `kill`."""
         self._deaths: deque[Death] = deque()
         self._told = asyncio.Condition()
+        self.begun = asyncio.Event()
+        """Whether the actors of a first call are watched, and all of them have been asked where they run."""
 
     async def watch(self, actors: Sequence[Watched]) -> list[Process]:
         """Watch actors from now on, and return where they run; one that is dead already is told of as well."""
@@ -256,6 +258,8 @@ class DeathWatch:
             found = await asyncio.wait_for(asking, DESCRIBE_S)
         except (RayActorError, asyncio.TimeoutError):
             return process  # a dead one is told of by its watch; one that is busy is watched without its place
+        finally:
+            self.begun.set()  # all are asked before the first one can have answered
         process = Process(actor.role, actor.name, found.node, found.pid, found.log)
         if actor.name in self._places:
             self._places[actor.name] = actor.handle, process

@@ -426,7 +426,8 @@ class RolloutPromptManager:
 
         With `role` only those of this role are killed. Their deaths are told as any others. Returns in words all of
         this role that were killed and whose death is not noticed yet, also those that were killed before. `waits`: a
-        wait that was shorter than a tenth of `claim_s` does not tell who is silent, so wait until somebody can.
+        wait that was shorter than a tenth of `claim_s` does not tell who is silent, so wait until somebody can. A
+        manager that was started again meanwhile waits for whom to watch as well.
         """
 
         def is_meant(name: str) -> bool:
@@ -434,6 +435,7 @@ class RolloutPromptManager:
             return not role or (process is not None and process.role == role)
 
         if waits:
+            await self._deaths.begun.wait()
             await self._silence.decided(is_meant)
         for name, silent_s in self._silence.late().items():
             if is_meant(name):

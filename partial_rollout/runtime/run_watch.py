@@ -321,7 +321,8 @@ class RunWatch:
         """Whether a call that has run out may be made again, because the processes that it waited for were replaced.
 
         Silent processes of this kind are killed first: those that give no sign of life for a tenth of `claim_s`, for
-        which this waits. `error` ended the call; `before` is what `num_replaced` was when the call began.
+        which this waits. What silences them may silence the manager too, so its replacement is waited for as well: Ray
+        asks the new one. `error` ended the call; `before` is what `num_replaced` was when the call began.
 
         Raises:
             ActorLost: a process was killed, and nobody has replaced it in time; names the process.
@@ -331,8 +332,9 @@ class RunWatch:
             return False  # the run ends, and nobody is replaced
         # Where one has died since then, nobody else needs to be silent.
         question = self._manager.end_silent.remote(str(error), role, waits=num_dead <= before)
+        replaced_s = POLL_S + self._answer_s + MANAGER_START_S
         try:
-            killed = ray.get(question, timeout=ASK_S + WARN_SHARE * claim_s)
+            killed = ray.get(question, timeout=ASK_S + replaced_s + WARN_SHARE * claim_s)
         except RayError:
             return False  # the manager's own watch tells of it
 

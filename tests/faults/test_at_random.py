@@ -86,7 +86,7 @@ def test_a_run_ends_with_all_its_steps_though_processes_die_at_random(
     report |= {"code": job.code, "hits": hits, "faults": [(fault.role, fault.action) for fault in struck.faults]}
     assert job.code == 0, job.output[-4000:]
     assert hits > len(blows) // 2
-    assert struck.faults
+    assert len(struck.faults) >= hits // 2  # a process that dies with another one, and a witness, may have none
     assert max(event.step for event in job.stream if isinstance(event, StepEnded)) == NUM_STEPS
     assert len(times_trained(job.stream)) == 8 * NUM_STEPS
     assert saved_step(tmp_path) == NUM_STEPS

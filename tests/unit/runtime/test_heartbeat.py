@@ -197,6 +197,30 @@ def test_a_call_that_runs_out_before_anybody_counts_as_silent_waits_until_it_is_
     run_virtual(main())
 
 
+def test_a_manager_that_was_started_again_waits_for_whom_to_watch_before_it_tells_who_is_silent() -> None:
+    killed: list[str] = []
+
+    async def main() -> None:
+        manager, role, clock = _killing(killed), "engine server", asyncio.get_running_loop().time
+
+        async def ask(actor: Watched) -> Process:
+            manager._silence.beat(actor.name, 0)  # as the manager's own does
+            return Process("", "", "10.0.0.7", 4711)
+
+        manager._deaths._ask = ask
+        waiting = asyncio.create_task(manager.end_silent("a call", role, waits=True))
+        await asyncio.sleep(CLAIM_S / 100)
+        assert not waiting.done()
+        watched_s = clock()
+        await _watch(manager, ("load balancer", "lb", asyncio.Event()), (role, "frozen", asyncio.Event()))
+        (told,) = await waiting
+        assert told.startswith(f"{role} frozen")
+        assert clock() - watched_s == pytest.approx(WARN_SHARE * CLAIM_S)
+
+    run_virtual(main())
+    assert killed == ["frozen"]
+
+
 def test_a_silent_worker_is_killed_and_what_it_still_reports_is_refused() -> None:
     killed: list[str] = []
 
