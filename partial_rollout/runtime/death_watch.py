@@ -195,11 +195,16 @@ class DeathWatch:
         self._deaths: deque[Death] = deque()
         self._told = asyncio.Condition()
         self.begun = asyncio.Event()
-        """Whether the actors of a first call are watched, and all of them have been asked where they run."""
+        """Whether a whole list is watched, and all of it have been asked where they run; or the watch has ended."""
 
-    async def watch(self, actors: Sequence[Watched]) -> list[Process]:
-        """Watch actors from now on, and return where they run; one that is dead already is told of as well."""
-        return list(await asyncio.gather(*(self._begin(actor) for actor in actors)))
+    async def watch(self, actors: Sequence[Watched], *, is_whole: bool = False) -> list[Process]:
+        """Watch actors from now on, and return where they run; one that is dead already is told of as well.
+
+        `is_whole` says that nobody else is to be watched at this time.
+        """
+        if is_whole and not actors:
+            self.begun.set()
+        return list(await asyncio.gather(*(self._begin(actor, is_whole=is_whole) for actor in actors)))
 
     def forget(self, name: str) -> None:
         """The end of this actor is no death: somebody has asked for it."""
@@ -240,13 +245,14 @@ class DeathWatch:
             return self._deaths.popleft() if self._deaths else None
 
     async def end(self) -> None:
-        """Tell of no more deaths, and wake whoever waits for one."""
+        """Tell of no more deaths, and wake whoever waits for one, or for whom to watch."""
+        self.begun.set()
         for name in list(self._watches):
             self.forget(name)
         async with self._told:
             self._told.notify_all()
 
-    async def _begin(self, actor: Watched) -> Process:
+    async def _begin(self, actor: Watched, *, is_whole: bool) -> Process:
         # An actor that was started again has the name of the dead one, whose watch may not have ended yet.
         self.forget(actor.name)
         process = Process(actor.role, actor.name)
@@ -259,7 +265,8 @@ class DeathWatch:
         except (RayActorError, asyncio.TimeoutError):
             return process  # a dead one is told of by its watch; one that is busy is watched without its place
         finally:
-            self.begun.set()  # all are asked before the first one can have answered
+            if is_whole:
+                self.begun.set()  # all are asked before the first one can have answered
         process = Process(actor.role, actor.name, found.node, found.pid, found.log)
         if actor.name in self._places:
             self._places[actor.name] = actor.handle, process

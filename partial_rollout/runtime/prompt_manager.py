@@ -14,8 +14,8 @@
 |         | drop, give_back               |                                   |                                        |
 | actor   | beat, tell_stack              | nothing                           |                                        |
 | trainer | next_death (long poll)        | the death of a watched actor      | Ray, beats that do not come, close     |
-| trainer | end_silent                    | nothing, or until all are known   | beats, or a tenth of claim_s without   |
-|         |                               | to live or to be silent           |                                        |
+| trainer | end_silent                    | nothing, or until all are known   | beats, or a tenth of claim_s without;  |
+|         |                               | to live or to be silent           | watch, in a process started again      |
 | trainer | stacks                        | actors to tell where they stand   | tell_stack; at most seconds            |
 | anybody | status, statistics            | nothing                           |                                        |
 
@@ -409,11 +409,14 @@ class RolloutPromptManager:
         self._importing.add_done_callback(_tell_failed_import)
         return own_process("", "")
 
-    async def watch(self, actors: bytes) -> list[Process]:
-        """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run."""
+    async def watch(self, actors: bytes, *, is_whole: bool = False) -> list[Process]:
+        """Watch actors, given as (role, name, handle) and `packed`, from now on; returns where they run.
+
+        `is_whole` says that these are all of the run at this time.
+        """
         async with self._unpacking:  # calls must not overtake one another: an actor's name may come again
             handles = await unpacked(actors)
-        return await self._deaths.watch(handles)
+        return await self._deaths.watch(handles, is_whole=is_whole)
 
     async def forget(self, name: str) -> None:
         """The end of the actor of this name is no death: somebody has asked for it."""

@@ -39,7 +39,7 @@ from partial_rollout.errors import (
     TransferQueueSilent,
 )
 from partial_rollout.observability.events import Fault, ProcessFound
-from partial_rollout.runtime.bounded import TimeLeft
+from partial_rollout.runtime.bounded import TimeLeft, Wait
 from partial_rollout.runtime.death_watch import DESCRIBE_S, end_actor, how_it_died, last_lines, packed
 from partial_rollout.runtime.heartbeat import stack_of
 from partial_rollout.runtime.processes import PROMPT_MANAGER, REPLACED_S, TRANSFER_QUEUE_CONTROLLER
@@ -64,6 +64,8 @@ POLL_S = 30.0
 MANAGER_START_S = 60.0
 """Within which Ray starts the manager again: seconds, but for a machine that is short of memory or processors."""
 AGAIN_S = 5.0
+LOOK_S = 1.0
+"""How late a wait for an answer notices that the run ends."""
 EXPLAIN_S = 3.0
 """Ray may tell a waiting trainer of a death before it tells the prompt manager."""
 EXPLAIN_SHARE = 0.2
@@ -192,10 +194,11 @@ class RunWatch:
         """Listen from now on, and watch `first`, given as (role, name, handle); returns at once."""
         threading.Thread(target=self._run, args=(first,), daemon=True, name="run-watch").start()
 
-    def watch(self, actors: Sequence[tuple[str, str, ActorHandle]]) -> None:
-        """Watch further actors; returns when they are watched."""
+    def watch(self, actors: Sequence[tuple[str, str, ActorHandle]], *, is_whole: bool = False) -> None:
+        """Watch further actors; returns when they are watched. `is_whole`: they are all of the run at this time."""
         self._watched |= {actor[1]: (actor, Process(*actor[:2])) for actor in actors}
-        for process in ray.get(self._manager.watch.remote(packed(actors)), timeout=DESCRIBE_S + self._start_s):
+        told = self._manager.watch.remote(packed(actors), is_whole=is_whole)
+        for process in ray.get(told, timeout=DESCRIBE_S + self._start_s):
             if process.name in self._watched:
                 self._watched[process.name] = self._watched[process.name][0], process
             note_found(process)
@@ -204,7 +207,10 @@ class RunWatch:
         """Tell a new process of the manager whom to watch; whoever has died meanwhile is told as dead."""
         before = dict(self._watched)
         actors = [actor for actor, _ in before.values()]
-        for process in ray.get(self._manager.watch.remote(packed(actors)), timeout=DESCRIBE_S + self._start_s):
+        told = self._manager.watch.remote(packed(actors), is_whole=True)
+        for process in ray.get(told, timeout=DESCRIBE_S + self._start_s):
+            if self._watched.get(process.name) is not before[process.name]:
+                continue  # the manager has told its death meanwhile
             # Ray starts some actors again by itself: the new process lives, so nobody else would tell of the old death.
             known = before[process.name][1]
             if known.pid and process.pid and known.pid != process.pid:
@@ -332,14 +338,21 @@ class RunWatch:
             return False  # the run ends, and nobody is replaced
         # Where one has died since then, nobody else needs to be silent.
         question = self._manager.end_silent.remote(str(error), role, waits=num_dead <= before)
-        replaced_s = POLL_S + self._answer_s + MANAGER_START_S
-        try:
-            killed = ray.get(question, timeout=ASK_S + replaced_s + WARN_SHARE * claim_s)
-        except RayError:
-            return False  # the manager's own watch tells of it
 
         def is_over() -> bool:
             return self._is_fatal.is_set() or self._stopped.is_set()
+
+        who_waits = f"trainer waits for the prompt manager to tell which {role} is silent"
+        waiting = Wait(who_waits, manager_limit_s(self._answer_s) + WARN_SHARE * claim_s, ASK_S + WARN_SHARE * claim_s)
+        # No signal's error comes out of a long wait of Ray's.
+        while not ray.wait([question], timeout=waiting.step_s(LOOK_S))[0]:
+            if waiting.is_over or is_over():
+                return False  # the manager's own watch tells of it
+            waiting.look()
+        try:
+            killed = ray.get(question, timeout=ASK_S)
+        except RayError:
+            return False
 
         # A death is told a moment later, and on another node when Ray has noticed that the process does not end.
         expected, told_s = max(num_dead + len(killed), before + 1), REPLACED_S if killed else EXPLAIN_S
@@ -401,13 +414,17 @@ class RunWatch:
     def _run(self, first: Sequence[tuple[str, str, ActorHandle]]) -> None:
         def begin() -> None:
             self._meet_manager(self._start_s)
-            self.watch(first)
+            self.watch(first, is_whole=True)
 
         self._unless_lost(begin)
         while not self._stopped.is_set() and not self._is_fatal.is_set():
             death = self._unless_lost(self._next_death)
-            if death is not None and not self._stopped.is_set():
+            if death is not None and not self._stopped.is_set() and self._is_news(death.process):
                 self._handle(death)
+
+    def _is_news(self, process: Process) -> bool:
+        """Whether nobody has told this death yet: a new manager's process finds some of them too (`watch_again`)."""
+        return process.role == PROMPT_MANAGER.role or process.name in self._watched
 
     def _meet_manager(self, limit_s: float = MANAGER_START_S) -> None:
         """Find the manager's process."""
@@ -453,7 +470,9 @@ class RunWatch:
 
     def _handle(self, death: Death) -> None:
         # Nobody to watch again until a reaction has started another process, and watches that one.
-        self._watched.pop(death.process.name, None)
+        _, known = self._watched.pop(death.process.name, (None, death.process))
+        if not death.process.pid:  # a new manager's process does not know where a dead one ran
+            death = replace(death, process=known)
         reaction = self._reactions.get(death.process.role)
         if reaction is None:
             self._end(death)

@@ -126,9 +126,9 @@ def _killing(killed: list[str]) -> RolloutPromptManager:
     return manager
 
 
-async def _watch(manager: RolloutPromptManager, *actors: tuple[str, str, Any]) -> None:
+async def _watch(manager: RolloutPromptManager, *actors: tuple[str, str, Any], is_whole: bool = True) -> None:
     """What the manager does with actors that have been unpacked."""
-    await manager._deaths.watch([Watched(*actor) for actor in actors])
+    await manager._deaths.watch([Watched(*actor) for actor in actors], is_whole=is_whole)
 
 
 @pytest.mark.parametrize("role", ["", "load balancer"])
@@ -209,6 +209,8 @@ def test_a_manager_that_was_started_again_waits_for_whom_to_watch_before_it_tell
 
         manager._deaths._ask = ask
         waiting = asyncio.create_task(manager.end_silent("a call", role, waits=True))
+        # A watch of a further process, which the manager before had not answered, comes first.
+        await _watch(manager, ("agent-loop worker", "w0", asyncio.Event()), is_whole=False)
         await asyncio.sleep(CLAIM_S / 100)
         assert not waiting.done()
         watched_s = clock()

@@ -26,7 +26,7 @@ class Call:
     """A method of the actor that stands in; its answer is computed when it is asked for."""
 
     def __init__(self, answer: Callable[..., Any]) -> None:
-        self.remote = lambda *arguments: lambda: answer(*arguments)
+        self.remote = lambda *arguments, **options: lambda: answer(*arguments, **options)
 
 
 class Manager:
@@ -37,6 +37,8 @@ class Manager:
         self._deaths = iter(deaths)
         self.next_death, self.watch = Call(self._next_death), Call(self._watch)
         self.meet = Call(self._meet)
+        self.whole = list[bool]()
+        """Whether each list was said to be of all that is watched."""
         self.told = list[tuple[int, Any]]()
         """Which process was told what to import, and whom to watch."""
         self.on_end: Callable[[], None] = lambda: None
@@ -55,7 +57,8 @@ class Manager:
             raise death
         return death
 
-    def _watch(self, packed: bytes) -> list[Process]:
+    def _watch(self, packed: bytes, *, is_whole: bool) -> list[Process]:
+        self.whole.append(is_whole)
         actors: list[tuple[str, str, Any]] = pickle.loads(packed)
         self.watched.append([name for _, name, _ in actors])
         self.told.append((self.pid, self.watched[-1]))
@@ -130,6 +133,7 @@ def test_the_next_process_is_told_whom_to_watch(interruption: Interruption) -> N
     assert [death.process.pid for death in told] == [1]  # once, and by its own process id
     assert watch.manager_pid == 2
     assert manager.watched == [["replica-0", "actor-0"]] * 2
+    assert manager.whole == [True, True]
     assert not watch.has_lost()
     assert watch._fatal is None
 

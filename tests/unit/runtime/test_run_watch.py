@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from partial_rollout.errors import (
     WaitTimeout,
 )
 from partial_rollout.runtime import processes, run_watch
-from partial_rollout.runtime.run_watch import Interruption, RunWatch
+from partial_rollout.runtime.bounded import Wait
+from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
 from partial_rollout.types import Death, Process
 from tests.run_watches import make_run_watch
 
@@ -219,6 +222,7 @@ def _watch(manager: Any, monkeypatch: pytest.MonkeyPatch) -> RunWatch:
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     monkeypatch.setattr(run_watch, "POLL_S", 0.0)
     monkeypatch.setattr(run_watch.ray, "get", get)
+    monkeypatch.setattr(run_watch.ray, "wait", lambda refs, timeout: (refs, []))
     interruption = Interruption(LIMIT_S)
     interruption.ended()
     return make_run_watch(manager, interruption, 0.0)
@@ -316,11 +320,66 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
     assert watch.has_replaced(SERVER, LATE, before, CLAIM_S) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
     assert question.asked == [{"waits": is_told != "before the question"}]
-    # The manager may take so long to know who is silent, and to be replaced where it is silent itself.
-    assert question.waits_s[0] > WARN_SHARE * CLAIM_S + watch._answer_s + run_watch.MANAGER_START_S
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     watch._manager.end_silent = Answer([])  # pyright: ignore[reportAttributeAccessIssue]
     assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER), CLAIM_S)  # nobody has died since
+
+
+@pytest.mark.parametrize("ends_s", [None, 3.0])
+def test_a_silent_manager_is_waited_for_until_it_is_replaced_or_the_run_ends(
+    ends_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who silences an engine server may silence the manager too, which tells who is silent when it is back."""
+    watch, now_s = _watch(Manager([]), monkeypatch), 0.0
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        nonlocal now_s
+        now_s += timeout
+        if ends_s is not None and now_s >= ends_s:
+            watch.stop()
+        return [], refs
+
+    monkeypatch.setattr(run_watch.ray, "wait", wait)
+    monkeypatch.setattr(run_watch, "Wait", partial(Wait, clock=lambda: now_s))
+    limit_s = manager_limit_s(watch._answer_s) + WARN_SHARE * CLAIM_S
+    assert not watch.has_replaced(SERVER, LATE, 0, CLAIM_S)
+    assert now_s == pytest.approx(limit_s if ends_s is None else ends_s, abs=run_watch.LOOK_S)
+
+
+def test_a_death_that_a_new_manager_finds_is_handled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[Death] = []
+    manager = Manager([])
+    manager.watch = Answer([Process(SERVER.role, "replica-0", "10.0.0.1", 8)])  # pyright: ignore[reportAttributeAccessIssue]
+    watch = _watch(manager, monkeypatch)
+    known = Process(SERVER.role, "replica-0", "10.0.0.1", 7)
+    monkeypatch.setattr(run_watch, "packed", lambda actors: b"")
+    monkeypatch.setattr(watch, "_end", handled.append)
+    watch._watched["replica-0"] = (SERVER.role, "replica-0", None), known  # pyright: ignore[reportArgumentType]
+    watch.watch_again()
+    (death,) = handled
+    assert (death.process, "started it again meanwhile" in death.cause) == (known, True)
+    assert not watch._is_news(DEAD.process)  # its parked call tells it too
+    assert watch._is_news(Process(processes.PROMPT_MANAGER.role, processes.PROMPT_MANAGER.role))
+
+
+def test_a_death_that_is_told_before_a_new_manager_finds_it_is_handled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[Death] = []
+    watch = _watch(Manager([]), monkeypatch)
+    known = Process(SERVER.role, "replica-0", "10.0.0.1", 7)
+    monkeypatch.setattr(run_watch, "packed", lambda actors: b"")
+    monkeypatch.setattr(watch, "_end", handled.append)
+    watch._watched["replica-0"] = (SERVER.role, "replica-0", None), known  # pyright: ignore[reportArgumentType]
+
+    class Told(Answer):
+        def remote(self, *arguments: Any, **options: Any) -> Any:
+            assert watch._is_news(DEAD.process)
+            watch._handle(DEAD)  # while the new manager asks the dead server's successor where it runs
+            return super().remote(*arguments, **options)
+
+    watch._manager.watch = Told([replace(known, pid=8)])  # pyright: ignore[reportAttributeAccessIssue]
+    watch.watch_again()
+    (death,) = handled
+    assert death == replace(DEAD, process=known)  # with the place that the new manager does not know
 
 
 def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +423,7 @@ def test_a_manager_that_fails_to_tell_of_deaths_ends_the_run(monkeypatch: pytest
     watch = _made(interruption)
     monkeypatch.setattr(interruption, "end_by", lambda error: told.append(str(error)))
     monkeypatch.setattr(watch, "_meet_manager", lambda _: None)
-    monkeypatch.setattr(watch, "watch", lambda _: None)
+    monkeypatch.setattr(watch, "watch", lambda _, is_whole: None)
 
     def fail() -> None:
         raise RayTaskError("next_death", "traceback", ValueError("no such actor"))
