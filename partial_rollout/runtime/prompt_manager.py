@@ -430,7 +430,7 @@ class RolloutPromptManager:
         With `role` only those of this role are killed. Their deaths are told as any others. Returns in words all of
         this role that were killed and whose death is not noticed yet, also those that were killed before. `waits`: a
         wait that was shorter than a tenth of `claim_s` does not tell who is silent, so wait until somebody can. A
-        manager that was started again meanwhile waits for whom to watch as well.
+        new process of the manager waits until it was told whom to watch, too.
         """
 
         def is_meant(name: str) -> bool:

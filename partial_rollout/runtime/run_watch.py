@@ -197,8 +197,7 @@ class RunWatch:
     def watch(self, actors: Sequence[tuple[str, str, ActorHandle]], *, is_whole: bool = False) -> None:
         """Watch further actors; returns when they are watched. `is_whole`: they are all of the run at this time."""
         self._watched |= {actor[1]: (actor, Process(*actor[:2])) for actor in actors}
-        told = self._manager.watch.remote(packed(actors), is_whole=is_whole)
-        for process in ray.get(told, timeout=DESCRIBE_S + self._start_s):
+        for process in self._ask_to_watch(actors, is_whole=is_whole):
             if process.name in self._watched:
                 self._watched[process.name] = self._watched[process.name][0], process
             note_found(process)
@@ -207,8 +206,7 @@ class RunWatch:
         """Tell a new process of the manager whom to watch; whoever has died meanwhile is told as dead."""
         before = dict(self._watched)
         actors = [actor for actor, _ in before.values()]
-        told = self._manager.watch.remote(packed(actors), is_whole=True)
-        for process in ray.get(told, timeout=DESCRIBE_S + self._start_s):
+        for process in self._ask_to_watch(actors, is_whole=True):
             if self._watched.get(process.name) is not before[process.name]:
                 continue  # the manager has told its death meanwhile
             # Ray starts some actors again by itself: the new process lives, so nobody else would tell of the old death.
@@ -216,6 +214,10 @@ class RunWatch:
             if known.pid and process.pid and known.pid != process.pid:
                 lines = last_lines(known.log) if known.log else ""
                 self._handle(Death(known, "Ray has started it again meanwhile, without the prompt manager", "", lines))
+
+    def _ask_to_watch(self, actors: Sequence[tuple[str, str, ActorHandle]], *, is_whole: bool) -> list[Process]:
+        told = self._manager.watch.remote(packed(actors), is_whole=is_whole)
+        return ray.get(told, timeout=DESCRIBE_S + self._start_s)
 
     def react(self, reactions: Mapping[str, Callable[[Death], str]]) -> None:
         """What lets the run go on, by role, in a thread of its own; a reaction that raises ends the run.
@@ -327,8 +329,9 @@ class RunWatch:
         """Whether a call that has run out may be made again, because the processes that it waited for were replaced.
 
         Silent processes of this kind are killed first: those that give no sign of life for a tenth of `claim_s`, for
-        which this waits. What silences them may silence the manager too, so its replacement is waited for as well: Ray
-        asks the new one. `error` ended the call; `before` is what `num_replaced` was when the call began.
+        which this waits. A manager that is silent too is killed and started again meanwhile; Ray then puts the question
+        to its new process, whose answer is waited for. `error` ended the call; `before` is what `num_replaced` was when
+        the call began.
 
         Raises:
             ActorLost: a process was killed, and nobody has replaced it in time; names the process.

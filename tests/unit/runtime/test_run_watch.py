@@ -316,10 +316,18 @@ def test_a_call_is_made_again_when_the_server_that_it_waited_for_was_replaced(
             monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
         watch._replacing = Later(watch)
     question: Any = watch._manager.end_silent
+    waits_s: list[float] = []
+
+    def wait(who_waits: str, timeout_s: float, sound_s: float) -> Wait:
+        waits_s.append(timeout_s)
+        return Wait(who_waits, timeout_s, sound_s)
+
+    monkeypatch.setattr(run_watch, "Wait", wait)
     is_replaced = is_told != "not at all"
     assert watch.has_replaced(SERVER, LATE, before, CLAIM_S) == is_replaced
     assert watch.num_replaced(SERVER) == before + is_replaced
     assert question.asked == [{"waits": is_told != "before the question"}]
+    assert waits_s[0] > WARN_SHARE * CLAIM_S  # the manager may take so long to know who is silent
     monkeypatch.setattr(run_watch, "EXPLAIN_S", 0.0)
     watch._manager.end_silent = Answer([])  # pyright: ignore[reportAttributeAccessIssue]
     assert not watch.has_replaced(SERVER, LATE, watch.num_replaced(SERVER), CLAIM_S)  # nobody has died since
@@ -346,40 +354,41 @@ def test_a_silent_manager_is_waited_for_until_it_is_replaced_or_the_run_ends(
     assert now_s == pytest.approx(limit_s if ends_s is None else ends_s, abs=run_watch.LOOK_S)
 
 
-def test_a_death_that_a_new_manager_finds_is_handled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled: list[Death] = []
-    manager = Manager([])
-    manager.watch = Answer([Process(SERVER.role, "replica-0", "10.0.0.1", 8)])  # pyright: ignore[reportAttributeAccessIssue]
+KNOWN = Process(SERVER.role, "replica-0", "10.0.0.1", 7)
+"""Where the server ran."""
+
+
+def _watches_server(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> tuple[RunWatch, list[Death]]:
+    """A watch of one server, which a new manager is asked to watch, and the deaths that it has handled."""
+    manager, handled = Manager([]), list[Death]()
+    manager.watch = answer  # pyright: ignore[reportAttributeAccessIssue]
     watch = _watch(manager, monkeypatch)
-    known = Process(SERVER.role, "replica-0", "10.0.0.1", 7)
     monkeypatch.setattr(run_watch, "packed", lambda actors: b"")
     monkeypatch.setattr(watch, "_end", handled.append)
-    watch._watched["replica-0"] = (SERVER.role, "replica-0", None), known  # pyright: ignore[reportArgumentType]
+    watch._watched[KNOWN.name] = (KNOWN.role, KNOWN.name, None), KNOWN  # pyright: ignore[reportArgumentType]
+    return watch, handled
+
+
+def test_a_death_that_a_new_manager_finds_is_handled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, handled = _watches_server(monkeypatch, Answer([replace(KNOWN, pid=8)]))
     watch.watch_again()
     (death,) = handled
-    assert (death.process, "started it again meanwhile" in death.cause) == (known, True)
+    assert (death.process, "started it again meanwhile" in death.cause) == (KNOWN, True)
     assert not watch._is_news(DEAD.process)  # its parked call tells it too
     assert watch._is_news(Process(processes.PROMPT_MANAGER.role, processes.PROMPT_MANAGER.role))
 
 
 def test_a_death_that_is_told_before_a_new_manager_finds_it_is_handled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled: list[Death] = []
-    watch = _watch(Manager([]), monkeypatch)
-    known = Process(SERVER.role, "replica-0", "10.0.0.1", 7)
-    monkeypatch.setattr(run_watch, "packed", lambda actors: b"")
-    monkeypatch.setattr(watch, "_end", handled.append)
-    watch._watched["replica-0"] = (SERVER.role, "replica-0", None), known  # pyright: ignore[reportArgumentType]
-
     class Told(Answer):
         def remote(self, *arguments: Any, **options: Any) -> Any:
             assert watch._is_news(DEAD.process)
             watch._handle(DEAD)  # while the new manager asks the dead server's successor where it runs
             return super().remote(*arguments, **options)
 
-    watch._manager.watch = Told([replace(known, pid=8)])  # pyright: ignore[reportAttributeAccessIssue]
+    watch, handled = _watches_server(monkeypatch, Told([replace(KNOWN, pid=8)]))
     watch.watch_again()
     (death,) = handled
-    assert death == replace(DEAD, process=known)  # with the place that the new manager does not know
+    assert death == replace(DEAD, process=KNOWN)  # with the place that the new manager does not know
 
 
 def test_a_call_is_not_made_again_when_a_server_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
