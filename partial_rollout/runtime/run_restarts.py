@@ -5,6 +5,10 @@
 The new start is what typing the command again would be: with `trainer.resume_mode=auto` it goes on from the last
 checkpoint. A run that dies before it has completed a step is not started again, since it would die again. Neither is
 one that dies again and again without a further step: it would take the same steps for ever.
+
+A new start that fails before its first step is followed by another one, whatever it failed by, since the command has
+started before. Engines fail to start for reasons that pass: a port that somebody took meanwhile, GPU memory that came
+back late.
 """
 
 from __future__ import annotations
@@ -16,16 +20,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
+from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayActorError
 
-from partial_rollout.errors import ActorLost, EngineDead, EnginesLost, TaskRunnerLost
-from partial_rollout.observability.events import CheckpointSaved, EventReader, Fault, ProcessFound, StepEnded
+from partial_rollout.errors import ActorLost, EngineDead, EnginesLost, TaskRunnerLost, UserError
+from partial_rollout.observability.events import (
+    CheckpointSaved,
+    EventReader,
+    Fault,
+    ProcessFound,
+    StageBegan,
+    StepEnded,
+)
+from partial_rollout.observability.stages import FIRST_STEP
 from partial_rollout.runtime.processes import ENGINE
 from partial_rollout.runtime.remote_call import root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from partial_rollout.observability.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +54,8 @@ NEVER = "that needs async_training.partial_rollout=True, partial_rollout.events,
 """Why a command never starts training again."""
 DEATHS = (ActorLost, EngineDead, EnginesLost, RayActorError)
 """What says that a process has died, or several have, that the run does not go on without."""
+MISTAKES = (UserError, OmegaConfBaseException)
+"""What the user has to mend; no new start would."""
 WRITERS = ("trainer", "task_runner", "server", "driver")
 """Processes that write the events which are read here; the workers' files are large."""
 
@@ -97,14 +114,15 @@ class RunRestarts:
         """`events` is the folder of the run's event stream, which says how far the run has come."""
         self._budget = RestartBudget(limit)
         self._events, self._resume_mode, self._since_s = events, resume_mode, time.time()
+        self._again_s: float | None = None
 
     def follows(self, failure: Failure) -> bool:
         """Whether training is to be started again; call this when Ray is shut down. Ends what is left of processes."""
-        if not failure.is_death:
+        if not (failure.is_death or self._is_failed_start(failure)):
             return False
         number, why_not = 0, NEVER
         if self._events is not None and self._budget.limit:
-            told = [event for event in EventReader(self._events, WRITERS).read() if event.t >= self._since_s]
+            told = self._told(self._since_s)
             end_left_over([event for event in told if isinstance(event, ProcessFound)], failure.node, gone_s=GONE_S)
             number, why_not = self._decide(told)
         if number:
@@ -117,9 +135,21 @@ class RunRestarts:
         elif isinstance(failure.error, EngineDead | EnginesLost):  # of none of them was told what follows here
             fault = Fault(role=ENGINE.role, name=ENGINE.role, text=str(failure.error), action=action)
         logger.warning("%s\n%s", failure.error, action, extra={"event": fault} if fault else {})
+        self._again_s = time.time() if number else None
         return number > 0
 
-    def _decide(self, told: Sequence[object]) -> tuple[int, str]:
+    def _is_failed_start(self, failure: Failure) -> bool:
+        """Whether it has ended a new start before its first step, and is no mistake of the user."""
+        if self._again_s is None or isinstance(failure.error, MISTAKES):
+            return False
+        begun = [event.name for event in self._told(self._again_s) if isinstance(event, StageBegan)]
+        return FIRST_STEP not in begun
+
+    def _told(self, since_s: float) -> list[Event]:
+        events = EventReader(self._events, WRITERS).read() if self._events is not None else []
+        return [event for event in events if event.t >= since_s]
+
+    def _decide(self, told: Sequence[Event]) -> tuple[int, str]:
         """The number of the new start, from 1; or 0 and why none follows."""
         if self._resume_mode != RESUME_MODE:
             return 0, f"trainer.resume_mode={self._resume_mode} would not go on from the last checkpoint"

@@ -518,9 +518,9 @@ class PartialRolloutConfig(_Block):
     )
     restarts: int = _key(
         3,
-        "After the death of a process that training cannot go on without, the command starts training again from its "
-        "last checkpoint, at most so often without a further completed step in between; with "
-        "trainer.resume_mode=auto, and when the command has completed a step.",
+        "After the death of a process that training cannot go on without, or a new start that fails, the command "
+        "starts training again from its last checkpoint, at most so often without a further completed step in between; "
+        "with trainer.resume_mode=auto, and when the command has completed a step.",
         who="0: clusters that start the command again by themselves, and whoever wants to look at what is left",
         evidence="tests with killed training ranks, task runners and TransferQueue controllers",
         ge=0,

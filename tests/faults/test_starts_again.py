@@ -8,7 +8,7 @@ import pytest
 
 from partial_rollout.observability.events import StepEnded
 from partial_rollout.runtime import processes
-from tests.faults.conftest import GENERATING, TRAINING, Blow, check_nothing_lost, options, strike
+from tests.faults.conftest import GENERATING, TRAINING, Blow, check_nothing_lost, check_same_texts, options, strike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,3 +48,19 @@ def test_a_run_starts_again_after_the_death_of_any_process_that_it_needs(
     assert max(known_s) < processes.NOTICED_S
     assert [event.step for event in ended] == list(range(1, num_steps + 1))
     check_nothing_lost(job, tmp_path, calm)
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_new_start_that_fails_by_something_that_passes_is_followed_by_another_one(
+    task: Path, tmp_path: Path, calm: Texts
+) -> None:
+    failing = ("path=pkg://tests.faults.fails_to_load", "name=FailingDataset")
+    steps = ["trainer.total_training_steps=3", "trainer.save_freq=1", *(f"data.custom_cls.{key}" for key in failing)]
+    blows = [Blow(processes.TRAINING_RANK.role, 2)]
+    job = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=blows, limit_s=LIMIT_S).job
+    assert job.code == 0, job.output[-4000:]
+    assert "the data cannot be read just now" in job.output
+    assert "training is started again from its last checkpoint (new start 2 of 3)" in job.output
+    assert [event.step for event in job.stream if isinstance(event, StepEnded)] == [1, 2, 3]
+    assert job.survivors == []
+    check_same_texts(tmp_path, calm)

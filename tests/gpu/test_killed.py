@@ -56,6 +56,7 @@ RELEASED = blows(
     (processes.TRAINING_RANK, GENERATING),
     (processes.ENGINE, GENERATING),
 )
+BRIEF = blows((processes.ENGINE, GENERATING), (processes.TRAINING_RANK, TRAINING))
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +70,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("struck_by", "keeps_memory"), [(KEPT, True), (RELEASED, False)], ids=["kept", "released"])
+@pytest.mark.parametrize(
+    ("struck_by", "keeps_memory"),
+    [(KEPT, True), (RELEASED, False), (BRIEF, True)],
+    ids=["kept", "released", "brief"],
+)
 def test_a_recipe_ends_with_all_its_steps_though_its_processes_die(
     task: Path, tmp_path: Path, report: dict[str, Any], struck_by: list[Blow], keeps_memory: bool
 ) -> None:

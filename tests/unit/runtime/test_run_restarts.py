@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from omegaconf.errors import OmegaConfBaseException
 from ray.exceptions import RayActorError, RayTaskError
 
 from partial_rollout.errors import (
@@ -20,12 +21,14 @@ from partial_rollout.errors import (
     WaitTimeout,
     WeightUpdateError,
 )
+from partial_rollout.observability import stages
 from partial_rollout.observability.events import (
     CheckpointSaved,
     EventReader,
     EventWriter,
     Fault,
     ProcessFound,
+    StageBegan,
     StepEnded,
 )
 from partial_rollout.observability.log import report_to
@@ -50,6 +53,9 @@ class Run:
 
     def complete(self, step: int) -> None:
         self._writer.write(StepEnded(step=step, total=9, metrics={}))
+
+    def begin(self, name: str) -> None:
+        self._writer.write(StageBegan(number=stages.STAGES.index(name) + 1, total=len(stages.STAGES), name=name))
 
     def save(self, step: int, *, is_told: bool = True) -> None:
         if is_told:
@@ -98,6 +104,37 @@ NO_DEATHS = [
 def test_what_is_no_death_ends_the_command(run: Run, tmp_path: Path, error: Exception) -> None:
     restarts = RunRestarts(2, tmp_path, "auto")
     run.save(4)
+    assert not restarts.follows(Failure(error, NODE))
+
+
+PASSES = RuntimeError("Engine core initialization failed")
+"""vLLM raises it whatever an engine could not start by."""
+
+
+def test_a_new_start_that_fails_before_its_first_step_is_followed_by_another(run: Run, tmp_path: Path) -> None:
+    failed = Failure.of(RayTaskError("run", "traceback", PASSES), NODE)
+    restarts = RunRestarts(2, tmp_path, "auto")
+    run.save(4)
+    assert not restarts.follows(failed)  # no new start, but the first one
+    assert restarts.follows(RANK_DIED)
+    run.begin(stages.ENGINES)
+    assert restarts.follows(failed)
+    assert not restarts.follows(failed)  # it counts as any other
+
+
+def test_a_new_start_that_has_begun_its_first_step_ends_by_what_is_no_death(run: Run, tmp_path: Path) -> None:
+    restarts = RunRestarts(2, tmp_path, "auto")
+    run.save(4)
+    assert restarts.follows(RANK_DIED)
+    run.begin(stages.FIRST_STEP)
+    assert not restarts.follows(Failure(PASSES, NODE))
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), OmegaConfBaseException("no")])
+def test_a_mistake_of_the_user_ends_a_new_start(run: Run, tmp_path: Path, error: Exception) -> None:
+    restarts = RunRestarts(2, tmp_path, "auto")
+    run.save(4)
+    assert restarts.follows(RANK_DIED)
     assert not restarts.follows(Failure(error, NODE))
 
 
