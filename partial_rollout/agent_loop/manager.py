@@ -537,9 +537,11 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
     def _ask_living(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
         """All answers, as in `_wait_all`; a dead worker's is its RayActorError: another worker takes its place.
 
-        A frozen worker is dead after `timeouts.claim_s`, for which this waits too.
+        A frozen worker is dead after `timeouts.claim_s`, for which this waits too: from when the prompt manager, which
+        kills it, was replaced, where that is frozen as well.
         """
-        answers = self._settle(refs, what, timeout_s + self._settings.timeouts.claim_s)
+        timeouts = self._settings.timeouts
+        answers = self._settle(refs, what, timeout_s + timeouts.claim_s + manager_limit_s(timeouts.call_s))
         for answer in answers:
             if isinstance(answer, WaitTimeout):
                 raise answer

@@ -68,6 +68,8 @@ class PhaseWatch:
         """`least_s` is `timeouts.train_s`; `doing` says what the trainer does now, as a sentence about the past."""
         self._phases, self._clock = Phases(least_s), clock
         self._doing, self._number = doing, 0
+        self._num_left_out = 0
+        """Blocks of `left_out` that threads of the trainer are in."""
         self._looked_s = clock()
         self._lock = threading.Lock()
 
@@ -91,6 +93,17 @@ class PhaseWatch:
             yield
         finally:
             self.begin(doing, kind and f"{kind.removesuffix(LATER)}{LATER}")
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The time of this block is limited by others; afterwards the same part of what the trainer does goes on."""
+        with self._lock:
+            self._num_left_out += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_left_out -= 1
 
     def start(
         self, watch: RunWatch, manager: ActorHandle, ranks: Callable[[], Sequence[tuple[str, ActorHandle]]]
@@ -117,8 +130,9 @@ class PhaseWatch:
         """Warn of a phase that takes long, or end it; `main` is the trainer's thread."""
         with self._lock:
             now_s = self._clock()
+            since_s = now_s - self._looked_s
             # A process that was stopped for a while, as by Ctrl-Z, has missed looks.
-            self._phases.put_off(max(0.0, now_s - self._looked_s - LOOK_S - BLOCKED_S))
+            self._phases.put_off(since_s if self._num_left_out else max(0.0, since_s - LOOK_S - BLOCKED_S))
             self._looked_s, number, doing = now_s, self._number, self._doing
             late = next(iter(self._phases.look(now_s)), None)
             longest_s = self._phases.longest_s(late.phase) if late else 0.0

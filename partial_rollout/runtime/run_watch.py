@@ -389,13 +389,13 @@ class RunWatch:
 
     def _end_silent(self, error: BaseException) -> PartialRolloutError | None:
         """Kill what is silent, since something has waited for it in vain; returns the error that names it."""
-        ended: list[str] = []
+        ended, asked_s = list[str](), min(ASK_S, self.left.share(EXPLAIN_SHARE))
         try:
-            ended = ray.get(
-                self._manager.end_silent.remote(str(error)), timeout=min(ASK_S, self.left.share(EXPLAIN_SHARE))
-            )
+            ended = ray.get(self._manager.end_silent.remote(str(error)), timeout=asked_s)
+        except GetTimeoutError:
+            return self._end_transfer_queue(error) or self._end_manager(error, asked_s)
         except RayError:
-            # Within the first time the manager is given up, if it is silent itself.
+            # Within the first time the manager is given up, if it has died for good.
             self._is_fatal.wait(min(POLL_S + self._answer_s, self.left.share(EXPLAIN_SHARE)))
         if ended:
             self._is_fatal.wait(EXPLAIN_S)
@@ -409,8 +409,23 @@ class RunWatch:
         if not isinstance(error, TransferQueueSilent):
             return None
         death = Death(Process(role, role), f"it was killed, because it does not answer: {error}")
-        arguments = death, self._releases.get(role, lambda: None)
-        threading.Thread(target=self.end_stuck, args=arguments, daemon=True, name=f"end of the {role}").start()
+        release = self._releases.get(role, lambda: None)
+        return self._given_up(death, lambda: self.end_stuck(death, release))
+
+    def _end_manager(self, error: BaseException, asked_s: float) -> PartialRolloutError | None:
+        """Give up a manager that is silent itself; returns the error that says so.
+
+        Its replacement would come too late: the training has ended already, and its end has little time.
+        """
+        silent = f"it had not answered for {asked_s:.0f} s when a wait had run out"
+        cause = f"it was killed, because {silent}, so nobody knows who else is silent: {error}"
+        process = self._manager_process
+        death = Death(process, cause, "", last_lines(process.log) if process.log else "")
+        return self._given_up(death, lambda: self._end(death, lambda: end_actor(self._manager, process)))
+
+    def _given_up(self, death: Death, end: Callable[[], None]) -> PartialRolloutError | None:
+        """Call `end` in a thread of its own, since it lasts as long as the run; returns the error that it ends with."""
+        threading.Thread(target=end, daemon=True, name=f"end of the {death.process.role}").start()
         self._is_fatal.wait(EXPLAIN_S)
         return self._fatal
 

@@ -329,11 +329,12 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """Interrupt unfinished requests and release the engines' memory."""
-        self._phase.begin(f"trained step {self.global_steps}", TRAIN)
+        self._phase.begin(f"interrupted the engines in step {self.global_steps}")
         # Before the drain: afterwards engines hold nothing that tells how full they were.
         self._tune()
         self._interrupt()
         self.fleet.sleep()
+        self._phase.begin(f"trained step {self.global_steps}", TRAIN)
         if self.curr_step_profile:
             self._stop_rollout_profiling()
 
@@ -701,7 +702,8 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def _ask(self, ref: ray.ObjectRef[Any]) -> Any:
         timeout_s = manager_limit_s(self.settings.block.timeouts.call_s)
-        return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")
+        with self._phase.left_out():  # it may freeze, and be started again meanwhile
+            return wait_for(ref, timeout_s=timeout_s, who_waits="trainer waits for the prompt manager")
 
 
 # Not as a decorator: verl's hides the class from type checkers, and from those that derive from it.

@@ -14,6 +14,7 @@ from tests.e2e.conftest import is_conserved
 from tests.faults.conftest import (
     GENERATING,
     RAYLET,
+    SHUT,
     TRAINING,
     Blow,
     check_nothing_lost,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 LIMIT_S = 1200.0
 """Limit of a job that starts four times again."""
 CLAIM_S = CALL_S = 10.0
+TRAIN_S = 15.0
+"""A first phase may take four times as long, which is enough for a step of the job beside others."""
 MARGIN_S = 15.0
 """Killing it, and saying so, beside other jobs."""
 RAYLET_S = 120.0
@@ -121,6 +124,26 @@ def test_a_frozen_engine_server_that_the_trainer_asks_is_replaced_when_the_call_
     assert [event.step for event in job.stream if isinstance(event, StepEnded)] == [1, 2, 3, 4]
     check_same_texts(tmp_path, calm)
     assert job.survivors == []
+
+
+def test_a_step_that_waits_for_a_frozen_prompt_manager_is_not_given_up(
+    task: Path, tmp_path: Path, calm: Texts, report: dict[str, Any]
+) -> None:
+    """The trainer asks it for the queue when it saves, and waits for longer than a phase of a step may take."""
+    role, num_steps = processes.PROMPT_MANAGER.role, 3
+    steps = [
+        f"trainer.total_training_steps={num_steps}", "trainer.save_freq=1", "partial_rollout.prefetch_factor=1",
+        f"partial_rollout.timeouts.train_s={TRAIN_S}", f"partial_rollout.timeouts.call_s={2 * TRAIN_S}",
+    ]  # fmt: skip
+    struck = strike(task, tmp_path, *options(task, tmp_path), *steps, blows=[Blow(role, FIRST, SHUT, signal.SIGSTOP)])
+    job, faults = struck.job, struck.faults
+    report |= {"code": job.code, "faults": [(fault.role, fault.text[:300], fault.action) for fault in faults]}
+    assert job.code == 0, job.output[-4000:]
+    assert [fault.role for fault in faults] == [role]
+    assert "was started again with its queue" in faults[0].action
+    assert struck.seconds_to_notice() > 2 * TRAIN_S
+    assert [event.step for event in job.stream if isinstance(event, StepEnded)] == list(range(1, num_steps + 1))
+    check_nothing_lost(job, tmp_path, calm)
 
 
 def test_a_run_survives_the_silence_of_its_raylet(

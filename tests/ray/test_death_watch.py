@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from partial_rollout.errors import ActorLost
+from partial_rollout.errors import ActorLost, WaitTimeout
 from partial_rollout.observability.events import EventReader, EventWriter, Fault
 from partial_rollout.observability.log import report_to
+from partial_rollout.runtime import run_watch
 from partial_rollout.runtime.processes import PROMPT_MANAGER, TRAINING_RANK, TRANSFER_QUEUE_CONTROLLER
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.runtime.run_watch import Interruption, RunWatch
@@ -132,6 +135,28 @@ def test_a_rank_that_trains_gives_signs_of_life_and_one_that_is_frozen_is_killed
     assert [fault.action for fault in faults(tmp_path)] == ["training ends"]
     with pytest.raises(RayActorError):
         ray.get(busy, timeout=LIMIT_S)
+
+
+def test_a_frozen_manager_is_named_and_killed_when_a_wait_for_somebody_else_has_run_out(
+    listening: Callable[..., RunWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = threading.Event()
+    monkeypatch.setattr(run_watch, "ASK_S", 1.0)
+    monkeypatch.setattr(run_watch, "note_found", lambda process: met.set())
+    watch, late = listening(), WaitTimeout("trainer waits for weight version 3 to reach the engines: no answer")
+    assert met.wait(LIMIT_S)
+    pid = watch.manager_pid
+    with watch.interrupts():
+        os.kill(pid, signal.SIGSTOP)
+    named = watch.explain(late)  # as a trainer does whose training has ended
+    assert isinstance(named, ActorLost)
+    assert re.match(rf"{PROMPT_MANAGER.role} \(pid {pid} (?s:.*)not answered for 1 s (?s:.*){late}", str(named))
+    psutil.Process(pid).wait(LIMIT_S)
+    watch.stop()
+    for thread in threading.enumerate():
+        if thread.name == "run-watch":  # it has asked the manager, which Ray starts again
+            thread.join(LIMIT_S)
+    assert [(fault.role, fault.action) for fault in faults(tmp_path)] == [(PROMPT_MANAGER.role, "training ends")]
 
 
 def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_told(

@@ -19,6 +19,7 @@ from partial_rollout.core.queue.ledger import WORKER_LOST
 from partial_rollout.core.queue.lifecycle import MAX_LOSSES
 from partial_rollout.errors import ActorLost, EngineDead, WaitTimeout
 from partial_rollout.runtime import remote_call
+from partial_rollout.runtime.run_watch import MANAGER_START_S, POLL_S
 from partial_rollout.types import ReleaseResult
 from tests.fake_worker import make_claim
 from tests.unit.agent_loop.support import make_workers
@@ -122,6 +123,22 @@ def test_rows_are_cleared_before_others_may_write_them_and_the_new_worker_knows_
     ]
     assert manager.worker_ids == ["agent_loop_worker_0", "agent_loop_worker_1_again_1"]
     assert "new1:8 run" in manager.loops
+
+
+def test_a_frozen_worker_is_waited_for_until_a_manager_that_froze_too_was_replaced_and_has_killed_it(
+    manager: PartialRolloutAgentLoopManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s = list[float]()
+
+    def settle_all(refs: list[Any], *, timeout_s: float, who_waits: str) -> list[Any]:
+        limits_s.append(timeout_s)
+        return refs
+
+    monkeypatch.setattr(manager_module, "settle_all", settle_all)
+    manager.hold([], 7)
+    timeouts = manager._settings.timeouts
+    replaced_s = POLL_S + timeouts.call_s + MANAGER_START_S
+    assert limits_s[0] >= replaced_s + timeouts.claim_s + manager_module.HOLD_TIMEOUT_S
 
 
 def test_a_prompt_that_kills_four_workers_is_dropped_and_nothing_of_it_is_kept(

@@ -86,6 +86,19 @@ def test_a_wait_within_a_phase_is_left_to_others_and_what_follows_is_a_part_of_i
     assert trainer.ended == [began_s + 4 * LEAST_S]
 
 
+def test_a_wait_with_a_limit_of_its_own_takes_nothing_of_the_phase_around_it(trainer: Trainer) -> None:
+    trainer.start()
+    trainer.phase.begin("trained step 3", "train")
+    trainer.pass_(5.0)
+    with trainer.phase.left_out(), trainer.phase.left_out():  # another thread of the trainer may wait too
+        trainer.pass_(50 * LEAST_S)
+    assert trainer.phase.doing == "trained step 3"
+    waited_s = 50 * LEAST_S
+    trainer.pass_(4 * LEAST_S)
+    assert trainer.ended == [waited_s + 4 * LEAST_S]
+    assert "for 40 s" in trainer.deaths[0].cause
+
+
 def test_a_process_that_was_stopped_for_a_while_blames_nobody(trainer: Trainer) -> None:
     trainer.start()
     trainer.phase.begin("trained step 3", "train")

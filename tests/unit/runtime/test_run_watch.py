@@ -24,7 +24,7 @@ from partial_rollout.errors import (
 )
 from partial_rollout.runtime import processes, run_watch
 from partial_rollout.runtime.bounded import Wait
-from partial_rollout.runtime.run_watch import Interruption, RunWatch, manager_limit_s
+from partial_rollout.runtime.run_watch import EXPLAIN_SHARE, Interruption, RunWatch, manager_limit_s
 from partial_rollout.types import Death, Process
 from tests.run_watches import make_run_watch
 
@@ -272,12 +272,37 @@ def test_a_transfer_queue_that_lives_and_does_not_answer_is_given_up(monkeypatch
     assert ended == ["ranks", role]
 
 
-@pytest.mark.parametrize("error", [GetTimeoutError(), RayTaskError("end_silent", "stack", ValueError("no entry"))])
-def test_a_wait_for_a_manager_that_was_given_up_is_told_as_its_death(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_a_manager_that_does_not_answer_when_a_wait_has_run_out_is_named_with_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watch = _watch(Manager(error), monkeypatch)
-    assert watch.explain(LATE) is LATE  # slow, but its watch has heard of it
+    """Nobody else would name the manager, which is started again, and nobody else knows who is silent."""
+    watch, ended = _watch(Manager(GetTimeoutError()), monkeypatch), list[Process]()
+    watch._manager_process = Process(processes.PROMPT_MANAGER.role, processes.PROMPT_MANAGER.role, "10.0.0.1", 7)
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
+    monkeypatch.setattr(run_watch, "end_actor", lambda _, process: ended.append(process))
+    named = watch.explain(LATE)
+    assert isinstance(named, ActorLost)  # so training is started again
+    silent = f"it had not answered for {EXPLAIN_SHARE * LIMIT_S:.0f} s when a wait had run out"
+    assert str(named).splitlines() == [
+        f"prompt manager (pid 7 on node 10.0.0.1) died: it was killed, because {silent}, so nobody knows who else is "
+        f"silent: {LATE}",
+        "The trainer trained step 3",
+    ]
+    assert ended == [watch._manager_process]
+    assert watch.has_lost(processes.PROMPT_MANAGER)  # no last checkpoint waits for it
+
+
+def test_a_transfer_queue_is_named_that_does_not_answer_while_the_manager_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = _watch(Manager(GetTimeoutError()), monkeypatch)
+    monkeypatch.setattr(run_watch, "EXPLAIN_S", LIMIT_S)
+    assert str(watch.explain(TransferQueueSilent("no rows"))).startswith(processes.TRANSFER_QUEUE_CONTROLLER.role)
+
+
+def test_a_manager_that_answers_with_an_error_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _watch(Manager(RayTaskError("end_silent", "stack", ValueError("no entry"))), monkeypatch)
+    assert watch.explain(LATE) is LATE
     watch._end(Death(Process("prompt manager", "prompt manager"), "it was given up"))
     assert str(watch.explain(LATE)).startswith("prompt manager died: it was given up")
 

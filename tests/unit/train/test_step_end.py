@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from verl.trainer.ppo.v1 import PPOTrainer
 
+from partial_rollout.core.phases import FIRST
+from partial_rollout.runtime import phase_watch
+from partial_rollout.runtime.phase_watch import PhaseWatch
+from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.train import trainer as trainer_module
-from partial_rollout.train.trainer import PartialRolloutTrainer
+from partial_rollout.train.trainer import SAVE, PartialRolloutTrainer
+from partial_rollout.types import Process
 from tests.unit.train.support import bare_trainer, noted
+
+TRAIN_S = 10.0
 
 
 @pytest.fixture
@@ -44,8 +52,35 @@ def test_engines_release_their_memory_by_a_call_of_the_fleet(
     trainer.curr_step_profile, trainer._pending_sync_metrics = False, {}
     trainer.replay_buffer = SimpleNamespace(num_deferred=0)
     monkeypatch.setattr(PartialRolloutTrainer, "_tune", noted(log, "tune"))
+    trainer._phase = SimpleNamespace(begin=lambda doing, kind="": log.append(kind or "others limit it"))
     trainer.on_sample_end()
-    assert log == ["tune", "drain", "note_gate", "report_step", "sleep"]
+    assert log == ["others limit it", "tune", "drain", "note_gate", "report_step", "sleep", "train"]
+
+
+def test_the_time_of_a_wait_for_a_frozen_prompt_manager_is_no_part_of_what_the_step_does(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, ended = 0.0, list[str]()
+    trainer._phase = PhaseWatch(TRAIN_S, "was starting", lambda: now_s)
+    trainer.settings = SimpleNamespace(block=PartialRolloutConfig())
+    watch: Any = SimpleNamespace(end_stuck=lambda death, release: ended.append(death.cause))
+    monkeypatch.setattr(phase_watch, "own_process", Process)
+
+    def wait_for(answer: str, *, timeout_s: float, who_waits: str) -> str:
+        nonlocal now_s
+        assert who_waits == "trainer waits for the prompt manager"
+        end_s = now_s + timeout_s / 2  # it was killed, and started again
+        while now_s < end_s:
+            now_s += phase_watch.LOOK_S
+            trainer._phase.look(watch, watch, list, threading.get_ident())
+        return answer
+
+    monkeypatch.setattr(trainer_module, "wait_for", wait_for)
+    trainer._phase.begin("saved the checkpoint of step 1", SAVE)
+    answer: Any = "the queue"
+    assert trainer._ask(answer) == "the queue"
+    assert now_s > FIRST * TRAIN_S
+    assert ended == []
 
 
 def test_restored_tokens_are_forgotten_after_each_step_when_the_engines_generate_again(
