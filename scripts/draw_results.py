@@ -234,6 +234,9 @@ MODE_NAMES = {
     "flag_alone": "ours: the flag alone",
     "flag_drafts": "ours: the flag alone with drafts",
     "flag_bypass": "ours: the flag alone with rollout log-probs as old ones",
+    "flag_reorder": "ours: the flag with reorder",
+    "flag_released": "ours: the flag alone, engine memory released",
+    "flag_uncorrected": "ours: the flag without correction",
     "reuse_kv_5_deep": "ours: KV retained, 5 batches, all of which generate at once",
 }
 
@@ -324,6 +327,10 @@ def pictures() -> dict[str, Figure]:
         "smollm2_seed_1_h200": draw_real_model(
             "smollm2_seed_1_h200.json",
             "Side by side on one GPU the flag alone learns first, verl's sync last",
+        ),
+        "smollm2_seed_1_more_h200": draw_real_model(
+            "smollm2_seed_1_more_h200.json",
+            "Reordered, with released memory and uncorrected the flag learns alike",
         ),
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",

@@ -536,7 +536,8 @@ ROWS = (
         "algorithm",
         "the engine's log-probs as old ones (`bypass_mode`)",
         SEEN,
-        "[124 steps on an H200](results/gpu.md#rollout-log-probs-as-old-ones-82-steps)",
+        "[124 steps on an H200](results/gpu.md#rollout-log-probs-as-old-ones-82-steps), and "
+        "[23 of 4B](results/gpu.md#beside-sync-and-with-rollout-log-probs-as-old-ones) with a learning rate of 0",
         lambda config: _correction(config) in BYPASS,
         {f"{CORRECTION}.bypass_mode": True},
     ),
