@@ -148,7 +148,7 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
             report.add(f"  {heading}", text)
     for proposal in examined.proposals:
         report.add("faster with", proposal.what)
-        for heading, text in (("why", proposal.why), ("needs", f"{proposal.need} ({proposal.page})")):
+        for heading, text in (("why", proposal.why), ("takes", f"{proposal.price} ({proposal.page})")):
             report.add(f"  {heading}", text)
     chosen = {choice.key for choice in examined.choices}
     for change in (change for change in examined.changes if change.key not in chosen):

@@ -28,6 +28,11 @@ def tell_proposals(proposals: Sequence[Proposal]) -> None:
     for proposal in proposals:
         reason = f"not set; faster with {proposal.what}: {proposal.why}"
         event = events.Choice(
-            step=0, key=proposal.key, before=proposal.present, after=proposal.present, reason=reason, seen=proposal.need
+            step=0,
+            key=proposal.key,
+            before=proposal.present,
+            after=proposal.present,
+            reason=reason,
+            seen=proposal.price,
         )
         logger.info("%s", proposal, extra={"event": event})

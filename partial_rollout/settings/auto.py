@@ -46,7 +46,7 @@ from partial_rollout.settings.derived import (
     read_settings,
 )
 from partial_rollout.settings.drafts import ended_by_more_slots
-from partial_rollout.settings.flag import ROLLOUT, SPECULATION
+from partial_rollout.settings.flag import CORRECTION_BLOCK, REINFORCE, ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import (
     GIB,
     Machine,
@@ -80,7 +80,17 @@ WEIGHTS_KEY = f"{BLOCK}.weights.backend"
 SAVE_KEY = f"{BLOCK}.save_minutes"
 SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
-CORRECTION_KEY = "algorithm.rollout_correction.rollout_is"
+BYPASS_KEY, LOSS_KEY = f"{CORRECTION_BLOCK}.bypass_mode", f"{CORRECTION_BLOCK}.loss_type"
+CORRECTION_KEY = f"{CORRECTION_BLOCK}.rollout_is"
+ONE_STEP: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.actor.ppo_epochs": (1,),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
+    "actor_rollout_ref.rollout.calculate_log_probs": (True,),
+    "algorithm.use_kl_in_reward": (False, None),
+    # Other estimators may read old log-probs.
+    "algorithm.adv_estimator": ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "opo"),
+}
+"""Values with which old log-probs weigh nothing in a batch that is one optimizer step, beside the correction."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -136,24 +146,26 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What would be faster, and is not done by itself because a run that would have run could fail."""
+    """What would be faster, and is not done by itself: a run that would have run could fail, or lack a metric."""
 
     key: str
     present: Any
     value: Any
-    need: str
-    """The arithmetic."""
+    price: str
+    """Memory that it takes, or metrics that the run then lacks."""
     why: str
     page: str
+    also: str = ""
+    """Another override that belongs to it."""
 
     @property
     def what(self) -> str:
-        """Key and value."""
-        return f"{self.key}={_shown(self.value)}"
+        """What to type."""
+        return " ".join(filter(None, [f"{self.key}={_shown(self.value)}", self.also]))
 
     def __str__(self) -> str:
         """One line for the log."""
-        return f"auto: faster with {self.what}: {self.why}. Needed: {self.need} ({self.page})"
+        return f"auto: faster with {self.what}: {self.why}. What it takes: {self.price} ({self.page})"
 
 
 def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | None = None) -> list[Choice]:
@@ -177,22 +189,54 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
     ]
 
 
-def propose(config: DictConfig) -> list[Proposal]:
-    """What would make a composed configuration faster where the hardware has room for it."""
+def propose(config: DictConfig, given: ByHand | None = None) -> list[Proposal]:
+    """What would make a composed configuration faster; `given` are the keys that were typed by hand."""
+    return [*_keep_memory(config), *_skip_log_probs(config, given or ByHand())]
+
+
+def _keep_memory(config: DictConfig) -> Iterator[Proposal]:
     block = read_block(config)
     releases = config.actor_rollout_ref.rollout.free_cache_engine is not False
     free = block.tail.interrupt_mode == AUTO and not block.tail.keep_engine_memory
     if not (releases and free) or _not_kept(config, block):
-        return []
+        return
     # No proposal without its arithmetic: nobody could tell whether it fits the GPUs at hand.
     need = _device_need(config)
     if isinstance(need, str):
-        return []
+        return
     why = (
         "engines then keep weights and KV cache while the model trains, and interrupted responses find their KV again "
         f"({MODE_KEY}=reuse_kv); where a GPU is too small nothing changes"
     )
-    return [Proposal(KEEP_KEY, False, True, str(need), why, _PAGE)]
+    yield Proposal(KEEP_KEY, False, True, str(need), why, _PAGE)
+
+
+def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
+    """The pass over a batch that computes old log-probs, where these are those of the update itself."""
+    correction = OmegaConf.select(config, CORRECTION_BLOCK)
+    if correction is None or given.has(BYPASS_KEY) or given.has(LOSS_KEY):
+        return
+    if any(correction.get(key) for key in ("bypass_mode", "rollout_rs", "rollout_is_batch_normalize")):
+        return
+    actor, usual = config.actor_rollout_ref.actor, correction.get("rollout_is") in (None, "token")
+    bounded = isinstance(correction.get("rollout_is_threshold"), int | float)
+    if not (usual and bounded) or any(
+        OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()
+    ):
+        return
+    if actor.ppo_mini_batch_size != config.data.train_batch_size:
+        return
+    seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}"
+    why = (
+        f"a batch is one optimizer step ({seen}, the batch), so its old log-probs are those of the update: the pass "
+        "that computes them before is left out, and the gradient is the same"
+    )
+    price = (
+        "no actor/entropy and no training/rollout_probs_diff_*, which that pass measures; rollout_corr/* come as "
+        "actor/rollout_corr/*"
+    )
+    page = "docs/modes.md#a-shorter-step-beside-generation"
+    yield Proposal(BYPASS_KEY, False, True, price, why, page, also=f"{LOSS_KEY}={REINFORCE}")
 
 
 def take(changes: Changes) -> list[Choice]:
@@ -251,12 +295,13 @@ def take_on_cluster(config: DictConfig, machine: Machine) -> list[Choice]:
 
 def is_corrected(config: DictConfig) -> bool:
     """Whether verl weighs, or leaves out, tokens that older weights sampled."""
-    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    correction = OmegaConf.select(config, CORRECTION_BLOCK)
     if correction is None or not config.actor_rollout_ref.rollout.calculate_log_probs:
         return False
     # verl weighs nothing without a threshold.
     weighs = correction.get("rollout_is") and correction.get("rollout_is_threshold") is not None
-    return bool(weighs or correction.get("rollout_rs") or correction.get("bypass_mode"))
+    clips = correction.get("bypass_mode") and correction.get("loss_type") != REINFORCE
+    return bool(weighs or correction.get("rollout_rs") or clips)
 
 
 # ---- what an interrupted request leaves in its engine ----
@@ -605,16 +650,17 @@ def _weights(config: DictConfig, block: PartialRolloutConfig) -> Iterator[Choice
 
 def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     """Nothing where the user's overrides name the correction, or a file turns one on."""
-    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    correction = OmegaConf.select(config, CORRECTION_BLOCK)
     # A null that was typed is a wish; a null of a file cannot be told from verl's default.
     if given.has(CORRECTION_KEY) or correction is None or correction.rollout_is is not None:
         return
     page = "docs/your-job.md#is-the-correction-on"
-    for key, why in (
-        ("bypass_mode", "the loss compares with the engine's log-probs already"),
-        ("rollout_rs", "another correction was chosen"),
+    clips = correction.get("loss_type") != REINFORCE
+    for key, is_other, why in (
+        ("bypass_mode", clips, "the loss compares with the engine's log-probs already"),
+        ("rollout_rs", True, "another correction was chosen"),
     ):
-        if correction.get(key):
+        if is_other and correction.get(key):
             yield Choice(CORRECTION_KEY, None, None, f"algorithm.rollout_correction.{key}={correction[key]}", why, page)
             return
     if correction.get("rollout_is_threshold") is None:

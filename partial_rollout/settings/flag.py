@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from partial_rollout.settings.changes import Changes
     from partial_rollout.settings.derived import Settings
 
+CORRECTION_BLOCK = "algorithm.rollout_correction"
+REINFORCE = "reinforce"
+"""Loss of verl's `bypass_mode` that weighs tokens; the other one, `ppo_clip`, clips them."""
 ROLLOUT = "actor_rollout_ref.rollout"
 SPECULATION = f"{ENGINE_ARGUMENTS}.speculative_config"
 """How an engine drafts; empty: it does not."""
@@ -124,9 +127,21 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     if not verl_fetches_single_prompts(changes.config):
         why = "verl fetches prompts one by one in all modes but sync"
         changes.replace("data.gen_batch_size", 1, why, instead="leave it out")
+    _hand_on_loss(changes)
     _refuse_without_effect(changes)
     announce_retention(changes)
     _write_block(changes, settings)
+
+
+def _hand_on_loss(changes: Changes) -> None:
+    """Let the actor have the loss of `bypass_mode` that weighs tokens: verl's v1 trainer hands neither on."""
+    correction = OmegaConf.select(changes.config, CORRECTION_BLOCK)
+    if correction is None or not correction.bypass_mode or correction.loss_type != REINFORCE:
+        return
+    loss, given = "actor_rollout_ref.actor.policy_loss", f"{CORRECTION_BLOCK}.loss_type={REINFORCE}"
+    why = f"{given}: verl's v1 trainer does not hand it on"
+    changes.replace(f"{loss}.loss_mode", "bypass_mode", why, instead=f"leave it out, or leave out {given}")
+    changes.complete(f"{loss}.rollout_correction", OmegaConf.to_container(correction, resolve=True), why)
 
 
 def place_engines(changes: Changes, settings: Settings) -> None:

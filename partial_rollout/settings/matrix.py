@@ -164,7 +164,8 @@ def _correction(config: DictConfig) -> dict[str, Any]:
 
 
 def _has_another_loss(config: DictConfig) -> bool:
-    return any(_of(config, key, usual) != usual for key, usual in USUAL_LOSS.items())
+    # The loss of `bypass_mode` has rows of its own.
+    return any(_of(config, key, usual) not in (usual, "bypass_mode") for key, usual in USUAL_LOSS.items())
 
 
 def _critic_on(*, cpu: bool) -> Callable[[DictConfig], bool]:
@@ -192,6 +193,7 @@ CORRECTION_DEFAULTS = {
 TOKEN_LEVEL = {"rollout_is": "token"}
 BYPASS = ({"bypass_mode": True}, {"bypass_mode": True, **TOKEN_LEVEL})
 """With `ppo_clip` verl computes weights of tokens for its metrics only."""
+WEIGHED = {"bypass_mode": True, "loss_type": "reinforce", **TOKEN_LEVEL}
 USUAL_LOSS = {
     f"{ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{ACTOR}.loss_agg_mode": "token-mean",
@@ -543,11 +545,20 @@ ROWS = (
     ),
     Row(
         "algorithm",
+        "the same with the loss that weighs tokens (`loss_type=reinforce`)",
+        TESTED,
+        "`tests/unit/settings/test_one_step.py`: the gradient is that of the usual loss where a batch is one optimizer "
+        "step; `tests/e2e/test_adaptive.py`",
+        lambda config: _correction(config) == WEIGHED,
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
+    ),
+    Row(
+        "algorithm",
         "other off-policy corrections",
         UNTRIED,
-        "`rollout_is=sequence` or normalised, `rollout_rs`, other losses of `bypass_mode`: what they do to "
-        "responses with tokens of several weight versions was not looked at",
-        lambda config: _correction(config) not in ({}, TOKEN_LEVEL, *BYPASS),
+        "`rollout_is=sequence` or normalised, `rollout_rs`: what they do to responses with tokens of several weight "
+        "versions was not looked at",
+        lambda config: _correction(config) not in ({}, TOKEN_LEVEL, *BYPASS, WEIGHED),
         {f"{CORRECTION}.rollout_is": "sequence"},
     ),
     Row(

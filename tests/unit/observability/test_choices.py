@@ -38,7 +38,7 @@ def test_what_would_be_faster_is_a_line_and_a_choice_that_changes_nothing(
     tell_proposals([Proposal(KEEP_KEY, False, True, "a GPU of 80 GiB", "memory stays", "docs/modes.md")])
     [record] = caplog.records
     assert record.getMessage() == (
-        f"auto: faster with {KEEP_KEY}=True: memory stays. Needed: a GPU of 80 GiB (docs/modes.md)"
+        f"auto: faster with {KEEP_KEY}=True: memory stays. What it takes: a GPU of 80 GiB (docs/modes.md)"
     )
     [event] = [event for event in events.EventReader(tmp_path).read() if isinstance(event, events.Choice)]
     assert (event.key, event.before, event.after, event.seen) == (KEEP_KEY, False, False, "a GPU of 80 GiB")

@@ -484,11 +484,11 @@ def test_engines_release_their_memory_where_it_is_not_certain_that_both_fit(
 
 def test_without_the_key_kept_memory_is_proposed_with_the_numbers_and_not_taken(composed: Composed, model: Path):
     config = on_gpus(composed, model, ROOMY | {KEEP: False})
-    (proposal,) = propose(config)
+    (proposal,) = (each for each in propose(config) if each.key == KEEP)
     need = device_need(config, model_sizes(config))  # type: ignore[arg-type]
     assert isinstance(need, DeviceNeed)
     assert proposal.what == f"{KEEP}=True"
-    assert f"both need a GPU of {need.least_bytes / GIB:.0f} GiB" in proposal.need
+    assert f"both need a GPU of {need.least_bytes / GIB:.0f} GiB" in proposal.price
     started(config)
     take_on_cluster(config, Machine(512 * GIB, gpu_bytes=512 * GIB))
     assert config.actor_rollout_ref.rollout.free_cache_engine is True
@@ -509,7 +509,8 @@ def test_without_the_key_kept_memory_is_proposed_with_the_numbers_and_not_taken(
 def test_nothing_is_proposed_that_is_done_or_cannot_be_counted(
     composed: Composed, model: Path, changes: dict[str, Any]
 ):
-    assert propose(on_gpus(composed, model, ROOMY | {KEEP: False} | changes)) == []
+    proposals = propose(on_gpus(composed, model, ROOMY | {KEEP: False} | changes))
+    assert [proposal for proposal in proposals if proposal.key == KEEP] == []
 
 
 @pytest.mark.parametrize(
@@ -851,6 +852,62 @@ def test_another_correction_is_not_doubled(composed: Composed, changes: dict[str
     assert seen in choice.seen
     started(config)
     assert is_corrected(config) == corrected
+
+
+BYPASS, LOSS = "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.loss_type"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
+
+
+def proposed(config: DictConfig, given: Sequence[str] = ()) -> list[str]:
+    """What is proposed of the correction."""
+    proposals = propose(config, ByHand.read(given))
+    return [proposal.what for proposal in proposals if proposal.key == BYPASS]
+
+
+def test_a_batch_that_is_one_optimizer_step_is_told_that_it_needs_no_old_log_probs(composed: Composed):
+    (what,) = proposed(composed({}))
+    assert what == f"{BYPASS}=True {LOSS}=reinforce"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{ACTOR}.ppo_mini_batch_size": 1},
+        {f"{ACTOR}.ppo_epochs": 2},
+        {f"{POLICY_LOSS}.loss_mode": "gspo"},
+        {f"{ROLLOUT}.calculate_log_probs": False},
+        {"algorithm.use_kl_in_reward": True},
+        {"algorithm.adv_estimator": "optimal_token_baseline"},
+        {IS: "sequence"},
+        {f"{IS}_threshold": None},
+        {"algorithm.rollout_correction.rollout_rs": "token_k1"},
+        {"algorithm.rollout_correction.rollout_is_batch_normalize": True},
+        {BYPASS: True},
+    ],
+)
+def test_where_old_log_probs_weigh_something_nothing_is_proposed(composed: Composed, changes: dict[str, Any]):
+    assert proposed(composed(changes)) == []
+
+
+def test_what_was_typed_is_not_proposed_again(composed: Composed):
+    assert proposed(composed({}), [f"{BYPASS}=False"]) == []
+
+
+def test_the_loss_that_weighs_tokens_reaches_the_actor_with_its_weights(composed: Composed):
+    config = uncorrected(composed, {BYPASS: True, LOSS: "reinforce"})
+    assert not is_corrected(config)
+    started(config)
+    assert is_corrected(config)
+    given = OmegaConf.select(config, POLICY_LOSS)
+    assert given.loss_mode == "bypass_mode"
+    assert (given.rollout_correction.loss_type, given.rollout_correction.rollout_is) == ("reinforce", "token")
+    assert given.rollout_correction.rollout_is_threshold == 2.0
+
+
+def test_the_loss_that_clips_stays_the_trainer_s_own(composed: Composed):
+    config = uncorrected(composed, {BYPASS: True})
+    started(config)
+    assert OmegaConf.select(config, POLICY_LOSS).loss_mode == "vanilla"
 
 
 def test_a_correction_without_a_threshold_is_off(composed: Composed):

@@ -108,7 +108,7 @@ def test_memory_is_counted_and_what_would_be_faster_is_proposed(paths: list[str]
     assert "weights: 7.6 GiB of each GPU of an engine" in told["memory"]  # tensor parallel 2, verl's default
     assert "256 responses x 1,024 tokens x 147,456 bytes" in told["memory"]
     assert told["faster with"] == "partial_rollout.tail.keep_engine_memory=True"
-    assert "both need a GPU of" in told["  needs"]
+    assert "both need a GPU of" in told["  takes"]
     (tmp_path / "model" / "config.json").unlink()
     told = dict(diagnose(words).lines)
     assert told["memory"].startswith("not known: the folder of the model")

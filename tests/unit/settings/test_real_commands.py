@@ -144,7 +144,7 @@ def test_what_shows_a_value_is_there():
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce}",
+        "algorithm.rollout_correction={bypass_mode: true, rollout_rs: token_k1}",
         "algorithm.rollout_correction.rollout_is_batch_normalize=True",
         "algorithm.adv_estimator=gae",
         "algorithm.adv_estimator=rloo_vectorized",
