@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from partial_rollout.errors import ConfigError, Refusal, UserError
+from partial_rollout.integrations import bytecode
 from partial_rollout.integrations.verl_compat import check_versions
 from partial_rollout.observability.pipe import reader_may_leave
 from partial_rollout.settings.auto import CORRECTION_KEY, is_corrected, waiting_inside
@@ -140,6 +141,8 @@ def describe(report: Report, config: DictConfig, overrides: Sequence[str]) -> No
     if settings.block.tail.policy != "wait" and not is_corrected(config):
         report.add("look at", f"{UNCORRECTED} ({CORRECTION_KEY})")
     for text in _surprises(config):
+        report.add("look at", text)
+    if text := bytecode.remark():
         report.add("look at", text)
     report.add("memory", memory_in_words(config, settings.num_slots))
     for choice in examined.choices:
