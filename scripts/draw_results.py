@@ -330,7 +330,7 @@ def pictures() -> dict[str, Figure]:
         ),
         "smollm2_seed_1_more_h200": draw_real_model(
             "smollm2_seed_1_more_h200.json",
-            "Reordered, with released memory and uncorrected the flag learns alike",
+            "Reordered, with released memory and uncorrected the flag learns alike in one seed",
         ),
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",

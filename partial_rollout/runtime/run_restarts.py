@@ -6,9 +6,9 @@ The new start is what typing the command again would be: with `trainer.resume_mo
 checkpoint. A run that dies before it has completed a step is not started again, since it would die again. Neither is
 one that dies again and again without a further step: it would take the same steps for ever.
 
-A new start that fails before its first step is followed by another one, whatever it failed by, since the command has
-started before. Engines fail to start for reasons that pass: a port that somebody took meanwhile, GPU memory that came
-back late.
+A new start that fails before its first step is followed by another one, unless it failed by a mistake of the user,
+since the command has started before. Engines fail to start for reasons that pass: a port that somebody took meanwhile,
+GPU memory that came back late.
 """
 
 from __future__ import annotations

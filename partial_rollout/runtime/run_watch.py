@@ -37,6 +37,7 @@ from partial_rollout.errors import (
     EngineError,
     PartialRolloutError,
     TransferQueueSilent,
+    WaitTimeout,
 )
 from partial_rollout.observability.events import Fault, ProcessFound
 from partial_rollout.runtime.bounded import TimeLeft, Wait
@@ -393,7 +394,8 @@ class RunWatch:
         try:
             ended = ray.get(self._manager.end_silent.remote(str(error)), timeout=asked_s)
         except GetTimeoutError:
-            return self._end_transfer_queue(error) or self._end_manager(error, asked_s)
+            if isinstance(error, WaitTimeout):  # any other error may be right, and the manager only slow
+                return self._end_transfer_queue(error) or self._end_manager(error, asked_s)
         except RayError:
             # Within the first time the manager is given up, if it has died for good.
             self._is_fatal.wait(min(POLL_S + self._answer_s, self.left.share(EXPLAIN_SHARE)))

@@ -46,7 +46,7 @@ from partial_rollout.settings.derived import (
     read_settings,
 )
 from partial_rollout.settings.drafts import ended_by_more_slots
-from partial_rollout.settings.flag import CORRECTION_BLOCK, REINFORCE, ROLLOUT, SPECULATION
+from partial_rollout.settings.flag import CORRECTION_BLOCK, POLICY_LOSS, REINFORCE, REPLAYS, ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import (
     GIB,
     Machine,
@@ -84,9 +84,14 @@ BYPASS_KEY, LOSS_KEY = f"{CORRECTION_BLOCK}.bypass_mode", f"{CORRECTION_BLOCK}.l
 CORRECTION_KEY = f"{CORRECTION_BLOCK}.rollout_is"
 ONE_STEP: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.actor.ppo_epochs": (1,),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
+    f"{POLICY_LOSS}.loss_mode": ("vanilla",),
     "actor_rollout_ref.rollout.calculate_log_probs": (True,),
     "algorithm.use_kl_in_reward": (False, None),
+    # Readers of old log-probs, or of what the pass that computes them leaves behind.
+    "distillation.enabled": (False, None),
+    **{f"actor_rollout_ref.actor.{replay}.mode": ("disabled", None) for replay in REPLAYS},
+    # verl's loss fails for a micro-batch without a trained token.
+    f"{BLOCK}.tail.past_staleness": ("train", "drop", "finish", "restart"),
     # Other estimators may read old log-probs.
     "algorithm.adv_estimator": ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "opo"),
 }
@@ -214,7 +219,7 @@ def _keep_memory(config: DictConfig) -> Iterator[Proposal]:
 def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
     """The pass over a batch that computes old log-probs, where these are those of the update itself."""
     correction = OmegaConf.select(config, CORRECTION_BLOCK)
-    if correction is None or given.has(BYPASS_KEY) or given.has(LOSS_KEY):
+    if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
         return
     if any(correction.get(key) for key in ("bypass_mode", "rollout_rs", "rollout_is_batch_normalize")):
         return
@@ -232,8 +237,9 @@ def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
         "that computes them before is left out, and the gradient is the same"
     )
     price = (
-        "no actor/entropy and no training/rollout_probs_diff_*, which that pass measures; rollout_corr/* come as "
-        "actor/rollout_corr/*"
+        "no actor/entropy, training/rollout_probs_diff_* and actor/pg_clipfrac*; rollout_corr/* are means over "
+        "micro-batches, as actor/rollout_corr/*; no agent loop may return several outputs for a trajectory, or a "
+        "response of which no token is trained"
     )
     page = "docs/modes.md#a-shorter-step-beside-generation"
     yield Proposal(BYPASS_KEY, False, True, price, why, page, also=f"{LOSS_KEY}={REINFORCE}")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from partial_rollout.settings.derived import Settings
 
 CORRECTION_BLOCK = "algorithm.rollout_correction"
+REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 REINFORCE = "reinforce"
 """Loss of verl's `bypass_mode` that weighs tokens; the other one, `ppo_clip`, clips them."""
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -138,10 +140,10 @@ def _hand_on_loss(changes: Changes) -> None:
     correction = OmegaConf.select(changes.config, CORRECTION_BLOCK)
     if correction is None or not correction.bypass_mode or correction.loss_type != REINFORCE:
         return
-    loss, given = "actor_rollout_ref.actor.policy_loss", f"{CORRECTION_BLOCK}.loss_type={REINFORCE}"
+    given = f"{CORRECTION_BLOCK}.loss_type={REINFORCE}"
     why = f"{given}: verl's v1 trainer does not hand it on"
-    changes.replace(f"{loss}.loss_mode", "bypass_mode", why, instead=f"leave it out, or leave out {given}")
-    changes.complete(f"{loss}.rollout_correction", OmegaConf.to_container(correction, resolve=True), why)
+    changes.replace(f"{POLICY_LOSS}.loss_mode", "bypass_mode", why, instead=f"leave it out, or leave out {given}")
+    changes.complete(f"{POLICY_LOSS}.rollout_correction", OmegaConf.to_container(correction, resolve=True), why)
 
 
 def place_engines(changes: Changes, settings: Settings) -> None:

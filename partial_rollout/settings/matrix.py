@@ -26,7 +26,7 @@ from partial_rollout.settings.derived import (
     sequence_parallel_size,
 )
 from partial_rollout.settings.drafts import SUFFIX_DRAFTS
-from partial_rollout.settings.flag import ROLLOUT, SPECULATION
+from partial_rollout.settings.flag import REPLAYS, ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import ModelSizes, model_sizes
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ SEEN = "seen once on GPUs"
 SEEN_ON_CPU = "seen once on a CPU"
 UNTRIED = "not tried"
 REFUSED = "refused"
-REPLAYS = ("router_replay", "fsdp_config.router_replay", "megatron.router_replay", "veomni.router_replay")
 ACTOR = "actor_rollout_ref.actor"
 
 

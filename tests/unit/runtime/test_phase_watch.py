@@ -90,8 +90,10 @@ def test_a_wait_with_a_limit_of_its_own_takes_nothing_of_the_phase_around_it(tra
     trainer.start()
     trainer.phase.begin("trained step 3", "train")
     trainer.pass_(5.0)
-    with trainer.phase.left_out(), trainer.phase.left_out():  # another thread of the trainer may wait too
-        trainer.pass_(50 * LEAST_S)
+    with trainer.phase.left_out():
+        with trainer.phase.left_out():  # another thread of the trainer, which is answered first
+            trainer.pass_(LEAST_S)
+        trainer.pass_(49 * LEAST_S)
     assert trainer.phase.doing == "trained step 3"
     waited_s = 50 * LEAST_S
     trainer.pass_(4 * LEAST_S)

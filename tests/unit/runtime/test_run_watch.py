@@ -292,6 +292,16 @@ def test_a_manager_that_does_not_answer_when_a_wait_has_run_out_is_named_with_th
     assert watch.has_lost(processes.PROMPT_MANAGER)  # no last checkpoint waits for it
 
 
+def test_a_manager_that_is_slow_to_answer_is_not_taken_for_the_cause_of_what_was_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, ended = _watch(Manager(GetTimeoutError()), monkeypatch), list[Process]()
+    monkeypatch.setattr(run_watch, "end_actor", lambda _, process: ended.append(process))
+    broken = AgentLoopBroken("33 prompts were dropped")
+    assert watch.explain(broken) is broken
+    assert ended == []
+
+
 def test_a_transfer_queue_is_named_that_does_not_answer_while_the_manager_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

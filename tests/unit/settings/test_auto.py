@@ -883,14 +883,19 @@ def test_a_batch_that_is_one_optimizer_step_is_told_that_it_needs_no_old_log_pro
         {"algorithm.rollout_correction.rollout_rs": "token_k1"},
         {"algorithm.rollout_correction.rollout_is_batch_normalize": True},
         {BYPASS: True},
+        {"distillation.enabled": True},
+        {f"{ACTOR}.router_replay.mode": "R2"},
+        {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"},
+        {f"{TAIL}.past_staleness": "mask", f"{TAIL}.max_staleness": 4},
     ],
 )
 def test_where_old_log_probs_weigh_something_nothing_is_proposed(composed: Composed, changes: dict[str, Any]):
     assert proposed(composed(changes)) == []
 
 
-def test_what_was_typed_is_not_proposed_again(composed: Composed):
-    assert proposed(composed({}), [f"{BYPASS}=False"]) == []
+@pytest.mark.parametrize("given", [f"{BYPASS}=False", f"{LOSS}=ppo_clip", f"{POLICY_LOSS}.loss_mode=vanilla"])
+def test_what_was_typed_is_not_proposed_again(composed: Composed, given: str):
+    assert proposed(composed({}), [given]) == []
 
 
 def test_the_loss_that_weighs_tokens_reaches_the_actor_with_its_weights(composed: Composed):
