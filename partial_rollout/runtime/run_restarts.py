@@ -142,8 +142,10 @@ class RunRestarts:
         """Whether it has ended a new start before its first step, and is no mistake of the user."""
         if self._again_s is None or isinstance(failure.error, MISTAKES):
             return False
-        begun = [event.name for event in self._told(self._again_s) if isinstance(event, StageBegan)]
-        return FIRST_STEP not in begun
+        return not any(
+            isinstance(event, StepEnded) or (isinstance(event, StageBegan) and event.name == FIRST_STEP)
+            for event in self._told(self._again_s)
+        )
 
     def _told(self, since_s: float) -> list[Event]:
         events = EventReader(self._events, WRITERS).read() if self._events is not None else []
