@@ -26,7 +26,7 @@ def tell(choices: Sequence[Choice]) -> None:
 def tell_proposals(proposals: Sequence[Proposal]) -> None:
     """Log what would be faster and was not chosen; as an event it is a choice that changes nothing."""
     for proposal in proposals:
-        reason = f"not set; faster with {proposal.what}: {proposal.why}"
+        reason = f"not set; faster with {proposal.what}: {proposal.why}. What it takes: {proposal.price}"
         event = events.Choice(
             step=0,
             key=proposal.key,

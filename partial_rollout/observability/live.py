@@ -92,6 +92,8 @@ class LiveView:
             case Fault():
                 what = f"{event.role} {event.name}: {event.text}" + (f" ({event.action})" if event.action else "")
                 self.say(Message(what, is_error=True))
+            case Choice() if event.before == event.after:
+                self._screen.line(f"left: {event.key} = {event.after}: {event.reason}")
             case Choice():
                 self._screen.line(f"chosen: {event.key} {event.before} -> {event.after}: {event.reason}")
             case CommandEnded() if event.text:

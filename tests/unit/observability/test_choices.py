@@ -42,3 +42,4 @@ def test_what_would_be_faster_is_a_line_and_a_choice_that_changes_nothing(
     )
     [event] = [event for event in events.EventReader(tmp_path).read() if isinstance(event, events.Choice)]
     assert (event.key, event.before, event.after, event.seen) == (KEEP_KEY, False, False, "a GPU of 80 GiB")
+    assert event.reason == f"not set; faster with {KEEP_KEY}=True: memory stays. What it takes: a GPU of 80 GiB"

@@ -163,12 +163,14 @@ def test_a_warning_is_shown_once_wherever_and_however_often_it_was_logged() -> N
     view.say(Message("a" * 999, source="Server"))
     view.add(Fault(t=2.0, role="engine core", name="replica 1", text="killed", action="started again"))
     view.add(Choice(t=3.0, step=1, key="slots", before=8, after=16, reason="all were in use"))
+    view.add(Choice(t=3.5, step=0, key="memory", before=False, after=False, reason="not set; faster with it"))
     view.add(CommandEnded(t=4.0, code=1, text="training failed"))
     lines = out.getvalue().splitlines()
     assert [line for line in lines if "a" * 99 not in line] == [
         "error: prompt 0 is dropped",
         "error: engine core replica 1: killed (started again)",
         "chosen: slots 8 -> 16: all were in use",
+        "left: memory = False: not set; faster with it",
         "error: training failed",
     ]
     assert len(lines[1]) == 400
