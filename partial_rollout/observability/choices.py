@@ -26,13 +26,7 @@ def tell(choices: Sequence[Choice]) -> None:
 def tell_proposals(proposals: Sequence[Proposal]) -> None:
     """Log what would be faster and was not chosen; as an event it is a choice that changes nothing."""
     for proposal in proposals:
-        reason = f"not set; faster with {proposal.what}: {proposal.why}. What it takes: {proposal.price}"
-        event = events.Choice(
-            step=0,
-            key=proposal.key,
-            before=proposal.present,
-            after=proposal.present,
-            reason=reason,
-            seen=proposal.price,
-        )
+        present, reason = proposal.present, f"not set; {proposal.told}"
+        noted = {"key": proposal.key, "before": present, "after": present}
+        event = events.Choice(step=0, **noted, reason=reason, seen=proposal.price)
         logger.info("%s", proposal, extra={"event": event})

@@ -82,7 +82,11 @@ SAVE_MINUTES = 20
 """Checkpoint of an 8B model with its optimizer: about 100 GB, which take minutes on a slow disk."""
 BYPASS_KEY, LOSS_KEY = f"{CORRECTION_BLOCK}.bypass_mode", f"{CORRECTION_BLOCK}.loss_type"
 CORRECTION_KEY = f"{CORRECTION_BLOCK}.rollout_is"
-ONE_STEP: dict[str, tuple[Any, ...]] = {
+ONE_STEP: Needs = {
+    BYPASS_KEY: (False,),
+    CORRECTION_KEY: (None, "token"),
+    f"{CORRECTION_BLOCK}.rollout_rs": (None,),
+    f"{CORRECTION_BLOCK}.rollout_is_batch_normalize": (False,),
     "actor_rollout_ref.actor.ppo_epochs": (1,),
     f"{POLICY_LOSS}.loss_mode": ("vanilla",),
     "actor_rollout_ref.rollout.calculate_log_probs": (True,),
@@ -95,7 +99,7 @@ ONE_STEP: dict[str, tuple[Any, ...]] = {
     # Other estimators may read old log-probs.
     "algorithm.adv_estimator": ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "opo"),
 }
-"""Values with which old log-probs weigh nothing in a batch that is one optimizer step, beside the correction."""
+"""Values, by whole keys, with which old log-probs weigh nothing in a batch that is one optimizer step."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
@@ -168,9 +172,14 @@ class Proposal:
         """What to type."""
         return " ".join(filter(None, [f"{self.key}={_shown(self.value)}", self.also]))
 
+    @property
+    def told(self) -> str:
+        """Text without the page."""
+        return f"faster with {self.what}: {self.why}. What it takes: {self.price}"
+
     def __str__(self) -> str:
         """One line for the log."""
-        return f"auto: faster with {self.what}: {self.why}. What it takes: {self.price} ({self.page})"
+        return f"auto: {self.told} ({self.page})"
 
 
 def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | None = None) -> list[Choice]:
@@ -221,17 +230,12 @@ def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
     correction = OmegaConf.select(config, CORRECTION_BLOCK)
     if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
         return
-    if any(correction.get(key) for key in ("bypass_mode", "rollout_rs", "rollout_is_batch_normalize")):
+    if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
         return
-    actor, usual = config.actor_rollout_ref.actor, correction.get("rollout_is") in (None, "token")
-    bounded = isinstance(correction.get("rollout_is_threshold"), int | float)
-    if not (usual and bounded) or any(
-        OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()
-    ):
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini_batch != config.data.train_batch_size or not isinstance(correction.rollout_is_threshold, int | float):
         return
-    if actor.ppo_mini_batch_size != config.data.train_batch_size:
-        return
-    seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}"
+    seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}"
     why = (
         f"a batch is one optimizer step ({seen}, the batch), so its old log-probs are those of the update: the pass "
         "that computes them before is left out, and the gradient is the same"

@@ -26,7 +26,7 @@ from partial_rollout.settings.derived import (
     sequence_parallel_size,
 )
 from partial_rollout.settings.drafts import SUFFIX_DRAFTS
-from partial_rollout.settings.flag import REPLAYS, ROLLOUT, SPECULATION
+from partial_rollout.settings.flag import CORRECTION_BLOCK, POLICY_LOSS, REINFORCE, REPLAYS, ROLLOUT, SPECULATION
 from partial_rollout.settings.memory import ModelSizes, model_sizes
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _scores_alone(config: DictConfig) -> bool:
 
 def _correction(config: DictConfig) -> dict[str, Any]:
     """What the off-policy correction has besides verl's defaults."""
-    given = _of(config, CORRECTION, {})
+    given = _of(config, CORRECTION_BLOCK, {})
     return {name: given[name] for name, default in CORRECTION_DEFAULTS.items() if given.get(name, default) != default}
 
 
@@ -180,7 +180,6 @@ BILLIONS = re.compile(r"(?i)(?<![\d.])(\d+(?:\.\d+)?)b(?![a-z])")
 KNOWN_ESTIMATORS = ("grpo", "gae", "remax", "rloo", "reinforce_plus_plus", "opo")
 """Estimators that have rows of their own."""
 OFFLOADS = ("param_offload", "optimizer_offload")
-CORRECTION = "algorithm.rollout_correction"
 CORRECTION_DEFAULTS = {
     "rollout_is": None,
     "rollout_is_batch_normalize": False,
@@ -192,9 +191,9 @@ CORRECTION_DEFAULTS = {
 TOKEN_LEVEL = {"rollout_is": "token"}
 BYPASS = ({"bypass_mode": True}, {"bypass_mode": True, **TOKEN_LEVEL})
 """With `ppo_clip` verl computes weights of tokens for its metrics only."""
-WEIGHED = {"bypass_mode": True, "loss_type": "reinforce", **TOKEN_LEVEL}
+WEIGHED = {"bypass_mode": True, "loss_type": REINFORCE, **TOKEN_LEVEL}
 USUAL_LOSS = {
-    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{POLICY_LOSS}.loss_mode": "vanilla",
     f"{ACTOR}.loss_agg_mode": "token-mean",
     "algorithm.norm_adv_by_std_in_grpo": True,
 }
@@ -531,7 +530,7 @@ ROWS = (
         TESTED,
         "`tests/e2e/test_training.py`",
         lambda config: _correction(config) == TOKEN_LEVEL,
-        {f"{CORRECTION}.rollout_is": "token"},
+        {f"{CORRECTION_BLOCK}.rollout_is": "token"},
     ),
     Row(
         "algorithm",
@@ -540,7 +539,7 @@ ROWS = (
         "[124 steps on an H200](results/gpu.md#rollout-log-probs-as-old-ones-82-steps), and "
         "[23 of 4B](results/gpu.md#beside-sync-and-with-rollout-log-probs-as-old-ones) with a learning rate of 0",
         lambda config: _correction(config) in BYPASS,
-        {f"{CORRECTION}.bypass_mode": True},
+        {f"{CORRECTION_BLOCK}.bypass_mode": True},
     ),
     Row(
         "algorithm",
@@ -549,7 +548,7 @@ ROWS = (
         "`tests/unit/settings/test_one_step.py`: the gradient is that of the usual loss where a batch is one optimizer "
         "step; `tests/e2e/test_adaptive.py`",
         lambda config: _correction(config) == WEIGHED,
-        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
+        {f"{CORRECTION_BLOCK}.bypass_mode": True, f"{CORRECTION_BLOCK}.loss_type": REINFORCE},
     ),
     Row(
         "algorithm",
@@ -558,7 +557,7 @@ ROWS = (
         "`rollout_is=sequence` or normalised, `rollout_rs`: what they do to responses with tokens of several weight "
         "versions was not looked at",
         lambda config: _correction(config) not in ({}, TOKEN_LEVEL, *BYPASS, WEIGHED),
-        {f"{CORRECTION}.rollout_is": "sequence"},
+        {f"{CORRECTION_BLOCK}.rollout_is": "sequence"},
     ),
     Row(
         "algorithm",
