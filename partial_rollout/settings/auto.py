@@ -226,7 +226,7 @@ def _keep_memory(config: DictConfig) -> Iterator[Proposal]:
 
 
 def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
-    """The pass over a batch that computes old log-probs, where these are those of the update itself."""
+    """Proposal to leave out the pass that computes old log-probs, where the update computes the same ones."""
     correction = OmegaConf.select(config, CORRECTION_BLOCK)
     if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
         return
@@ -237,8 +237,8 @@ def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
         return
     seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}"
     why = (
-        f"a batch is one optimizer step ({seen}, the batch), so its old log-probs are those of the update: the pass "
-        "that computes them before is left out, and the gradient is the same"
+        f"a batch is one optimizer step ({seen}, the batch), so its update computes the same log-probs as the pass "
+        "before it: that pass is left out, and the gradient stays the same"
     )
     price = (
         "no actor/entropy, training/rollout_probs_diff_* and actor/pg_clipfrac*; rollout_corr/* are means over "
