@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Job = dict[str, Any]
 RECIPE = ROOT / "partial_rollout/run/run_smollm2_reasoning_gym.sh"
+CORRECTION = "algorithm.rollout_correction"
 KEPT = "actor_rollout_ref.rollout.free_cache_engine=False"
 DEEP = [
     "partial_rollout.tail.interrupt_mode=reuse_kv", "partial_rollout.prefetch_factor=5",
@@ -52,8 +53,9 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "flag_alone": ({}, []),
     "sync_drafts": (VERLS, [DRAFTS]),
     "flag_drafts": ({}, [DRAFTS]),
-    "flag_bypass": ({}, ["algorithm.rollout_correction.bypass_mode=True"]),
-    "flag_uncorrected": ({}, ["algorithm.rollout_correction.rollout_is=null"]),
+    "flag_bypass": ({}, [f"{CORRECTION}.bypass_mode=True"]),
+    "flag_reinforce": ({}, [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"]),
+    "flag_uncorrected": ({}, [f"{CORRECTION}.rollout_is=null"]),
     "flag_released": ({}, ["actor_rollout_ref.rollout.free_cache_engine=True"]),
     "flag_reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
     "reuse_kv_5_deep": ({}, DEEP),
@@ -125,11 +127,9 @@ def steps_to(job: Job, level: float, window: int) -> int | None:
 
 def held_out(job: Job) -> dict[str, float]:
     """Accuracy on held-out problems, the mean of the tasks, by the number of the step."""
-    found = {}
-    for number, step in enumerate(job["steps"], 1):
-        values = [value for name, value in step.items() if name.startswith(VALIDATION) and name.endswith("mean@1")]
-        found |= {str(number): round(statistics.fmean(values), 3)} if values else {}
-    return found
+    names = [name for name in set().union(*job["steps"]) if name.startswith(VALIDATION) and name.endswith("mean@1")]
+    values = [[step[name] for name in names if name in step] for step in job["steps"]]
+    return {str(number): round(statistics.fmean(each), 3) for number, each in enumerate(values, 1) if each}
 
 
 def compared_with(job: Job, base: Job | None, common: int, window: int) -> Job:
