@@ -12,7 +12,6 @@ from partial_rollout.observability import stages
 from partial_rollout.observability.choices import tell
 from partial_rollout.observability.events import EventWriter, events_folder
 from partial_rollout.observability.log import configure_logging, report_to
-from partial_rollout.rollout.replica import register_replicas
 from partial_rollout.runtime.death_watch import own_process
 from partial_rollout.runtime.processes import TASK_RUNNER
 from partial_rollout.runtime.run_watch import Interruption, note_found
@@ -65,6 +64,8 @@ class TaskRunner(TaskRunnerBase):
                 "trainer.default_local_dir, so none of them would have a whole checkpoint. Set trainer.save_freq to "
                 "save nevertheless"
             )
+        from partial_rollout.rollout.replica import register_replicas  # imports vLLM, which the driver does not need
+
         register_replicas(partial_rollout=enabled)
         if enabled:
             tell(choose_on_cluster(config))
