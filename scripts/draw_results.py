@@ -234,6 +234,7 @@ MODE_NAMES = {
     "flag_alone": "ours: the flag alone",
     "flag_drafts": "ours: the flag alone with drafts",
     "flag_bypass": "ours: the flag alone with rollout log-probs as old ones",
+    "flag_reinforce": "ours: the flag alone without old log-probs",
     "flag_reorder": "ours: the flag with reorder",
     "flag_released": "ours: the flag alone, engine memory released",
     "flag_uncorrected": "ours: the flag without correction",
@@ -331,6 +332,10 @@ def pictures() -> dict[str, Figure]:
         "smollm2_seed_1_more_h200": draw_real_model(
             "smollm2_seed_1_more_h200.json",
             "Reordered, with released memory and uncorrected the flag learns alike in one seed",
+        ),
+        "smollm2_seed_2_h100": draw_real_model(
+            "smollm2_seed_2_h100.json",
+            "A third seed: without old log-probs the flag learns as much in each step, in shorter steps",
         ),
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",

@@ -4,9 +4,8 @@
 
 The seconds are those of the step's timers, times the number of GPUs. Generation ends with the drain. The rest of it is
 divided by two numbers: the share of the slots that were in use, and the tokens that were computed again. What these
-tokens cost is an estimate: nothing times a prefill alone, so they are charged at the speed of the trainer's log-probs,
-which are a forward pass over such tokens on the same GPUs. Verl's own modes do not say how many slots were in use, so
-generating and waiting are one cause there.
+tokens cost is an estimate (`prefill_s`): nothing times a prefill alone. Verl's own modes do not say how many slots were
+in use, so generating and waiting are one cause there.
 
 Where engines have GPUs of their own, generation and training overlap: each part of the GPUs has causes of its own.
 """
@@ -42,6 +41,8 @@ MEANS = {
     IDLE: "what no timer counts",
 }
 """For somebody who sees the causes for the first time."""
+UPDATE_PASSES = 4
+"""Forward passes that take as long as an update with gradient checkpointing; without, it is about three."""
 LOST = frozenset({LONGEST, REPREFILL, FOR_BATCH, DRAIN, UPDATES, CHECKPOINT, IDLE})
 """Seconds in which a GPU computed nothing, or nothing new."""
 
@@ -100,9 +101,24 @@ def _generation(step: Mapping[str, float], seconds: float) -> dict[str, float]:
     if used is None:
         return {UNDIVIDED: seconds}
     busy_s = seconds * min(1.0, used)
-    again, forward_s = step.get(f"{PREFIX}/reprefilled_tokens", 0.0), step.get("timing_s/old_log_prob", 0.0)
-    again_s = min(busy_s, again * forward_s / step[NUM_TOKENS]) if step.get(NUM_TOKENS) else 0.0
+    again_s = min(busy_s, step.get(f"{PREFIX}/reprefilled_tokens", 0.0) * prefill_s(step))
     return {GENERATING: busy_s - again_s, REPREFILL: again_s, LONGEST: seconds - busy_s}
+
+
+def prefill_s(step: Mapping[str, float]) -> float:
+    """Seconds of a token that is computed again: those of the trainer's log-probs, a forward pass on the same GPUs.
+
+    Where the trainer computes no old log-probs it is a fourth of its update, as it is with gradient checkpointing.
+
+    >>> prefill_s({"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0})
+    0.005
+    >>> prefill_s({"timing_s/old_log_prob": 0.01, "timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0})
+    0.00375
+    """
+    if not step.get(NUM_TOKENS):
+        return 0.0
+    pass_s = step.get("timing_s/update_actor", 0.0) / UPDATE_PASSES
+    return max(step.get("timing_s/old_log_prob", 0.0), pass_s) / step[NUM_TOKENS]
 
 
 def gpu_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

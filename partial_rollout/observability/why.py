@@ -20,7 +20,7 @@ from partial_rollout.observability.events import (
     SegmentEnded,
     StageBegan,
 )
-from partial_rollout.observability.gpu_seconds import TRAINING, step_causes
+from partial_rollout.observability.gpu_seconds import TRAINING, prefill_s, step_causes
 from partial_rollout.observability.record import INTERRUPTED, numbers
 from partial_rollout.observability.step_line import (
     NUM_TOKENS,
@@ -144,12 +144,12 @@ class Interruptions:
 
 
 def again_seconds(tokens: int, steps: Sequence[Mapping[str, float]]) -> float:
-    """What computing tokens again takes, at the usual speed of the trainer's log-probs in these steps; an estimate.
+    """What computing tokens again takes, at the usual speed of these steps; an estimate.
 
     >>> again_seconds(100, [{"timing_s/old_log_prob": 2.0, "perf/total_num_tokens": 400.0}])
     0.5
     """
-    one_s = [step.get("timing_s/old_log_prob", 0.0) / step[NUM_TOKENS] for step in steps if step.get(NUM_TOKENS)]
+    one_s = [prefill_s(step) for step in steps if step.get(NUM_TOKENS)]
     return tokens * median(one_s) if one_s else 0.0
 
 

@@ -12,6 +12,7 @@ configuration. What only the cluster knows (host memory) stays open until the ru
 | slots            | adaptive, from half of today's number upwards, where KV is retained                            |
 | planner          | ours where the trainer has what it needs, else verl's                                          |
 | correction       | token-level truncated importance sampling, unless the user's own settings say otherwise        |
+| old log-probs    | none where a batch is one optimizer step: its update computes the same ones                    |
 | checkpoints      | one in 20 minutes where the user's settings ask for none, on one node                          |
 | weights          | our channel where it carries all that the run needs, else verl's way                           |
 
@@ -42,6 +43,7 @@ from partial_rollout.settings.derived import (
     has_own_devices,
     has_own_reference,
     num_engines,
+    num_ranks,
     read_block,
     read_settings,
 )
@@ -94,10 +96,15 @@ ONE_STEP: Needs = {
     # Readers of old log-probs, or of what the pass that computes them leaves behind.
     "distillation.enabled": (False, None),
     **{f"actor_rollout_ref.actor.{replay}.mode": ("disabled", None) for replay in REPLAYS},
-    # verl's loss fails for a micro-batch without a trained token.
+    # verl's loss fails for a micro-batch without a trained token: an agent loop of the user's may mask a response.
     f"{BLOCK}.tail.past_staleness": ("train", "drop", "finish", "restart"),
+    f"{ROLLOUT}.agent.agent_loop_config_path": (None,),
+    f"{ROLLOUT}.agent.default_agent_loop": ("single_turn_agent", "tool_agent"),
+    # Nobody has trained otherwise with this loss; for a critic's mini-batches verl may add samples of padding.
+    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
+    "critic.enable": (None, False),
     # Other estimators may read old log-probs.
-    "algorithm.adv_estimator": ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "opo"),
+    "algorithm.adv_estimator": ("grpo", "rloo", "reinforce_plus_plus", "opo"),
 }
 """Values, by whole keys, with which old log-probs weigh nothing in a batch that is one optimizer step."""
 STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
@@ -155,22 +162,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What would be faster, and is not done by itself: a run that would have run could fail, or lack a metric."""
+    """What would be faster, and is not done by itself: a run that would have run could fail."""
 
     key: str
     present: Any
     value: Any
     price: str
-    """Memory that it takes, or metrics that the run then lacks."""
+    """Memory that it takes."""
     why: str
     page: str
-    also: str = ""
-    """Another override that belongs to it."""
 
     @property
     def what(self) -> str:
         """What to type."""
-        return " ".join(filter(None, [f"{self.key}={_shown(self.value)}", self.also]))
+        return f"{self.key}={_shown(self.value)}"
 
     @property
     def told(self) -> str:
@@ -198,17 +203,14 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
         *_slots(config, block, given, mode, full),
         *_planner(config, block),
         *_correction(config, given),
+        *_old_log_probs(config, given),
         *_saving(config, block, given),
         *_weights(config, block),
     ]
 
 
-def propose(config: DictConfig, given: ByHand | None = None) -> list[Proposal]:
-    """What would make a composed configuration faster; `given` are the keys that were typed by hand."""
-    return [*_keep_memory(config), *_skip_log_probs(config, given or ByHand())]
-
-
-def _keep_memory(config: DictConfig) -> Iterator[Proposal]:
+def propose(config: DictConfig) -> Iterator[Proposal]:
+    """What would make a composed configuration faster."""
     block = read_block(config)
     releases = config.actor_rollout_ref.rollout.free_cache_engine is not False
     free = block.tail.interrupt_mode == AUTO and not block.tail.keep_engine_memory
@@ -223,30 +225,6 @@ def _keep_memory(config: DictConfig) -> Iterator[Proposal]:
         f"({MODE_KEY}=reuse_kv); where a GPU is too small nothing changes"
     )
     yield Proposal(KEEP_KEY, False, True, str(need), why, _PAGE)
-
-
-def _skip_log_probs(config: DictConfig, given: ByHand) -> Iterator[Proposal]:
-    """Proposal to leave out the pass that computes old log-probs, where the update computes the same ones."""
-    correction = OmegaConf.select(config, CORRECTION_BLOCK)
-    if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
-        return
-    if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
-        return
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if mini_batch != config.data.train_batch_size or not isinstance(correction.rollout_is_threshold, int | float):
-        return
-    seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}"
-    why = (
-        f"a batch is one optimizer step ({seen}, the batch), so its update computes the same log-probs as the pass "
-        "before it: that pass is left out, and the gradient stays the same"
-    )
-    price = (
-        "no actor/entropy, training/rollout_probs_diff_* and actor/pg_clipfrac*; rollout_corr/* are means over "
-        "micro-batches, as actor/rollout_corr/*; no agent loop may return several outputs for a trajectory, or a "
-        "response of which no token is trained"
-    )
-    page = "docs/modes.md#a-shorter-step-beside-generation"
-    yield Proposal(BYPASS_KEY, False, True, price, why, page, also=f"{LOSS_KEY}={REINFORCE}")
 
 
 def take(changes: Changes) -> list[Choice]:
@@ -688,6 +666,29 @@ def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
         f"{CORRECTION_KEY}=null on the command line"
     )
     yield Choice(CORRECTION_KEY, None, "token", seen, why, page)
+
+
+def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
+    """Nothing where a key of theirs was typed, or where they may weigh something."""
+    correction = OmegaConf.select(config, CORRECTION_BLOCK)
+    if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
+        return
+    if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
+        return
+    prompts, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts != mini_batch or prompts * config.actor_rollout_ref.rollout.n % num_ranks(config):
+        return  # several optimizer steps, or samples of padding, which are not trained
+    if not isinstance(correction.rollout_is_threshold, int | float):
+        return
+    seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}, the batch, so it is one optimizer step"
+    why = (
+        "the update computes the same log-probs as a pass before it would, so that pass is left out; the gradient "
+        "stays the same. Without it there are no actor/entropy and training/rollout_probs_diff_*: "
+        f"{BYPASS_KEY}=False on the command line brings both back"
+    )
+    page = "docs/modes.md#a-shorter-step-beside-generation"
+    yield Choice(BYPASS_KEY, False, True, seen, why, page)
+    yield Choice(LOSS_KEY, correction.loss_type, REINFORCE, seen, "this loss of verl's has that gradient", page)
 
 
 def _shown(value: Any) -> str:

@@ -73,7 +73,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     if enabled:
         place_engines(changes, settings)
         fit_workers(changes, settings)
-        proposals = tuple(propose(config, by_hand))
+        proposals = tuple(propose(config))
         choices = tuple(take(changes))
         settings = read_settings(config)
         refusals += [error for check in MODE_CHECKS for error in refusals_of(check, config, settings)]

@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _register(*, enabled: bool) -> None:
+    """Tell verl of our replicas, and with the flag of our trainers. Here, since the driver needs no vLLM."""
+    from partial_rollout.rollout.replica import register_replicas
+
+    register_replicas(partial_rollout=enabled)
+    if enabled:
+        import partial_rollout.train.separate  # noqa: F401 (registers the trainer modes)
+
+
 class TaskRunner(TaskRunnerBase):
     """verl's task runner, which first checks the cluster and registers our replica and trainer classes."""
 
@@ -64,12 +73,9 @@ class TaskRunner(TaskRunnerBase):
                 "trainer.default_local_dir, so none of them would have a whole checkpoint. Set trainer.save_freq to "
                 "save nevertheless"
             )
-        from partial_rollout.rollout.replica import register_replicas  # imports vLLM, which the driver does not need
-
-        register_replicas(partial_rollout=enabled)
+        _register(enabled=enabled)
         if enabled:
             tell(choose_on_cluster(config))
-            import partial_rollout.train.separate  # noqa: F401 (registers the trainer modes)
         interruption = Interruption(block.timeouts.stop_s)
         self._start = StartWatch(interruption, start_s=block.timeouts.start_s, claim_s=block.timeouts.claim_s)
         self._start.begin()

@@ -82,6 +82,11 @@ def test_verls_own_modes_do_not_say_who_waited_and_the_estimate_never_exceeds_wh
     assert step_causes({}) == {}
 
 
+def test_tokens_that_are_computed_again_cost_a_fourth_of_an_update_where_no_log_probs_are_computed() -> None:
+    step = STEP | {"timing_s/old_log_prob": 0.01, "timing_s/update_actor": 6.0}
+    assert step_causes(step)["re-prefill"] == pytest.approx(500 * 6.0 / 4 / 1000)
+
+
 def test_stored_jobs_account_for_every_second_and_the_report_shows_them() -> None:
     job = next(each for each in read_result(STORED)["jobs"] if "sync" not in each["mode"])
     record = RunRecord(job["mode"])

@@ -482,13 +482,9 @@ def test_engines_release_their_memory_where_it_is_not_certain_that_both_fit(
     assert value(config, MODE, machine=machine) == value(without, MODE, machine=machine)
 
 
-TYPED = ByHand.read(["algorithm.rollout_correction.bypass_mode=False"])
-"""Log-probs that nothing is to be proposed of."""
-
-
 def test_without_the_key_kept_memory_is_proposed_with_the_numbers_and_not_taken(composed: Composed, model: Path):
     config = on_gpus(composed, model, ROOMY | {KEEP: False})
-    (proposal,) = propose(config, TYPED)
+    (proposal,) = propose(config)
     need = device_need(config, model_sizes(config))  # type: ignore[arg-type]
     assert isinstance(need, DeviceNeed)
     assert proposal.what == f"{KEEP}=True"
@@ -513,7 +509,7 @@ def test_without_the_key_kept_memory_is_proposed_with_the_numbers_and_not_taken(
 def test_nothing_is_proposed_that_is_done_or_cannot_be_counted(
     composed: Composed, model: Path, changes: dict[str, Any]
 ):
-    assert propose(on_gpus(composed, model, ROOMY | {KEEP: False} | changes), TYPED) == []
+    assert list(propose(on_gpus(composed, model, ROOMY | {KEEP: False} | changes))) == []
 
 
 @pytest.mark.parametrize(
@@ -861,15 +857,16 @@ BYPASS, LOSS = "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_co
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 
-def proposed(config: DictConfig, given: Sequence[str] = ()) -> list[str]:
-    """What is proposed of the correction."""
-    proposals = propose(config, ByHand.read(given))
-    return [proposal.what for proposal in proposals if proposal.key == BYPASS]
-
-
-def test_a_batch_that_is_one_optimizer_step_is_told_that_it_needs_no_old_log_probs(composed: Composed):
-    (what,) = proposed(composed({}))
-    assert what == f"{BYPASS}=True {LOSS}=reinforce"
+def test_a_batch_that_is_one_optimizer_step_gets_no_old_log_probs(composed: Composed):
+    config = composed({})
+    for key, taken in ((BYPASS, True), (LOSS, "reinforce")):
+        (choice,) = chosen(config, key)
+        assert (choice.value, "the batch, so it is one optimizer step" in choice.seen) == (taken, True)
+    started(config)
+    correction = config.algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.loss_type, correction.rollout_is) == (True, "reinforce", "token")
+    assert OmegaConf.select(config, POLICY_LOSS).loss_mode == "bypass_mode"
+    assert is_corrected(config)
 
 
 @pytest.mark.parametrize(
@@ -890,15 +887,30 @@ def test_a_batch_that_is_one_optimizer_step_is_told_that_it_needs_no_old_log_pro
         {f"{ACTOR}.router_replay.mode": "R2"},
         {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"},
         {f"{TAIL}.past_staleness": "mask", f"{TAIL}.max_staleness": 4},
+        {f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml"},
+        {f"{ROLLOUT}.agent.default_agent_loop": "mine"},
+        {f"{ACTOR}.strategy": "megatron"},
+        {"algorithm.adv_estimator": "gae"},
+        {"critic.enable": True},
+        {"trainer.n_gpus_per_node": 3},
     ],
 )
-def test_where_old_log_probs_weigh_something_nothing_is_proposed(composed: Composed, changes: dict[str, Any]):
-    assert proposed(composed(changes)) == []
+def test_old_log_probs_stay_where_they_may_weigh_something(composed: Composed, changes: dict[str, Any]):
+    config = composed(changes)
+    before = OmegaConf.select(config, BYPASS)
+    assert chosen(config, BYPASS) == chosen(config, LOSS) == []
+    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
+    examine(config, ByHand())
+    assert OmegaConf.select(config, BYPASS) == before
 
 
 @pytest.mark.parametrize("given", [f"{BYPASS}=False", f"{LOSS}=ppo_clip", f"{POLICY_LOSS}.loss_mode=vanilla"])
-def test_what_was_typed_is_not_proposed_again(composed: Composed, given: str):
-    assert proposed(composed({}), [given]) == []
+def test_old_log_probs_that_were_typed_stay(composed: Composed, given: str):
+    config = composed({})
+    assert chosen(config, BYPASS, [given]) == chosen(config, LOSS, [given]) == []
+    started(config, [given])
+    assert config.algorithm.rollout_correction.bypass_mode is False
+    assert OmegaConf.select(config, POLICY_LOSS).loss_mode == "vanilla"
 
 
 def test_the_loss_that_weighs_tokens_reaches_the_actor_with_its_weights(composed: Composed):
@@ -966,6 +978,8 @@ def test_choosing_changes_nothing(composed: Composed):
         "partial_rollout.slots.least",
         PLANNER,
         IS,
+        BYPASS,
+        LOSS,
         SAVE,
         WEIGHTS,
     }

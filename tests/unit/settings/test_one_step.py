@@ -16,12 +16,14 @@ from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from verl.workers.config import ActorConfig
 
     from tests.unit.settings.support import Composed
 
 CORRECTION = "algorithm.rollout_correction"
-WEIGHED = {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce", f"{CORRECTION}.rollout_is": None}
+USUAL = [f"{CORRECTION}.bypass_mode=False"]
 NUM_ROWS, NUM_TOKENS = 8, 32
 HIGHEST = -0.01
 
@@ -52,29 +54,32 @@ class Batch:
         return torch.autograd.grad(loss, self.trained)[0]
 
 
-def actor_of(composed: Composed, changes: dict[str, Any]) -> ActorConfig:
+def actor_of(composed: Composed, changes: dict[str, Any], typed: Sequence[str] = ()) -> ActorConfig:
     """The actor's configuration as a training rank has it."""
     config = composed(changes)
     OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
-    config = prepare(config, ByHand()).config
+    config = prepare(config, ByHand.read(typed)).config
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-@pytest.mark.parametrize("bound", [2.0, 1.1])
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(("bound", "typed"), [(2.0, []), (1.1, []), (2.0, [f"{CORRECTION}.rollout_is=null"])])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_gradient_is_that_of_the_usual_loss_to_the_last_bit(
-    composed: Composed, bound: float, aggregation: str
+    composed: Composed, bound: float, typed: list[str], aggregation: str
 ) -> None:
     shared = {f"{CORRECTION}.rollout_is_threshold": bound, "actor_rollout_ref.actor.loss_agg_mode": aggregation}
-    usual, weighed = actor_of(composed, shared), actor_of(composed, shared | WEIGHED)
+    shared |= {f"{CORRECTION}.rollout_is": None}
+    usual, weighed = actor_of(composed, shared, [*USUAL, *typed]), actor_of(composed, shared, typed)
     assert (usual.policy_loss.loss_mode, weighed.policy_loss.loss_mode) == ("vanilla", "bypass_mode")
     batch = Batch()
-    old = batch.trained.detach()
-    found: Any = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=old, rollout_log_prob=batch.sampled, response_mask=batch.mask, rollout_is="token",
-        rollout_is_threshold=bound,
-    )  # fmt: skip
-    expected = batch.gradient(usual, old, found[0].batch["rollout_is_weights"])
+    old, weights = batch.trained.detach(), None
+    if not typed:
+        found: Any = compute_rollout_correction_and_rejection_mask(
+            old_log_prob=old, rollout_log_prob=batch.sampled, response_mask=batch.mask, rollout_is="token",
+            rollout_is_threshold=bound,
+        )  # fmt: skip
+        weights = found[0].batch["rollout_is_weights"]
+    expected = batch.gradient(usual, old, weights)
     assert expected.abs().max() > 0
     assert torch.equal(batch.gradient(weighed, batch.sampled, None), expected)
     # What the other loss of bypass_mode does is something else.

@@ -130,8 +130,9 @@ def test_a_start_that_was_given_up_is_shut_down_although_its_error_is_told_at_th
         raise DataError("what a killed process has left")
 
     log: list[str] = []
-    for name in ("configure_logging", "require_own_transfer_queue", "require_resources", "register_replicas", "tell"):
+    for name in ("configure_logging", "require_own_transfer_queue", "require_resources", "tell"):
         monkeypatch.setattr(task_runner, name, lambda *_, **__: None)
+    monkeypatch.setattr("partial_rollout.rollout.replica.register_replicas", lambda **_: None)
     monkeypatch.setattr(task_runner, "require_equal_nodes", lambda *_: set())
     monkeypatch.setattr(task_runner, "choose_on_cluster", lambda _: ())
     monkeypatch.setattr(task_runner, "is_enabled", lambda _: True)

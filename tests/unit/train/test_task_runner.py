@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
+from partial_rollout.rollout import replica
 from partial_rollout.train import task_runner
 from partial_rollout.train.task_runner import TaskRunner
 
@@ -32,7 +33,7 @@ def test_another_run_on_the_cluster_is_looked_for_before_and_after_the_wait_for_
     def nothing_more(**options: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(task_runner, "register_replicas", nothing_more)
+    monkeypatch.setattr(replica, "register_replicas", nothing_more)
     runner_class = getattr(TaskRunner, "__ray_actor_class__", TaskRunner)
     with pytest.raises(InterruptedError):
         runner_class.run(object.__new__(runner_class), CONFIG)
@@ -51,7 +52,7 @@ def test_nothing_is_saved_by_time_where_no_node_would_have_a_whole_checkpoint(
     for name in ("configure_logging", "require_own_transfer_queue", "require_resources"):
         monkeypatch.setattr(task_runner, name, lambda *_: None)
     monkeypatch.setattr(task_runner, "require_equal_nodes", lambda folders, timeout_s: {folders[unseen]})
-    monkeypatch.setattr(task_runner, "register_replicas", nothing_more)
+    monkeypatch.setattr(replica, "register_replicas", nothing_more)
     block = {"save_minutes": 20, "events": str(tmp_path / "events")}
     config = OmegaConf.create(
         {"partial_rollout": block, "trainer": {"default_local_dir": str(tmp_path / "saved"), "save_freq": save_freq}}
