@@ -161,8 +161,8 @@ def summarise(jobs: Sequence[Job], window: int = WINDOW) -> dict[str, Any]:
         reached = ((level, steps_to(job, level, window)) for level in LEVELS)
         row["s_to_reward"] = {f"{level:.2f}": number and round(seconds(job, number), 1) for level, number in reached}
         for title, name in PANELS.items():
-            values = [step[name] for step in job["steps"][WINDOW:common] if name in step]
-            row[title] = statistics.fmean(values) if values else None
+            found = (step.get(name, step.get(f"actor/{name}")) for step in job["steps"][WINDOW:common])  # bypass_mode
+            row[title] = statistics.fmean(values) if (values := [each for each in found if each is not None]) else None
         row |= drafted(job)
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
     return {"common_steps": common, "window": window, "summary": rows}

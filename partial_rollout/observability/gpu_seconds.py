@@ -41,8 +41,10 @@ MEANS = {
     IDLE: "what no timer counts",
 }
 """For somebody who sees the causes for the first time."""
-UPDATE_PASSES = 4
-"""Forward passes that take as long as an update with gradient checkpointing; without, it is about three."""
+UPDATE_PASSES = 3
+"""Forward passes that take as long as an update; with gradient checkpointing it is four."""
+TIMED_PASS = "actor/entropy"
+"""verl's, of the pass that computes old log-probs: a step without it has none."""
 LOST = frozenset({LONGEST, REPREFILL, FOR_BATCH, DRAIN, UPDATES, CHECKPOINT, IDLE})
 """Seconds in which a GPU computed nothing, or nothing new."""
 
@@ -108,17 +110,19 @@ def _generation(step: Mapping[str, float], seconds: float) -> dict[str, float]:
 def prefill_s(step: Mapping[str, float]) -> float:
     """Seconds of a token that is computed again: those of the trainer's log-probs, a forward pass on the same GPUs.
 
-    Where the trainer computes no old log-probs it is a fourth of its update, as it is with gradient checkpointing.
+    Where the trainer computes no old log-probs it is a third of its update.
 
-    >>> prefill_s({"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0})
+    >>> step = {"timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0}
+    >>> prefill_s(step | {"timing_s/old_log_prob": 1.0, "actor/entropy": 0.5})
+    0.0025
+    >>> prefill_s(step | {"timing_s/old_log_prob": 0.01})
     0.005
-    >>> prefill_s({"timing_s/old_log_prob": 0.01, "timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0})
-    0.00375
     """
     if not step.get(NUM_TOKENS):
         return 0.0
-    pass_s = step.get("timing_s/update_actor", 0.0) / UPDATE_PASSES
-    return max(step.get("timing_s/old_log_prob", 0.0), pass_s) / step[NUM_TOKENS]
+    is_timed = TIMED_PASS in step
+    pass_s = step.get("timing_s/old_log_prob" if is_timed else "timing_s/update_actor", 0.0)
+    return pass_s / (1 if is_timed else UPDATE_PASSES) / step[NUM_TOKENS]
 
 
 def gpu_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

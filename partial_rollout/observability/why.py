@@ -146,7 +146,7 @@ class Interruptions:
 def again_seconds(tokens: int, steps: Sequence[Mapping[str, float]]) -> float:
     """What computing tokens again takes, at the usual speed of these steps; an estimate.
 
-    >>> again_seconds(100, [{"timing_s/old_log_prob": 2.0, "perf/total_num_tokens": 400.0}])
+    >>> again_seconds(100, [{"timing_s/update_actor": 6.0, "perf/total_num_tokens": 400.0}])
     0.5
     """
     one_s = [prefill_s(step) for step in steps if step.get(NUM_TOKENS)]

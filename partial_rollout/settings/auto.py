@@ -56,10 +56,12 @@ from partial_rollout.settings.memory import (
     device_need,
     host_need,
     model_sizes,
+    trains_as_it_computes,
     uncounted_state,
 )
 from partial_rollout.settings.refused import AT_THE_END, Needs, check_packing, unmet_needs
 from partial_rollout.settings.retention import ANEW, ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
+from partial_rollout.settings.verl_values import runs_external_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -675,6 +677,8 @@ def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
         return
     if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
         return
+    if runs_external_code(config) or not trains_as_it_computes(config):
+        return
     prompts, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if prompts != mini_batch or prompts * config.actor_rollout_ref.rollout.n % num_ranks(config):
         return  # several optimizer steps, or samples of padding, which are not trained
@@ -683,8 +687,8 @@ def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}, the batch, so it is one optimizer step"
     why = (
         "the update computes the same log-probs as a pass before it would, so that pass is left out; the gradient "
-        "stays the same. Without it there are no actor/entropy and training/rollout_probs_diff_*: "
-        f"{BYPASS_KEY}=False on the command line brings both back"
+        "stays the same. What that pass measures is missing, as actor/entropy and training/rollout_probs_diff_*: "
+        f"{BYPASS_KEY}=False on the command line brings it back"
     )
     page = "docs/modes.md#a-shorter-step-beside-generation"
     yield Choice(BYPASS_KEY, False, True, seen, why, page)

@@ -66,6 +66,10 @@ OTHER_BYTES = 4 * GIB
 """Memory of a GPU for other things: CUDA's and NCCL's own, and what fragmentation loses."""
 
 
+DRAWN = ("dropout", "pdrop", "jitter")
+"""Parts of the names of a model's settings by which it draws numbers while it trains."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What is known on the cluster only: of the nodes where engines run, the least over all. None: not known."""
@@ -375,6 +379,22 @@ def _read_files(folder: Path) -> ModelFiles | None:
         return ModelFiles(model, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     except (OSError, ValueError):
         return None
+
+
+def trains_as_it_computes(config: DictConfig) -> bool:
+    """Whether the model is known to compute the same while it trains: without dropout, and without noise in a router.
+
+    A model that is not on this machine yet is not known.
+    """
+    folder = _model_folder(str(config.actor_rollout_ref.model.path))
+    files = _read_files(folder) if folder is not None else None
+    if files is None:
+        return False
+    given = OmegaConf.select(config, "actor_rollout_ref.model.override_config") or {}
+    changed: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    found = dict(leaves(files.config)) | dict(leaves(changed))
+    drawn = (value for name, value in found.items() if any(word in name for word in DRAWN))
+    return not any(isinstance(value, int | float) and value > 0 for value in drawn)
 
 
 def awaits_hub(config: DictConfig) -> bool:

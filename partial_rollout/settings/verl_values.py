@@ -63,7 +63,7 @@ def refused_values(config: DictConfig) -> Iterator[Refusal]:
 
 def _names(config: DictConfig) -> Iterator[Refusal]:
     wanted = {f"{ACTOR}.loss_agg_mode": LOSS_AGGREGATIONS}
-    if not _adds_names(config):
+    if not runs_external_code(config):
         wanted |= OPEN_NAMES
     if needs_critic(config):
         wanted["critic.loss_agg_mode"] = LOSS_AGGREGATIONS
@@ -84,11 +84,12 @@ def one_of(given: str, allowed: Collection[str]) -> str:
     return f"one of {', '.join(allowed)}" + (f" (did you mean {plain[near[0]]}?)" if near else "")
 
 
-def _adds_names(config: DictConfig) -> bool:
-    """Whether verl imports code that is neither its own nor ours, which may add names."""
-    given = any(OmegaConf.select(config, key) for key in EXTERNAL_CODE)
-    plugins = [plugin for plugin in entry_points(group=PLUGINS) if plugin.value.partition(".")[0] != OURS]
-    return given or bool(os.environ.get(EXTERNAL_VARIABLE)) or bool(plugins)
+def runs_external_code(config: DictConfig) -> bool:
+    """Whether verl imports code that is neither its own nor ours: it may add names, and agent loops."""
+    given = (OmegaConf.select(config, key) for key in EXTERNAL_CODE)
+    named = [name for each in given if each for name in (each if OmegaConf.is_list(each) else [each])]
+    named += [plugin.value for plugin in entry_points(group=PLUGINS)]
+    return bool(os.environ.get(EXTERNAL_VARIABLE)) or any(name.partition(".")[0] != OURS for name in named)
 
 
 def _engine(config: DictConfig) -> Iterator[Refusal]:

@@ -74,7 +74,7 @@ def _lost_seconds(step: Mapping[str, Any]) -> float:
     """Seconds of a step in which the engines did not generate new tokens, and nothing trained."""
     drain_s = step["timing_s/drain"]
     busy_s = (step["timing_s/gen"] - drain_s) * min(1.0, step["partial_rollout/slot_utilisation"])
-    pass_s = max(step["timing_s/old_log_prob"], step["timing_s/update_actor"] / 4)
+    pass_s = step["timing_s/old_log_prob"] if "actor/entropy" in step else step["timing_s/update_actor"] / 3
     one_s = pass_s / step["perf/total_num_tokens"]
     again_s = min(busy_s, step["partial_rollout/reprefilled_tokens"] * one_s)
     trained_s = sum(step.get(f"timing_s/{timer}", 0.0) for timer in TRAINING)

@@ -26,6 +26,8 @@ FILTERED = [
 """Every fourth group has no spread."""
 CLIPPING = ["clip_ratio_low=0.2", "clip_ratio_high=0.28", "clip_ratio_c=10.0", "loss_agg_mode=token-mean"]
 """Clipping as in the recipe `dapo`."""
+WEIGHED = ("bypass_mode=True", "loss_type=reinforce")
+"""No old log-probs are computed: a batch is one optimizer step."""
 pytestmark = pytest.mark.e2e
 
 
@@ -36,10 +38,10 @@ def test_slots_rise_until_the_cache_is_full_and_groups_without_spread_are_replac
         "partial_rollout.slots.adaptive=True", "partial_rollout.slots.interval_s=0.3",
         f"partial_rollout.num_slots={FIRST}", "partial_rollout.stream_interval=8", *FILTERED,
         *(f"actor_rollout_ref.actor.{each}" for each in CLIPPING),
+        *(f"algorithm.rollout_correction.{each}" for each in WEIGHED),
     )  # fmt: skip
     assert job.code == 0, job.output[-4000:]
     assert job.survivors == []
-    # No old log-probs were computed: a batch is one optimizer step.
     assert all("actor/rollout_corr/rollout_is_mean" in step and "actor/entropy" not in step for step in job.steps)
     assert any(step["actor/grad_norm"] for step in job.steps)
     assert all(is_conserved(step) for step in job.steps)

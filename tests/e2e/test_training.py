@@ -256,6 +256,19 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
     assert left == {}
 
 
+def test_the_flag_alone_computes_no_old_log_probs_also_of_packed_rows(task: Path, tmp_path: Path) -> None:
+    """With verl's own agent loop, in a batch that is one optimizer step of several micro-batches."""
+    packed = [*WITHOUT_PADDING, "partial_rollout.packing.token_budget=400", "trainer.total_training_steps=3"]
+    job = run_job(task, tmp_path, FLAG, *packed)
+    _check_ended_cleanly(job, steps=range(1, 4))
+    chosen = {event.key: event.after for event in job.stream if isinstance(event, Choice) and event.step == 0}
+    correction = "algorithm.rollout_correction"
+    assert (chosen[f"{correction}.bypass_mode"], chosen[f"{correction}.loss_type"]) == (True, "reinforce")
+    assert all("actor/rollout_corr/rollout_is_mean" in step and "actor/entropy" not in step for step in job.steps)
+    assert all(step["packing/padding_share"] == 0 and step["packing/micro_batches"] > 2 for step in job.steps)
+    assert any(step["actor/grad_norm"] for step in job.steps)
+
+
 def test_without_the_flag_verls_sync_trainer_runs(task: Path, tmp_path: Path) -> None:
     """Ours is the attention only, which verl must find by itself."""
     job = run_job(task, tmp_path, *WITHOUT_PADDING, "trainer.total_training_steps=2")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 DIED = RayTaskError("run", "traceback", ActorLost("training rank actor-0 died"))
 DONE = None
 LIMIT_S = 60.0
+
+
+def test_the_driver_does_not_import_vllm() -> None:
+    """Seconds of each start are what the import takes."""
+    modules = "partial_rollout.launch, partial_rollout.train.task_runner, verl.trainer.main_ppo, sys"
+    words = [sys.executable, "-c", f"import {modules}; print('verl' in sys.modules, 'vllm' in sys.modules)"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT_S, env=os.environ)
+    assert found.stdout.split()[-2:] == ["True", "False"]
 
 
 class Job:

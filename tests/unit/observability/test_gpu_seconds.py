@@ -19,6 +19,7 @@ STEP = {
     "timing_s/gen": 12.0,
     "timing_s/drain": 2.0,
     "timing_s/old_log_prob": 2.0,
+    "actor/entropy": 0.5,
     "timing_s/update_actor": 3.0,
     "timing_s/save_checkpoint": 0.5,
     "timing_s/update_weights": 0.75,
@@ -82,9 +83,11 @@ def test_verls_own_modes_do_not_say_who_waited_and_the_estimate_never_exceeds_wh
     assert step_causes({}) == {}
 
 
-def test_tokens_that_are_computed_again_cost_a_fourth_of_an_update_where_no_log_probs_are_computed() -> None:
+def test_tokens_that_are_computed_again_cost_a_third_of_an_update_where_no_log_probs_are_computed() -> None:
     step = STEP | {"timing_s/old_log_prob": 0.01, "timing_s/update_actor": 6.0}
-    assert step_causes(step)["re-prefill"] == pytest.approx(500 * 6.0 / 4 / 1000)
+    assert step_causes(step)["re-prefill"] == pytest.approx(500 * 0.01 / 1000)
+    del step["actor/entropy"]
+    assert step_causes(step)["re-prefill"] == pytest.approx(500 * 6.0 / 3 / 1000)
 
 
 def test_stored_jobs_account_for_every_second_and_the_report_shows_them() -> None:

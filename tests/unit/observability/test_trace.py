@@ -41,6 +41,7 @@ STEP: dict[str, float | None] = {
     "timing_s/gen": 6.0,
     "timing_s/drain": 0.5,
     "timing_s/old_log_prob": 1.0,
+    "actor/entropy": 0.5,
     "timing_s/update_actor": 2.0,
     "timing_s/update_weights": 0.25,
     "timing_s/resume": 0.125,

@@ -46,6 +46,7 @@ OURS: dict[str, float] = {
     "timing_s/step": 8.0,
     "timing_s/gen": 4.0,
     "timing_s/old_log_prob": 1.0,
+    "actor/entropy": 0.5,
     "timing_s/update_actor": 2.0,
     "timing_s/update_weights": 0.5,
     "perf/total_num_tokens": 4000.0,

@@ -30,6 +30,7 @@ STEP = {
     "timing_s/step": 8.0,
     "timing_s/gen": 5.0,
     "timing_s/old_log_prob": 1.0,
+    "actor/entropy": 0.5,
     "timing_s/update_actor": 2.0,
     "perf/total_num_tokens": 1000.0,
     "partial_rollout/slot_utilisation": 0.5,

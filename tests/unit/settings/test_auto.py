@@ -17,6 +17,7 @@ from partial_rollout.settings.auto import choose, is_corrected, propose, take_on
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.flag import PACKED_ATTENTION_MODULE
 from partial_rollout.settings.hub import ask_hub
 from partial_rollout.settings.memory import (
     GIB,
@@ -857,8 +858,14 @@ BYPASS, LOSS = "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_co
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 
-def test_a_batch_that_is_one_optimizer_step_gets_no_old_log_probs(composed: Composed):
-    config = composed({})
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.mark.parametrize("changes", [{}, {"actor_rollout_ref.model.external_lib": [PACKED_ATTENTION_MODULE]}])
+def test_a_batch_that_is_one_optimizer_step_gets_no_old_log_probs(
+    composed: Composed, model: Path, changes: dict[str, Any]
+):
+    config = composed({MODEL: str(model)} | changes)
     for key, taken in ((BYPASS, True), (LOSS, "reinforce")):
         (choice,) = chosen(config, key)
         assert (choice.value, "the batch, so it is one optimizer step" in choice.seen) == (taken, True)
@@ -890,13 +897,17 @@ def test_a_batch_that_is_one_optimizer_step_gets_no_old_log_probs(composed: Comp
         {f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml"},
         {f"{ROLLOUT}.agent.default_agent_loop": "mine"},
         {f"{ACTOR}.strategy": "megatron"},
+        {"actor_rollout_ref.model.external_lib": "my_loops"},
+        {"data.custom_cls.path": "my_data.py"},
+        {"actor_rollout_ref.model.override_config": {"attention_dropout": 0.1}},
+        {MODEL: "someone/not-downloaded"},
         {"algorithm.adv_estimator": "gae"},
         {"critic.enable": True},
         {"trainer.n_gpus_per_node": 3},
     ],
 )
-def test_old_log_probs_stay_where_they_may_weigh_something(composed: Composed, changes: dict[str, Any]):
-    config = composed(changes)
+def test_old_log_probs_stay_where_they_may_weigh_something(composed: Composed, model: Path, changes: dict[str, Any]):
+    config = composed({MODEL: str(model)} | changes)
     before = OmegaConf.select(config, BYPASS)
     assert chosen(config, BYPASS) == chosen(config, LOSS) == []
     OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
@@ -905,12 +916,20 @@ def test_old_log_probs_stay_where_they_may_weigh_something(composed: Composed, c
 
 
 @pytest.mark.parametrize("given", [f"{BYPASS}=False", f"{LOSS}=ppo_clip", f"{POLICY_LOSS}.loss_mode=vanilla"])
-def test_old_log_probs_that_were_typed_stay(composed: Composed, given: str):
-    config = composed({})
+def test_old_log_probs_that_were_typed_stay(composed: Composed, model: Path, given: str):
+    config = composed({MODEL: str(model)})
     assert chosen(config, BYPASS, [given]) == chosen(config, LOSS, [given]) == []
     started(config, [given])
     assert config.algorithm.rollout_correction.bypass_mode is False
     assert OmegaConf.select(config, POLICY_LOSS).loss_mode == "vanilla"
+
+
+def test_old_log_probs_stay_where_the_model_draws_numbers_while_it_trains(composed: Composed, model: Path):
+    config = composed({MODEL: str(model)})
+    assert chosen(config, BYPASS)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": {"resid_pdrop": 0.1}}))
+    assert chosen(config, BYPASS) == []
 
 
 def test_the_loss_that_weighs_tokens_reaches_the_actor_with_its_weights(composed: Composed):
@@ -978,8 +997,6 @@ def test_choosing_changes_nothing(composed: Composed):
         "partial_rollout.slots.least",
         PLANNER,
         IS,
-        BYPASS,
-        LOSS,
         SAVE,
         WEIGHTS,
     }

@@ -17,6 +17,7 @@ from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from verl.workers.config import ActorConfig
 
@@ -54,6 +55,13 @@ class Batch:
         return torch.autograd.grad(loss, self.trained)[0]
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a run can know of a model without dropout."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
 def actor_of(composed: Composed, changes: dict[str, Any], typed: Sequence[str] = ()) -> ActorConfig:
     """The actor's configuration as a training rank has it."""
     config = composed(changes)
@@ -65,10 +73,10 @@ def actor_of(composed: Composed, changes: dict[str, Any], typed: Sequence[str] =
 @pytest.mark.parametrize(("bound", "typed"), [(2.0, []), (1.1, []), (2.0, [f"{CORRECTION}.rollout_is=null"])])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_gradient_is_that_of_the_usual_loss_to_the_last_bit(
-    composed: Composed, bound: float, typed: list[str], aggregation: str
+    composed: Composed, model: Path, bound: float, typed: list[str], aggregation: str
 ) -> None:
     shared = {f"{CORRECTION}.rollout_is_threshold": bound, "actor_rollout_ref.actor.loss_agg_mode": aggregation}
-    shared |= {f"{CORRECTION}.rollout_is": None}
+    shared |= {f"{CORRECTION}.rollout_is": None, "actor_rollout_ref.model.path": str(model)}
     usual, weighed = actor_of(composed, shared, [*USUAL, *typed]), actor_of(composed, shared, typed)
     assert (usual.policy_loss.loss_mode, weighed.policy_loss.loss_mode) == ("vanilla", "bypass_mode")
     batch = Batch()
