@@ -259,7 +259,7 @@ def _check_validation_left_nothing(checkpoint: Path) -> None:
 def test_the_flag_alone_computes_no_old_log_probs_also_of_packed_rows(task: Path, tmp_path: Path) -> None:
     """With verl's own agent loop, in a batch that is one optimizer step of several micro-batches."""
     packed = [*WITHOUT_PADDING, "partial_rollout.packing.token_budget=400", "trainer.total_training_steps=3"]
-    job = run_job(task, tmp_path, FLAG, *packed)
+    job = run_job(task, tmp_path, FLAG, *packed, "reward.custom_reward_function.path=pkg://tests.e2e.row_reward")
     _check_ended_cleanly(job, steps=range(1, 4))
     chosen = {event.key: event.after for event in job.stream if isinstance(event, Choice) and event.step == 0}
     correction = "algorithm.rollout_correction"
