@@ -31,14 +31,13 @@ from partial_rollout.run.quickstart.make_task import TaskParameters, make_task
 from partial_rollout.run.task_files import TaskFiles
 from partial_rollout.runtime.termination import heed_termination
 from partial_rollout.settings.drafts import SUFFIX_DRAFTS
-from partial_rollout.settings.flag import SPECULATION
+from partial_rollout.settings.flag import CORRECTION_BLOCK, SPECULATION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Job = dict[str, Any]
 RECIPE = ROOT / "partial_rollout/run/run_smollm2_reasoning_gym.sh"
-CORRECTION = "algorithm.rollout_correction"
 KEPT = "actor_rollout_ref.rollout.free_cache_engine=False"
 DEEP = [
     "partial_rollout.tail.interrupt_mode=reuse_kv", "partial_rollout.prefetch_factor=5",
@@ -53,9 +52,9 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "flag_alone": ({}, []),
     "sync_drafts": (VERLS, [DRAFTS]),
     "flag_drafts": ({}, [DRAFTS]),
-    "flag_bypass": ({}, [f"{CORRECTION}.bypass_mode=True"]),
-    "flag_reinforce": ({}, [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"]),
-    "flag_uncorrected": ({}, [f"{CORRECTION}.rollout_is=null"]),
+    "flag_bypass": ({}, [f"{CORRECTION_BLOCK}.bypass_mode=True"]),
+    "flag_reinforce": ({}, [f"{CORRECTION_BLOCK}.bypass_mode=True", f"{CORRECTION_BLOCK}.loss_type=reinforce"]),
+    "flag_uncorrected": ({}, [f"{CORRECTION_BLOCK}.rollout_is=null"]),
     "flag_released": ({}, ["actor_rollout_ref.rollout.free_cache_engine=True"]),
     "flag_reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
     "reuse_kv_5_deep": ({}, DEEP),
@@ -161,7 +160,8 @@ def summarise(jobs: Sequence[Job], window: int = WINDOW) -> dict[str, Any]:
         reached = ((level, steps_to(job, level, window)) for level in LEVELS)
         row["s_to_reward"] = {f"{level:.2f}": number and round(seconds(job, number), 1) for level, number in reached}
         for title, name in PANELS.items():
-            found = (step.get(name, step.get(f"actor/{name}")) for step in job["steps"][WINDOW:common])  # bypass_mode
+            # The second name is verl's where no old log-probs are computed.
+            found = (step.get(name, step.get(f"actor/{name}")) for step in job["steps"][WINDOW:common])
             row[title] = statistics.fmean(values) if (values := [each for each in found if each is not None]) else None
         row |= drafted(job)
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})

@@ -44,7 +44,7 @@ MEANS = {
 UPDATE_PASSES = 3
 """Forward passes that take as long as an update; with gradient checkpointing it is four."""
 TIMED_PASS = "actor/entropy"
-"""verl's, of the pass that computes old log-probs: a step without it has none."""
+"""Metric of verl's pass that computes old log-probs: a step without it has had no such pass."""
 LOST = frozenset({LONGEST, REPREFILL, FOR_BATCH, DRAIN, UPDATES, CHECKPOINT, IDLE})
 """Seconds in which a GPU computed nothing, or nothing new."""
 

@@ -42,6 +42,7 @@ from partial_rollout.settings.derived import (
     engine_option,
     has_own_devices,
     has_own_reference,
+    needs_critic,
     num_engines,
     num_ranks,
     read_block,
@@ -102,9 +103,8 @@ ONE_STEP: Needs = {
     f"{BLOCK}.tail.past_staleness": ("train", "drop", "finish", "restart"),
     f"{ROLLOUT}.agent.agent_loop_config_path": (None,),
     f"{ROLLOUT}.agent.default_agent_loop": ("single_turn_agent", "tool_agent"),
-    # Nobody has trained otherwise with this loss; for a critic's mini-batches verl may add samples of padding.
+    # Nobody has trained otherwise with this loss.
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
-    "critic.enable": (None, False),
     # Other estimators may read old log-probs.
     "algorithm.adv_estimator": ("grpo", "rloo", "reinforce_plus_plus", "opo"),
 }
@@ -671,17 +671,18 @@ def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
 
 
 def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
-    """Nothing where a key of theirs was typed, or where they may weigh something."""
+    """The choice to compute none; nothing where one of their keys was typed, or where they may weigh something."""
     correction = OmegaConf.select(config, CORRECTION_BLOCK)
     if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
         return
     if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
         return
-    if runs_external_code(config) or not trains_as_it_computes(config):
+    # For a critic's mini-batches verl may add samples of padding, which are not trained.
+    if runs_external_code(config) or needs_critic(config) or not trains_as_it_computes(config):
         return
     prompts, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if prompts != mini_batch or prompts * config.actor_rollout_ref.rollout.n % num_ranks(config):
-        return  # several optimizer steps, or samples of padding, which are not trained
+        return  # several optimizer steps, or samples of padding
     if not isinstance(correction.rollout_is_threshold, int | float):
         return
     seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}, the batch, so it is one optimizer step"
@@ -692,7 +693,8 @@ def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     )
     page = "docs/modes.md#a-shorter-step-beside-generation"
     yield Choice(BYPASS_KEY, False, True, seen, why, page)
-    yield Choice(LOSS_KEY, correction.loss_type, REINFORCE, seen, "this loss of verl's has that gradient", page)
+    other = "the other loss of bypass_mode, ppo_clip, clips tokens and has another gradient"
+    yield Choice(LOSS_KEY, correction.loss_type, REINFORCE, seen, other, page)
 
 
 def _shown(value: Any) -> str:

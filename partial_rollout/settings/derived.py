@@ -243,6 +243,11 @@ def has_own_reference(config: DictConfig) -> bool:
     return needed and not with_adapter
 
 
+def as_list(value: Any) -> list[Any]:
+    """Values of a key that takes one or a list."""
+    return list(value) if OmegaConf.is_list(value) else [value]
+
+
 def needs_critic(config: DictConfig) -> bool:
     """Whether a critic is trained beside the actor, as verl decides it."""
     given = OmegaConf.select(config, "critic.enable")

@@ -12,7 +12,7 @@ from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK, SEPARATE
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.command_line import FLAG
-from partial_rollout.settings.derived import CHECKPOINT_ENGINE, ENGINE_ARGUMENTS, depth_may_move
+from partial_rollout.settings.derived import CHECKPOINT_ENGINE, ENGINE_ARGUMENTS, as_list, depth_may_move
 from partial_rollout.settings.retention import announce_retention
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def provide_attention(changes: Changes) -> None:
         model = OmegaConf.select(changes.config, name)
         if attention_of(model) == PACKED_ATTENTION:
             given = model.external_lib
-            others = list(given) if OmegaConf.is_list(given) else [given] if given else []
+            others = as_list(given) if given else []
             why = f"it registers attn_implementation={PACKED_ATTENTION}"
             changes.complete(f"{name}.external_lib", [*others, PACKED_ATTENTION_MODULE], why)
 

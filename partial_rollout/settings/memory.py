@@ -67,7 +67,7 @@ OTHER_BYTES = 4 * GIB
 
 
 DRAWN = ("dropout", "pdrop", "jitter")
-"""Parts of the names of a model's settings by which it draws numbers while it trains."""
+"""Parts of the names of a model's settings by which it draws random numbers while it trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,13 +382,12 @@ def _read_files(folder: Path) -> ModelFiles | None:
 
 
 def trains_as_it_computes(config: DictConfig) -> bool:
-    """Whether the model is known to compute the same while it trains: without dropout, and without noise in a router.
+    """Whether an update computes the same log-probs as a pass before it: no dropout, and no noise in a router.
 
-    A model that is not on this machine yet is not known.
+    False where nobody knows, since the model is not on this machine yet.
     """
     folder = _model_folder(str(config.actor_rollout_ref.model.path))
-    files = _read_files(folder) if folder is not None else None
-    if files is None:
+    if folder is None or (files := _read_files(folder)) is None:
         return False
     given = OmegaConf.select(config, "actor_rollout_ref.model.override_config") or {}
     changed: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given

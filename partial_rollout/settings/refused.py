@@ -19,6 +19,7 @@ from partial_rollout.settings.derived import (
     BEYOND_CHANNEL,
     CHANNEL_DEVICES,
     CHECKPOINT_ENGINE_KEY,
+    as_list,
     beyond_channel,
     channel_lacks,
     devices_of_engine,
@@ -410,7 +411,7 @@ def _check_weights(config: DictConfig, settings: Settings) -> None:
 def _check_paths(config: DictConfig) -> Iterator[UserError]:
     for key in ("data.train_files", "data.val_files"):
         value = OmegaConf.select(config, key)
-        paths = list(value) if OmegaConf.is_list(value) else [value]
+        paths = as_list(value)
         if not paths:
             yield refusal(f"{key}=[]", "at least one file")
         for path in paths:

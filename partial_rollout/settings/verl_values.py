@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from partial_rollout.errors import Refusal
-from partial_rollout.settings.derived import engine_block, needs_critic, num_engine_devices
+from partial_rollout.settings.derived import as_list, engine_block, needs_critic, num_engine_devices
 from partial_rollout.settings.flag import ROLLOUT
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def one_of(given: str, allowed: Collection[str]) -> str:
 def runs_external_code(config: DictConfig) -> bool:
     """Whether verl imports code that is neither its own nor ours: it may add names, and agent loops."""
     given = (OmegaConf.select(config, key) for key in EXTERNAL_CODE)
-    named = [name for each in given if each for name in (each if OmegaConf.is_list(each) else [each])]
-    named += [plugin.value for plugin in entry_points(group=PLUGINS)]
-    return bool(os.environ.get(EXTERNAL_VARIABLE)) or any(name.partition(".")[0] != OURS for name in named)
+    modules = [module for each in given if each for module in as_list(each)]
+    modules += [plugin.value for plugin in entry_points(group=PLUGINS)]
+    return bool(os.environ.get(EXTERNAL_VARIABLE)) or any(name.partition(".")[0] != OURS for name in modules)
 
 
 def _engine(config: DictConfig) -> Iterator[Refusal]:
