@@ -687,9 +687,9 @@ def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
         return
     seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}, the batch, so it is one optimizer step"
     why = (
-        "the update computes the same log-probs as a pass before it would, so that pass is left out; the gradient "
-        "stays the same. What that pass measures is missing, as actor/entropy and training/rollout_probs_diff_*: "
-        f"{BYPASS_KEY}=False on the command line brings it back"
+        "a batch is one optimizer step, whose update computes the same log-probs as the pass before it: without that "
+        "pass the gradient stays the same. Not measured then: actor/entropy, training/rollout_probs_diff_* and others; "
+        f"{BYPASS_KEY}=False on the command line brings them back"
     )
     page = "docs/modes.md#a-shorter-step-beside-generation"
     yield Choice(BYPASS_KEY, False, True, seen, why, page)
