@@ -96,6 +96,12 @@ def faults(folder: Path) -> list[Fault]:
     return [event for event in EventReader(folder).read() if isinstance(event, Fault)]
 
 
+def kill_and_wait(pid: int) -> None:
+    """Wait without a bound, as verl waits for TransferQueue; the death may be told before the wait begins."""
+    os.kill(pid, signal.SIGKILL)
+    threading.Event().wait()
+
+
 def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_it(
     listening: Callable[..., RunWatch], rank: tuple[ActorHandle, int], tmp_path: Path
 ) -> None:
@@ -104,9 +110,8 @@ def test_a_rank_that_dies_while_it_trains_is_named_to_a_trainer_that_waits_for_i
     watch.watch([(TRAINING_RANK.role, "actor-0", actor)])
     busy = actor.train.remote()
     killed_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorLost, match=rf"training rank actor-0 \(pid {pid} on node (?s:.*)\nThe trainer trained"):
-        threading.Event().wait()  # as verl waits for TransferQueue
+        kill_and_wait(pid)
     known_s = time.monotonic()
     watch.stop()  # the end of the run begins; else the error is raised again
     assert known_s - killed_s < KILLED_TO_KNOWN_S
@@ -172,10 +177,10 @@ def test_a_trainer_that_waits_for_a_rank_which_waits_for_the_dead_process_is_tol
     watch.watch([(TRANSFER_QUEUE_CONTROLLER.role, "controller", controller)])
     busy = waiting.train.remote()
     killed_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
     # The signal may come after Ray has told of the rank's end, until the end of the run has begun.
     with pytest.raises(ActorLost) as told, watch.stops_at_an_error():  # noqa: PT012
         try:
+            os.kill(pid, signal.SIGKILL)
             ray.get(busy, timeout=LIMIT_S)
         except (RayError, SystemError) as error:
             raise watch.explain(error) from error
@@ -215,6 +220,5 @@ def test_a_dead_prompt_manager_is_named(listening: Callable[..., RunWatch], mana
     watch = listening()
     watch.watch([])
     pid: Any = ray.get(manager.__ray_call__.remote(lambda _: os.getpid()), timeout=LIMIT_S)
-    os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorLost, match=rf"{PROMPT_MANAGER.role} \(pid {pid} on node"):
-        threading.Event().wait()
+        kill_and_wait(pid)
