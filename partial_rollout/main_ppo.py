@@ -28,6 +28,7 @@ from partial_rollout.settings.by_hand import ByHand
 from partial_rollout.settings.command_line import check_overrides
 from partial_rollout.settings.compose import OUR_CONFIGS, CommandLine, resolve
 from partial_rollout.settings.derived import read_block
+from partial_rollout.settings.hub import ask_hub
 from partial_rollout.settings.prepare import prepare
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def main(config: DictConfig) -> None:
     """Entry point; exit code 0 after a whole run, 2 for a user's mistake, 130 for Ctrl-C, 1 for any other failure."""
     events: Path | None = None
     try:
-        prepared = prepare(config, ByHand.read(HydraConfig.get().overrides.task))
+        prepared = prepare(config, ByHand.read(HydraConfig.get().overrides.task), ask_hub)
         folder = Path(prepared.config.trainer.default_local_dir)
         with folder_of_one_command(folder, "trainer.default_local_dir"):
             events = _begin(prepared)

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
     from partial_rollout.settings.block import PartialRolloutConfig
     from partial_rollout.settings.changes import Changes
+    from partial_rollout.settings.hub import AskHub
     from partial_rollout.settings.memory import DeviceNeed, HostNeed
 
 MODE_KEY = f"{BLOCK}.tail.interrupt_mode"
@@ -189,10 +190,13 @@ class Proposal:
         return f"auto: {self.told} ({self.page})"
 
 
-def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | None = None) -> list[Choice]:
+def choose(
+    config: DictConfig, given: ByHand | None = None, machine: Machine | None = None, ask: AskHub | None = None
+) -> list[Choice]:
     """The choices for a composed configuration, which is not changed.
 
-    `given` are the keys that were typed by hand; `machine` is what is known of the nodes, None before the start.
+    `given` are the keys that were typed by hand; `machine` is what is known of the nodes, None before the start; `ask`
+    is asked for a model that is not downloaded yet, where a choice cannot wait for the cluster.
     """
     given, block = given or ByHand(), read_block(config)
     # First, since depth and slots follow from what an interruption costs.
@@ -205,7 +209,7 @@ def choose(config: DictConfig, given: ByHand | None = None, machine: Machine | N
         *_slots(config, block, given, mode, full),
         *_planner(config, block),
         *_correction(config, given),
-        *_old_log_probs(config, given),
+        *_old_log_probs(config, given, ask),
         *_saving(config, block, given),
         *_weights(config, block),
     ]
@@ -229,10 +233,10 @@ def propose(config: DictConfig) -> Iterator[Proposal]:
     yield Proposal(KEEP_KEY, False, True, str(need), why, _PAGE)
 
 
-def take(changes: Changes) -> list[Choice]:
+def take(changes: Changes, ask: AskHub | None = None) -> list[Choice]:
     """Choose, and write what is not open into the configuration. Only called when the flag is set."""
     _refuse_without_use(changes)
-    choices = choose(changes.config, changes.by_hand)
+    choices = choose(changes.config, changes.by_hand, ask=ask)
     mode = next((choice for choice in choices if choice.key == MODE_KEY), None)
     size = OmegaConf.select(changes.config, SIZE_KEY)
     if mode is not None and size is not None and mode.value not in (AUTO, "offload_kv"):
@@ -670,7 +674,7 @@ def _correction(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     yield Choice(CORRECTION_KEY, None, "token", seen, why, page)
 
 
-def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
+def _old_log_probs(config: DictConfig, given: ByHand, ask: AskHub | None) -> Iterator[Choice]:
     """The choice to compute none; nothing where one of their keys was typed, or where they may weigh something."""
     correction = OmegaConf.select(config, CORRECTION_BLOCK)
     if correction is None or any(map(given.has, (BYPASS_KEY, LOSS_KEY, f"{POLICY_LOSS}.loss_mode"))):
@@ -678,12 +682,14 @@ def _old_log_probs(config: DictConfig, given: ByHand) -> Iterator[Choice]:
     if any(OmegaConf.select(config, key) not in allowed for key, allowed in ONE_STEP.items()):
         return
     # For a critic's mini-batches verl may add samples of padding, which are not trained.
-    if runs_external_code(config) or needs_critic(config) or not trains_as_it_computes(config):
+    if runs_external_code(config) or needs_critic(config):
         return
     prompts, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if prompts != mini_batch or prompts * config.actor_rollout_ref.rollout.n % num_ranks(config):
         return  # several optimizer steps, or samples of padding
     if not isinstance(correction.rollout_is_threshold, int | float):
+        return
+    if not trains_as_it_computes(config, ask):  # last, since it may ask the hub
         return
     seen = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}, the batch, so it is one optimizer step"
     why = (

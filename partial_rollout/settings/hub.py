@@ -1,6 +1,7 @@
 """A model of the hub that is not downloaded yet: the first start asks for its sizes, and so chooses as later ones.
 
-Only the run's first process on the cluster asks; nothing is downloaded into the cache, and nothing waits for long.
+Only a start asks: the run's first process on the cluster for the sizes, before it the command where dropout decides
+about a choice. Nothing is downloaded into the cache, and nothing waits for long.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    AskHub = Callable[[str], "ModelFiles | str"]
+    """Tells of a model by its name on the hub: what is known of its files, or why nothing is."""
 
 ASK_S = 20.0
 """Two small requests. A node without a way to the hub must not make a start wait."""

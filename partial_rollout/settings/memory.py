@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from partial_rollout.settings.hub import AskHub
+
 GIB = 1 << 30
 KV_SHARE = 0.5
 """Share for KV of the host memory that training leaves: the rest is for Ray's object store, data, other processes."""
@@ -381,14 +383,18 @@ def _read_files(folder: Path) -> ModelFiles | None:
         return None
 
 
-def trains_as_it_computes(config: DictConfig) -> bool:
+def trains_as_it_computes(config: DictConfig, ask: AskHub | None = None) -> bool:
     """Whether an update computes the same log-probs as a pass before it: no dropout, and no noise in a router.
 
-    False where nobody knows, since the model is not on this machine yet.
+    `ask` is asked for a model of the hub that is not downloaded yet. False where nobody knows.
     """
-    folder = _model_folder(str(config.actor_rollout_ref.model.path))
-    if folder is None or (files := _read_files(folder)) is None:
+    path = str(config.actor_rollout_ref.model.path)
+    folder = _model_folder(path)
+    files = _read_files(folder) if folder is not None else ask(path) if ask and awaits_hub(config) else None
+    if not isinstance(files, ModelFiles):
         return False
+    if files.config.get("auto_map") and config.actor_rollout_ref.model.trust_remote_code:
+        return False  # the model's own code, which may draw numbers under any name
     given = OmegaConf.select(config, "actor_rollout_ref.model.override_config") or {}
     changed: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
     found = dict(leaves(files.config)) | dict(leaves(changed))

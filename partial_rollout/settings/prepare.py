@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from partial_rollout.settings.by_hand import ByHand
     from partial_rollout.settings.changes import Change
     from partial_rollout.settings.derived import Settings
+    from partial_rollout.settings.hub import AskHub
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,10 @@ class Examined:
     proposals: tuple[Proposal, ...] = ()
 
 
-def examine(config: DictConfig, by_hand: ByHand) -> Examined:
+def examine(config: DictConfig, by_hand: ByHand, ask: AskHub | None = None) -> Examined:
     """Check a composed configuration and, with the flag, change it in place; `by_hand` are the keys that were typed.
+
+    `ask` is asked for a model of the hub that is not downloaded yet; None: nobody is asked.
 
     Raises:
         ConfigError: the flag, our block or the sizes of a batch cannot be read, so that nothing else can be said.
@@ -74,7 +77,7 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
         place_engines(changes, settings)
         fit_workers(changes, settings)
         proposals = tuple(propose(config))
-        choices = tuple(take(changes))
+        choices = tuple(take(changes, ask))
         settings = read_settings(config)
         refusals += [error for check in MODE_CHECKS for error in refusals_of(check, config, settings)]
         apply_mode(changes, settings)
@@ -84,13 +87,13 @@ def examine(config: DictConfig, by_hand: ByHand) -> Examined:
     return Examined(prepared, tuple(refusals), made, choices, proposals)
 
 
-def prepare(config: DictConfig, by_hand: ByHand) -> Prepared:
+def prepare(config: DictConfig, by_hand: ByHand, ask: AskHub | None = None) -> Prepared:
     """Prepare a configuration as `examine` does, but raise its refusals.
 
     Raises:
         UserError: what no run can use, or what partial rollout cannot run; names value, reason and way out.
     """
-    examined = examine(config, by_hand)
+    examined = examine(config, by_hand, ask)
     if examined.prepared is None:
         if len(examined.refusals) == 1:
             raise examined.refusals[0]

@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,6 +51,26 @@ def test_a_second_command_in_the_same_folder_is_told_before_anything_heavy_is_im
     with folder_of_one_command(tmp_path / "checkpoints", "trainer.default_local_dir"):
         check_refused(words, f"another command (host {platform.node()}, pid {os.getpid()}) runs in trainer.", tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["command.lock"]
+
+
+def test_a_start_asks_the_hub_about_a_model_that_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        words = [FLAG, "actor_rollout_ref.model.path=some/model", "trainer.v1.trainer_mode=sync"]
+        try:
+            check_refused(words, "trainer.v1.trainer_mode=sync (set on the command line) is not", tmp_path)
+        finally:
+            hub.shutdown()
+    assert "/api/models/some/model" in {path.partition("?")[0] for path in asked}
 
 
 def check_refused(words: list[str], message: str, folder: Path) -> None:

@@ -932,6 +932,56 @@ def test_old_log_probs_stay_where_the_model_draws_numbers_while_it_trains(compos
     assert chosen(config, BYPASS) == []
 
 
+def test_old_log_probs_stay_where_a_model_brings_code_of_its_own(composed: Composed, model: Path):
+    file, trusted = model / "config.json", {"actor_rollout_ref.model.trust_remote_code": True}
+    assert chosen(composed({MODEL: str(model)} | trusted), BYPASS)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}))
+    assert chosen(composed({MODEL: str(model)}), BYPASS)
+    assert chosen(composed({MODEL: str(model)} | trusted), BYPASS) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "left_out"),
+    [
+        ({}, [NAME, "config.json"], True),
+        ({"attention_dropout": 0.1}, [NAME, "config.json"], False),
+        (None, [], False),  # no way to the hub
+    ],
+)
+def test_a_start_asks_the_hub_whether_a_model_that_is_not_downloaded_has_dropout(
+    composed: Composed,
+    model: Path,
+    hub: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    told: dict[str, float] | None,
+    asked: list[str],
+    *,
+    left_out: bool,
+):
+    def unreachable(*_names: object, **_options: object) -> None:
+        raise httpx.ConnectError("no route")
+
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (told or {})))
+    if told is None:
+        monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    config = composed({MODEL: NAME})
+    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
+    assert not examine(config, ByHand(), ask_hub).refusals
+    assert hub == asked
+    assert config.algorithm.rollout_correction.bypass_mode is left_out
+
+
+@pytest.mark.parametrize(("changes", "given"), [({f"{ACTOR}.ppo_mini_batch_size": 1}, []), ({}, [f"{BYPASS}=False"])])
+def test_the_hub_is_not_asked_about_dropout_where_it_decides_nothing(
+    composed: Composed, hub: list[str], changes: dict[str, Any], given: list[str]
+):
+    config = composed({MODEL: NAME} | changes)
+    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
+    assert not examine(config, ByHand.read(given), ask_hub).refusals
+    assert hub == []
+
+
 def test_the_loss_that_weighs_tokens_reaches_the_actor_with_its_weights(composed: Composed):
     config = uncorrected(composed, {BYPASS: True, LOSS: "reinforce"})
     assert not is_corrected(config)
