@@ -37,11 +37,13 @@ FROZEN_TO_NOTICE_S = 60.0
 AMIDST_S = 0.7
 """Seconds after the beginning of a step. On a fast machine its batch may be complete by then."""
 CLAIM_S = 10.0
+LOGGED_S = 0.4
+"""Within which a worker has written down the responses that shut gates have interrupted; training takes longer."""
 BLOWS = [
     Blow(processes.REWARD_WORKER.role, 2),
     Blow(processes.AGENT_LOOP_WORKER.role, 3),
     Blow(processes.REWARD_WORKER.role, 4, TRAINING),
-    Blow(processes.AGENT_LOOP_WORKER.role, 5, SHUT),
+    Blow(processes.AGENT_LOOP_WORKER.role, 5, SHUT, delay_s=LOGGED_S),
 ]
 NUM_STEPS = 6
 MORE_STEPS = 10

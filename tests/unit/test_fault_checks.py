@@ -212,7 +212,12 @@ def test_a_blow_to_a_role_that_no_process_had_fails_though_it_may_miss() -> None
 
 
 def test_a_blow_hits_the_process_with_the_mark_of_its_job() -> None:
-    with subprocess.Popen(["sleep", "60"], text=True, env={MARK: "mark"}) as job:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["cat"], text=True, bufsize=1, stdin=pipe, stdout=pipe, env={MARK: "mark"}) as job:
+        assert job.stdin
+        assert job.stdout
+        print("runs", file=job.stdin)
+        assert job.stdout.readline() == "runs\n"  # Linux tells a process's environment a moment after its start
         found = [ProcessFound(role="engine", name="replica 0", pid=job.pid)]
         assert _strike(Blow("engine", step=1), job, "mark", found) == job.pid
         assert job.wait() == -signal.SIGKILL
