@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
+SCRAPE_S = 1
 DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
 SEEN = """
 groups: [{name: seen, rules: [{alert: Seen, expr: 'count_over_time(ray_partial_rollout_steps_total[1m]) > 2'}]}]
@@ -68,10 +70,21 @@ async def test_a_prometheus_that_reads_a_running_ray_answers_every_expression_an
             up = (await ask("query", query="max_over_time(up[1m])"))["result"]
             assert up
             assert [target["value"][1] for target in up] == ["1"] * len(up)
+
+            async def result_of(expression: str) -> list[Any]:
+                # A scrape that was too late leaves nothing until the next one.
+                ends_s = time.monotonic() + WAIT_S
+                while not (found := (await ask("query", query=expression))["result"]):
+                    assert time.monotonic() < ends_s, expression
+                    await asyncio.sleep(SCRAPE_S)
+                return found
+
             for expression in panel_expressions():
-                found = (await ask("query", query=expression))["result"]
-                assert found or any(part in expression for part in NEVER), expression
-            steps = (await ask("query", query=f'ray_partial_rollout_steps_total{{run="{RUN}"}}'))["result"]
+                if not any(part in expression for part in NEVER):
+                    await result_of(expression)
+                else:
+                    await ask("query", query=expression)
+            steps = await result_of(f'ray_partial_rollout_steps_total{{run="{RUN}"}}')
             assert [each["value"][1] for each in steps] == ["2"]
             groups = (await ask("rules"))["groups"]
             told = {rule["name"]: rule for group in groups for rule in group["rules"] if rule["name"] != "Seen"}
@@ -90,7 +103,7 @@ def configuration(ray_folder: Path, receiver: str) -> str:
     for ours, here in (
         (DISCOVERY, str(ray_folder / Path(DISCOVERY).name)),
         ("  - alerts.yml", f"  - {MONITORING / 'alerts.yml'}\n  - seen.yml"),
-        ("10s", "1s"),
+        ("10s", f"{SCRAPE_S}s"),
     ):
         assert ours in text
         text = text.replace(ours, here)

@@ -54,10 +54,10 @@ def test_a_rank_that_is_frozen_ends_the_start_by_its_name_and_one_that_is_busy_d
     busy = actor.init_model.remote()
     try:
         assert ray.wait([busy], timeout=2 * CLAIM_S)[0] == []
-        os.kill(pid, signal.SIGSTOP)
         # The signal may come after Ray has told of the rank's end, until the end of the run has begun.
         with pytest.raises(ActorLost) as told:  # noqa: PT012
             try:
+                os.kill(pid, signal.SIGSTOP)
                 ray.get(busy, timeout=LIMIT_S)
             except (RayActorError, SystemError) as error:
                 raise watch.explain(error) from error

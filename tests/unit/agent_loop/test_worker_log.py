@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,10 +169,11 @@ async def test_a_record_that_is_not_what_was_written_is_generated_again(
 async def test_a_disk_that_stands_still_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    goes_on, num_reads = threading.Event(), []
+    begun, goes_on, num_reads = threading.Event(), threading.Event(), []
 
     def stands_still(places: list[Place]) -> list[bytes]:
         num_reads.append(places)
+        begun.set()
         goes_on.wait(LONG_S)
         return []
 
@@ -180,6 +182,7 @@ async def test_a_disk_that_stands_still_is_waited_for_once(
     log.replay(written(tmp_path, ended("a"), ended("b")))
     assert await log.read(Trajectory(make_claim("a"), 0)) is None
     assert await log.read(Trajectory(make_claim("b"), 0)) is None
+    assert await asyncio.to_thread(begun.wait, LONG_S)  # the wait may have run out before
     goes_on.set()
     assert (len(num_reads), len(caplog.records)) == (1, 1)
     assert "the disk has not answered for 0.01 s" in caplog.text

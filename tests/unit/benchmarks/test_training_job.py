@@ -61,7 +61,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(sys.argv[1].encode())
 
 server = HTTPServer(("127.0.0.1", 0), Handler)
-engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "VLLM::EngineCore"])
+code = "import time; print(flush=True); time.sleep(600)"
+engine = subprocess.Popen([sys.executable, "-c", code, "VLLM::EngineCore"], stdout=subprocess.PIPE)
+engine.stdout.readline()  # Linux tells the words of a command a moment after its start
 print("listens", flush=True)
 server.serve_forever()
 """

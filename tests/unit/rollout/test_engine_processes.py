@@ -20,10 +20,11 @@ from tests.unit.rollout.servers import launched
 
 HOUR_S = 3600.0
 LIMIT_S = 60.0
-WORKER = "import sys; sys.stdin.read()"
+WORKER = "import sys; print(flush=True); sys.stdin.read()"
 CORE = f"""
 import subprocess, sys
-worker = subprocess.Popen([sys.executable, "-c", {WORKER!r}, "VLLM::Worker_TP0"])
+worker = subprocess.Popen([sys.executable, "-c", {WORKER!r}, "VLLM::Worker_TP0"], stdout=subprocess.PIPE)
+worker.stdout.readline()  # Linux tells the words of a command a moment after its start
 print(worker.pid, flush=True)
 sys.stdin.read()
 """

@@ -282,7 +282,8 @@ def test_a_pulse_counts_the_turns_of_its_event_loop_until_the_manager_has_died()
     sent = _pulse(answer)
     assert len(sent) > 1
     assert sent == sorted(sent)
-    assert [count for count in sent if count >= 5] == sent[-1:]
+    # The first sign, whose answer was late, may come after more turns than that.
+    assert [count for count in sent[1:] if count >= 5] == sent[-1:]
 
 
 def test_each_sign_of_a_process_without_an_event_loop_counts() -> None:

@@ -108,11 +108,11 @@ def make(
 
 
 def run(watch: RunWatch, actors: list[tuple[str, str, Any]]) -> None:
-    """All that its thread does, and the threads of its reactions."""
+    """All that its thread does, and the threads of its reactions, which may begin others."""
     watch._run(actors)
-    for thread in threading.enumerate():
-        if thread.name.startswith("go on without"):
-            thread.join(LIMIT_S)
+    while reacting := [thread for thread in threading.enumerate() if thread.name.startswith("go on without")]:
+        reacting[0].join(LIMIT_S)
+        assert not reacting[0].is_alive()
 
 
 ACTORS: list[tuple[str, str, Any]] = [("engine server", "replica-0", None), ("training rank", "actor-0", None)]

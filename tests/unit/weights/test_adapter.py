@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import zmq
@@ -14,7 +15,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from partial_rollout.errors import EngineDead, WaitTimeout, WeightProtocolError, WeightUpdateError
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from partial_rollout.weights.adapter import ChannelActorWorker, ChannelAdapter
-from tests.unit.weights.support import SHORT_S, Method, make_weights, receive_all
+from tests.unit.weights.support import LONG_S, SHORT_S, Method, make_weights, receive_all
+
+if TYPE_CHECKING:
+    from partial_rollout.weights.sender import WeightSender
 
 
 def make_adapter(channels, *, leads: bool = True, timeout_s: float = 20.0) -> ChannelAdapter:
@@ -153,8 +157,15 @@ async def test_a_failure_in_gathering_the_weights_is_raised(channels, error):
     assert adapter.failure is (error if isinstance(error, RuntimeError) else None)
 
 
+def patient(sender: WeightSender) -> WeightSender:
+    """`sender`, which waits for its receiver longer than the adapter does for the server: the machine may be busy."""
+    sender._line_options["patience"] = lambda: LONG_S
+    return sender
+
+
 async def test_a_server_that_does_not_answer_is_named(channels):
     adapter = make_adapter(channels, timeout_s=1.0)
+    adapter._sender = lambda *given: patient(ChannelAdapter._sender(adapter, *given))
     received = asyncio.get_running_loop().run_in_executor(None, lambda: receive_all(channels.address))
     await adapter.update_weights(iter(make_weights(1)), global_steps=3)
     assert isinstance(adapter.failure, WaitTimeout)
