@@ -1,7 +1,8 @@
-"""A model of the hub that is not downloaded yet: the first start asks for its sizes, and so chooses as later ones.
+"""A model of the hub that is not downloaded yet: the first start asks about it, and so chooses as later ones do.
 
-Only a start asks: the run's first process on the cluster for the sizes, before it the command where dropout decides
-about a choice. Nothing is downloaded into the cache, and nothing waits for long.
+Only a start asks. The command asks where the model's dropout decides whether old log-probs are computed; the run's
+first process on the cluster asks where the model's sizes decide which interrupt mode fits. Nothing is downloaded into
+the cache, and nothing waits for long.
 """
 
 from __future__ import annotations

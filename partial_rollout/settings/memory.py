@@ -66,8 +66,6 @@ LAYER_BYTES = 100
 """Bytes by token and number of the hidden size that one layer keeps while it is computed again for its gradient."""
 OTHER_BYTES = 4 * GIB
 """Memory of a GPU for other things: CUDA's and NCCL's own, and what fragmentation loses."""
-
-
 DRAWN = ("dropout", "pdrop", "jitter")
 """Parts of the names of a model's settings by which it draws random numbers while it trains."""
 
@@ -389,8 +387,11 @@ def trains_as_it_computes(config: DictConfig, ask: AskHub | None = None) -> bool
     `ask` is asked for a model of the hub that is not downloaded yet. False where nobody knows.
     """
     path = str(config.actor_rollout_ref.model.path)
-    folder = _model_folder(path)
-    files = _read_files(folder) if folder is not None else ask(path) if ask and awaits_hub(config) else None
+    if ask is not None and awaits_hub(config):
+        files = ask(path)
+    else:
+        folder = _model_folder(path)
+        files = None if folder is None else _read_files(folder)
     if not isinstance(files, ModelFiles):
         return False
     if files.config.get("auto_map") and config.actor_rollout_ref.model.trust_remote_code:

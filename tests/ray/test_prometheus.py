@@ -80,10 +80,8 @@ async def test_a_prometheus_that_reads_a_running_ray_answers_every_expression_an
                 return found
 
             for expression in panel_expressions():
-                if not any(part in expression for part in NEVER):
-                    await result_of(expression)
-                else:
-                    await ask("query", query=expression)
+                is_empty = any(part in expression for part in NEVER)
+                await (ask("query", query=expression) if is_empty else result_of(expression))
             steps = await result_of(f'ray_partial_rollout_steps_total{{run="{RUN}"}}')
             assert [each["value"][1] for each in steps] == ["2"]
             groups = (await ask("rules"))["groups"]

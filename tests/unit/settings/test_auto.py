@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from partial_rollout.settings.auto import Choice
+    from partial_rollout.settings.hub import AskHub
     from tests.unit.settings.support import Composed
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -66,10 +67,10 @@ def value(config: DictConfig, key: str, given: Sequence[str] = (), machine: Mach
     return choice.value
 
 
-def started(config: DictConfig, given: Sequence[str] = ()) -> PartialRolloutConfig:
+def started(config: DictConfig, given: Sequence[str] = (), ask: AskHub | None = None) -> PartialRolloutConfig:
     """What a server is told after a start without open choices."""
     OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
-    examined = examine(config, ByHand.read(given))
+    examined = examine(config, ByHand.read(given), ask)
     assert not examined.refusals
     return PartialRolloutConfig.from_rollout(config.actor_rollout_ref.rollout.custom)
 
@@ -281,12 +282,14 @@ def test_a_model_that_is_not_downloaded_is_decided_on_as_one_that_is(
     assert read_settings(remote).block.tail.interrupt_mode == ("reuse_kv" if keep else "offload_kv")
 
 
+def unreachable(*_names: object, **_options: object) -> None:
+    """Stands for `model_info` on a machine without a way to the hub."""
+    raise httpx.ConnectError("no route")
+
+
 def test_without_an_answer_of_the_hub_kv_is_computed_again_and_the_reason_is_told(
     composed: Composed, hub: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def unreachable(*_names: object, **_options: object) -> None:
-        raise httpx.ConnectError("no route")
-
     monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     config = composed(GPU | {"actor_rollout_ref.model.path": NAME})
     (choice,) = chosen(config, MODE, machine=replace(LARGE, model=ask_hub(NAME)))
@@ -958,16 +961,12 @@ def test_a_start_asks_the_hub_whether_a_model_that_is_not_downloaded_has_dropout
     *,
     left_out: bool,
 ):
-    def unreachable(*_names: object, **_options: object) -> None:
-        raise httpx.ConnectError("no route")
-
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | (told or {})))
     if told is None:
         monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     config = composed({MODEL: NAME})
-    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
-    assert not examine(config, ByHand(), ask_hub).refusals
+    started(config, ask=ask_hub)
     assert hub == asked
     assert config.algorithm.rollout_correction.bypass_mode is left_out
 
@@ -976,9 +975,7 @@ def test_a_start_asks_the_hub_whether_a_model_that_is_not_downloaded_has_dropout
 def test_the_hub_is_not_asked_about_dropout_where_it_decides_nothing(
     composed: Composed, hub: list[str], changes: dict[str, Any], given: list[str]
 ):
-    config = composed({MODEL: NAME} | changes)
-    OmegaConf.update(config, "async_training.partial_rollout", True, force_add=True)
-    assert not examine(config, ByHand.read(given), ask_hub).refusals
+    started(composed({MODEL: NAME} | changes), given, ask_hub)
     assert hub == []
 
 
