@@ -1,11 +1,10 @@
 """Wall clock of a mini-batch's forward and backward on two ranks, by who decides which samples train together.
 
     python -m benchmarks.bench_packing_wall --json benchmarks/results/bench_packing_wall.json
-    python -m benchmarks.bench_packing_wall --shape qwen3-0.6b --shrink 1 --limit-s 60 \\
-        --token-budget 16384 --per-rank 32 --batches 3 --repeats 2 --warm-up-batches 1 --parts packed --json OUT
+    python -m benchmarks.bench_packing_wall --shape 4b --shrink 1 --token-budget 8192 --parts packed --fsdp2 --json OUT
 
 Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as
-FSDP's collectives make them. Two parts:
+FSDP's collectives make them (`--fsdp2` has these too). Two parts:
 
 - `packed`: rows without padding, attention of each sequence on its own (`varlen_sdpa`). Strided order, verl's own
   partition and micro-batches, and our planner; same token budget.
@@ -14,13 +13,12 @@ FSDP's collectives make them. Two parts:
 
 A small Qwen3 is trained on two CPU ranks (gloo), on lengths of the published distribution divided by `--shrink` (so
 that attention's share of the time is about that of a 7B model at full length with `--shrink 8`). Another `--shape` is
-trained on two GPUs of one host (NCCL, bf16) where there are GPUs, with gradient checkpointing as in the recipes and
-without cuDNN's attention, which builds a plan for each new length. The clock waits for the GPUs.
+trained on two GPUs of one host (NCCL, bf16) where there are GPUs, without cuDNN's attention, which builds a plan for
+each new length. The clock waits for the GPUs.
 
-Every repeat runs every method on every batch once, in an order that turns. Reported: seconds a step (median, quartiles
-over batches and repeats), and the ratio to strided on the same batch of the same repeat. What all methods took on a
-batch is also written beside the result at once (`.rows.jsonl`, repeat 0 is the warm-up), so that a run that fails
-leaves what it measured; `--limit-s` counts from the end of the imports and includes the start of the ranks.
+Every repeat runs every method on every batch once, in an order that turns. Reported are medians and quartiles over
+batches and repeats; ratios are to strided on the same batch of the same repeat. Each record is also written at once
+beside the result (`.rows.jsonl`, repeat 0 is the warm-up). `--limit-s` includes the start of the ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +41,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from verl.utils.flops_counter import FlopsCounter
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches
 
 from partial_rollout.advise.result import circumstances, devices, store, versions
@@ -78,6 +78,7 @@ RESPONSES = replace(LARGE, long_share=0.0771)
 """A tenth of the responses has 4,096 tokens, those that are cut there included."""
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_CAP = 256, 0.4, 1024
 PARTS = ("packed", "padded")
+USES = ("seconds", "tokens_per_s", "mfu", "peak_gb")
 STRIDED, VERL, GLOBAL = "strided", "verl", "global"
 
 
@@ -91,28 +92,28 @@ class Training:
     gradient_checkpointing: bool
 
 
-def training(shape: str) -> Training:
-    """The small shape on the CPU; others on a GPU a rank where there is any, and with checkpointing as in the recipes.
+def training(shape: str, *, checkpointing: bool = True) -> Training:
+    """The small shape on the CPU, without checkpointing; others on a GPU a rank where there is any.
 
     Raises:
         SystemExit: there are GPUs, but too few.
     """
     if shape == SMALL or not torch.cuda.is_available():
-        return Training("cpu", "gloo", "float32", gradient_checkpointing=shape != SMALL)
+        return Training("cpu", "gloo", "float32", gradient_checkpointing=checkpointing and shape != SMALL)
     if torch.cuda.device_count() < NUM_RANKS:
         raise SystemExit(
             f"--shape={shape} takes {NUM_RANKS} GPUs, not {torch.cuda.device_count()}: run it where there are more, or"
             " on the CPU with CUDA_VISIBLE_DEVICES=''"
         )
-    return Training("cuda", "nccl", "bfloat16", gradient_checkpointing=True)
+    return Training("cuda", "nccl", "bfloat16", gradient_checkpointing=checkpointing)
 
 
 class Trainee:
     """One rank of the process group, and its model, which has random weights and no optimizer."""
 
-    def __init__(self, shape: str, rank: int, port: int) -> None:
+    def __init__(self, options: argparse.Namespace, rank: int, port: int) -> None:
         """Join the group at `port` of this host."""
-        how, self.rank = training(shape), rank
+        how, self.rank = training(options.shape, checkpointing=options.checkpointing), rank
         on_gpu = how.device == "cuda"
         self.device = torch.device(how.device, rank) if on_gpu else torch.device(how.device)
         if on_gpu:
@@ -124,12 +125,15 @@ class Trainee:
             timeout=GPU_TIMEOUT if on_gpu else None, device_id=self.device if on_gpu else None,
         )  # fmt: skip
         torch.manual_seed(0)
-        config = SHAPES[shape].config(MAX_POSITIONS)
+        config = SHAPES[options.shape].config(MAX_POSITIONS)
         with self.device:
             self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, how.dtype))
         self.model.train()
         if how.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in (*self.model.model.layers, self.model) if options.fsdp2 else ():
+            fully_shard(module)
+        self._flops = FlopsCounter(config)
 
     def meet(self) -> None:
         """Wait until both ranks have done all their work."""
@@ -140,6 +144,17 @@ class Trainee:
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def used(self, tokens: list[int], seconds: float) -> dict[str, float]:
+        """Seconds and rate of a batch; on GPUs also the share of their peak, and the most memory since last time."""
+        found = {"seconds": seconds, "tokens_per_s": sum(tokens) / seconds}
+        if self.device.type == "cpu":
+            return found
+        achieved, peak = self._flops.estimate_flops(tokens, seconds)
+        most = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats()
+        return found | {"mfu": achieved / peak / NUM_RANKS, "peak_gb": most.item()}
 
     def agree(self, value: bool) -> bool:
         """What rank 0 says."""
@@ -254,7 +269,7 @@ def methods_of(part: str, options: argparse.Namespace) -> dict[str, Method]:
 def run_rank(rank: int, options: argparse.Namespace, port: int, deadline: float, rows: str) -> None:
     """One rank: every method on every batch, again and again; rank 0 appends each record to `rows` at once."""
     torch.set_num_threads(1)
-    trainee = Trainee(options.shape, rank, port)
+    trainee = Trainee(options, rank, port)
     with Path(rows if rank == 0 else os.devnull).open("a", encoding="utf-8") as out:
         for part in options.parts:
             for record in measure(trainee, options, part, deadline):
@@ -279,7 +294,7 @@ def measure(trainee: Trainee, options: argparse.Namespace, part: str, deadline: 
                 plan = methods[name](tokens, NUM_RANKS)
                 seconds = timed(trainee, step, [[samples[i] for i in row] for row in plan.for_rank(trainee.rank)])
                 shape = {"micro_batches": plan.num_micro_batches, "padding": sample_padding_share(plan, tokens)}
-                took[name] = {"seconds": seconds} | shape
+                took[name] = trainee.used(tokens, seconds) | shape
             yield {"batch": batch, "repeat": number, "methods": took}
 
 
@@ -299,8 +314,8 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     taken = [record["methods"] for record in records if record["repeat"] >= WARM_UP_REPEATS]
     return {
         name: {
-            "seconds": spread([each[name]["seconds"] for each in taken]),
             "ratio_to_strided": spread([each[name]["seconds"] / each[STRIDED]["seconds"] for each in taken]),
+            **{use: spread([each[name][use] for each in taken]) for use in taken[0][name] if use in USES},
             "micro_batches": round(statistics.mean(each[name]["micro_batches"] for each in taken), 2),
             "padding_share_if_padded": round(statistics.mean(each[name]["padding"] for each in taken), 3),
         }
@@ -326,6 +341,8 @@ def parse() -> argparse.Namespace:
     line.add_argument("--batches", type=int, default=6, help="mini-batches (default: %(default)s)")
     line.add_argument("--repeats", type=int, default=5, help="times each method runs on each (default: %(default)s)")
     line.add_argument("--warm-up-batches", type=int, help="mini-batches of the warm-up before them (default: all)")
+    line.add_argument("--fsdp2", action="store_true", help="shard weights and gradients over both ranks, as a job does")
+    line.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     line.add_argument("--limit-s", type=float, default=math.inf, help="no repeat begins after it (default: none)")
     line.add_argument("--json", type=Path, metavar="OUT", help="also write the result here, and each record beside it")
     line.add_argument("--dry-run", action="store_true", help="print device, methods and batches, and train nothing")
@@ -360,7 +377,7 @@ def result_of(options: argparse.Namespace, rows: Path, error: str) -> dict[str, 
 def main() -> None:
     """Run both ranks, print what they measured, and store it even where they failed."""
     options = parse()
-    deadline, how = time.monotonic() + options.limit_s, training(options.shape)
+    deadline, how = time.monotonic() + options.limit_s, training(options.shape, checkpointing=options.checkpointing)
     if options.dry_run:
         for part in options.parts:
             print(f"{part}: {asdict(how)}, {list(methods_of(part, options))}, lengths {batches(options)}")

@@ -11,18 +11,15 @@ A transition is one prompt admitted, claimed, finished or taken. The rows (`repl
 - `events`: what the event stream costs a worker in CPU time, and which share of a step that is. One process writes all
   events of a step of 256 trajectories, each interrupted once, and the queue's of each second;
 - `log`: what the log of rollouts costs workers in such a step, half of each response unfinished once, and how fast a
-  run that is started again reads it.
-  Steps with and without the log alternate; the difference is the cost. `loop_ms` is what the worker's event loop waits,
-  `cpu_ms` what the process takes, the log's thread and the disk's part in the kernel included;
+  run that is started again reads it. Steps with and without the log alternate; the difference is the cost. `loop_ms` is
+  what the worker's event loop waits, `cpu_ms` what the process takes, the log's thread and the kernel included;
 - `replicas`: a million prompts on each number of `--replicas`, in virtual time, once with all groups trained and once
-  with `--filtered` of them dropped, as `algorithm.filter_groups` drops groups without spread: each of these is replaced
-  at once. `manager_us` is the manager's time for a transition, on this machine, with asyncio's and without the
-  transport of calls. Whatever is done for each replica at each event would let it grow with the number of replicas.
+  with `--filtered` of them dropped, as `algorithm.filter_groups` drops groups without spread, and replaced at once.
+  `manager_us` is the manager's time for a transition, on this machine, with asyncio's and without the calls' transport.
 
-In the others the driver is the trainer: it takes `--batch` groups and admits as many. The load is closed-loop (every
-client always has a call under way), so latencies are those of a saturated actor. On a machine whose cores are shared
-with the clients the wall-clock rate understates the actor: `per_actor_cpu_s` divides by the CPU seconds that the actor
-used.
+In the others the driver is the trainer: it takes `--batch` groups and admits as many. Every client always has a call
+under way, so latencies are those of a saturated actor. Where clients share its cores the wall-clock rate understates
+the actor: `per_actor_cpu_s` divides by the CPU seconds that it used.
 """
 
 from __future__ import annotations
@@ -182,16 +179,12 @@ async def measure(options: argparse.Namespace, batched: bool) -> dict[str, Any]:
     for actor in (manager, *clients):
         ray.kill(actor)
     return {
-        "transitions_per_s": round(count / elapsed_s),
-        "per_actor_cpu_s": round(count / cpu_s),
-        "actor_cpu_share": round(cpu_s / elapsed_s, 2),
-        "conserved": after.conserved,
-        "in_flight": after.in_flight,
-        "latency_ms": percentiles(samples),
+        "transitions_per_s": round(count / elapsed_s), "per_actor_cpu_s": round(count / cpu_s),
+        "actor_cpu_share": round(cpu_s / elapsed_s, 2), "latency_ms": percentiles(samples),
+        "conserved": after.conserved, "in_flight": after.in_flight, "retired_uids": after.taken,
         "rss_mib": round(usage["rss_bytes"] / MEBIBYTE),
         "rss_over_empty_mib": round((usage["rss_bytes"] - empty["rss_bytes"]) / MEBIBYTE),
-        "retired_uids": after.taken,
-    }
+    }  # fmt: skip
 
 
 def percentiles(samples: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
@@ -245,13 +238,11 @@ def measure_events(options: argparse.Namespace) -> dict[str, float]:
         writer.close()
     count = num_steps * len(events)
     return {
-        "us_per_event": round(elapsed_s / count * 1e6, 1),
-        "cpu_us_per_event": round(cpu_s / count * 1e6, 1),
-        "events_per_step": len(events),
-        "step_s": step_s,
+        "us_per_event": round(elapsed_s / count * 1e6, 1), "cpu_us_per_event": round(cpu_s / count * 1e6, 1),
+        "events_per_step": len(events), "step_s": step_s,
         "cpu_percent_of_step": round(100 * cpu_s / num_steps / step_s, 3),
         "percent_of_step": round(100 * elapsed_s / num_steps / step_s, 3),
-    }
+    }  # fmt: skip
 
 
 def make_output(num_tokens: int, rng: random.Random) -> AgentLoopOutput:

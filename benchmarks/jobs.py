@@ -2,16 +2,14 @@
 
     python -m benchmarks.jobs --shape small --repeats 2 --out outputs/jobs                  # a CPU: minutes a job
     python -m benchmarks.jobs --shape small --at-once 8 --modes sync reorder --out ...      # side by side, 2 cores each
-    python -m benchmarks.jobs --shape 4b --batch 16 --gpus 0 1 2 --modes sync colocate_async partial_reuse_kv ...
     python -m benchmarks.jobs --shape 8b --rollout-only --memory 0.78 --steps 40 --job-s 700 --gpus 0 1 ...
     python -m benchmarks.jobs --recipes qwen3-0.6b_gsm8k_grpo --gpus 0 1 --tensor-parallel 2 --out ...    # do they run?
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Lengths are recorded
 (`--trace`, `--seed`), so all modes have the same work. Jobs are interleaved (A B C A B C), or run side by side on the
-GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.json`); one that does not end within the
-budget, or its own seconds (`--job-s`), is stored with the steps that it has. With `--rollout-only` nothing is trained:
-a model whose gradients and optimizer do not fit beside its engine can be measured, and a job of the same time has more
-steps. Everything else is verl's trainer. `--dry-run` shows the jobs' commands.
+GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.json`), with the steps that it has if the
+budget or its own seconds (`--job-s`) end it. With `--rollout-only` nothing is trained: for models that do not fit
+beside their optimizer, and for more steps in the same time. Everything else is verl's trainer.
 
 With `--recipes` each job is the script of a text recipe, one after the other on all of `--gpus`, unchanged but for
 paths and sizes, with made-up weights and problems; stored in `recipes.json` with every step. There need be no
@@ -77,6 +75,9 @@ RECIPES = {
 RECIPE_POSITIONS, RECIPE_PROMPT_TOKENS, RECIPE_RESPONSE_TOKENS = 4096, 768, 512
 RECIPE_BATCH, RECIPE_GROUP = 16, 8
 STEPS, RECIPE_STEPS = 6, 4
+SIZES = {"batch": "prompts of a step", "group": "responses to each", "seed": "of the lengths"}
+SIZES |= {"median": "tokens of the median response", "longest": "tokens of the longest ones"}
+"""Sizes of the workload that the command line may replace."""
 SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
 """Columns of the summary of recipes; the steps of each are beside it."""
 FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
@@ -113,7 +114,6 @@ MODES: dict[str, list[str]] = {
     "partial_reuse_kv": _ours("partial", "reuse_kv"),
     "partial_reuse_kv_prefetch_3": _ours("partial", "reuse_kv", "partial_rollout.prefetch_factor=3"),
     "partial_offload_kv": _ours("partial", "offload_kv", *OFFLOADED),
-    "partial_offload_kv_prefetch_3": _ours("partial", "offload_kv", *OFFLOADED, "partial_rollout.prefetch_factor=3"),
     "partial_adaptive": _ours("partial", "abort", *ADAPTIVE),
     "partial_adaptive_reuse_kv": _ours("partial", "reuse_kv", *ADAPTIVE, "partial_rollout.prefetch_factor=4"),
     "partial_adaptive_reuse_kv_prefetch_5": _ours(
@@ -189,7 +189,7 @@ class Jobs:
     def __init__(self, options: argparse.Namespace) -> None:
         """Note under which circumstances."""
         self._options = options
-        sizes = {name: getattr(options, name) for name in ("batch", "group", "seed") if getattr(options, name)}
+        sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name)}
         self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
         self._prompt_tokens = CPU_PROMPT_TOKENS if options.shape in ON_A_CPU else PROMPT_TOKENS
         engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
@@ -347,7 +347,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
     line.add_argument("--gpus-each", type=int, default=1, help="of these, for one job (%(default)s)")
     line.add_argument("--at-once", type=int, default=1, help="without GPUs: jobs side by side, each on two cores")
-    for name, what in (("batch", "prompts of a step"), ("group", "responses to each"), ("seed", "of the lengths")):
+    for name, what in SIZES.items():
         line.add_argument(f"--{name}", type=int, help=what)
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides, for every mode")
     line.add_argument("--resume", action="store_true", help="keep the jobs that --out has, and run the others")

@@ -9,9 +9,7 @@ data, learning rate, correction and starting model. A job that does not end with
 Its rows in the summary are compared with the job of the same seed in mode `sync`, or in the first mode.
 
 Make the recipe's task first, in OUT/smollm2_task (its `make_task`), for jobs side by side; `--digest` checks its model.
-Jobs of earlier results count with `--add` and are not run again. So jobs that were stored one by one become one result:
-
-    python -m benchmarks.learning --modes --add ONE.json TWO.json --json FILE.json --out OUT
+Jobs of earlier results count with `--add` and are not run again; with no mode after `--modes` nothing else runs.
 """
 
 from __future__ import annotations

@@ -128,10 +128,9 @@ class Run:
             "conserved": now.conserved, "steps": self.version,
             "staleness_mean": round(statistics.fmean(self.ages), 2), "staleness_max": max(self.ages),
             "idle_share": round(1 - self.used_slot_s / (self.now_s * len(self.workers) * self.options.slots), 3),
-            "transitions": transitions,
-            "manager_us": round(self.manager_s / transitions * 1e6, 1),
-            "transitions_per_s": round(transitions / self.manager_s),
+            "transitions": transitions, "transitions_per_s": round(transitions / self.manager_s),
             "transitions_per_virtual_s": round(transitions / self.now_s),
+            "manager_us": round(self.manager_s / transitions * 1e6, 1),
             "wall_s": round(time.perf_counter() - started_s, 1),
         }  # fmt: skip
 
@@ -190,13 +189,9 @@ class Run:
 
     def _summaries(self, group: Claimed) -> list[TrajectorySummary]:
         shared = self.filtered and self.draw.random() < self.filtered
-        uid, version = group.claim.uid, group.version
-        return [
-            TrajectorySummary(
-                f"{uid}_{session}_0", 200, 700, version, self.version, metric=0.0 if shared else float(session)
-            )
-            for session in range(group.claim.num_trajectories)
-        ]
+        sessions, versions = range(group.claim.num_trajectories), (group.version, self.version)
+        names = [(f"{group.claim.uid}_{session}_0", 0.0 if shared else float(session)) for session in sessions]
+        return [TrajectorySummary(name, 200, 700, *versions, metric=metric) for name, metric in names]
 
 
 def measure_replicas(options: argparse.Namespace, replicas: int, filtered: float) -> dict[str, Any]:

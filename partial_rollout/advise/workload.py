@@ -62,7 +62,7 @@ SIZES = {"tiny": TINY, "small": SMALL}
 
 
 def workload(shape: str, trace: str, **sizes: int) -> Workload:
-    """The workload of a model's shape and a trace; `sizes` (batch, group, seed) replace the usual ones."""
+    """The workload of a model's shape and a trace; `sizes` (batch, median, ...) replace the usual ones."""
     load = replace(SIZES.get(shape, LARGE), **sizes)
     if trace == "heavy_tail":
         return replace(load, huge=HEAVY * load.longest, huge_share=0.01)

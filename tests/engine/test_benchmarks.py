@@ -101,7 +101,7 @@ def test_the_queue_is_measured_through_its_actor(start, tmp_path):
 def test_every_way_to_pack_is_measured(start, tmp_path):
     sizes = ["--per-rank=4", "--per-row=2", "--token-budget=256", "--batches=1", "--repeats=1"]
     path = tmp_path / "result.json"
-    start("benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", *sizes, f"--json={path}")
+    start("benchmarks.bench_packing_wall", "--shape=tiny", "--shrink=32", "--fsdp2", *sizes, f"--json={path}")
     result = json.loads(path.read_text())
     assert (result["ended"], result["whole_repeats"]) == ("done", {"packed": 1, "padded": 1})
     assert result["training"]["gradient_checkpointing"]
@@ -109,6 +109,7 @@ def test_every_way_to_pack_is_measured(start, tmp_path):
     assert set(result["padded"]) == {"strided", "verl", "global (by length)"}
     for part in ("packed", "padded"):
         assert result[part]["strided"]["ratio_to_strided"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+        assert result[part]["strided"]["tokens_per_s"]["median"] > 0
     rows = [json.loads(line) for line in (tmp_path / "result.rows.jsonl").read_text().splitlines()]
     assert [(row["part"], row["repeat"], set(row["methods"])) for row in rows] == [
         (part, number, set(result[part])) for part in ("packed", "padded") for number in (0, 1)

@@ -143,6 +143,14 @@ def test_two_gpus_are_shared_or_one_is_that_of_an_engine(mode, training, engines
     assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.n_gpus_per_node) == (training, engines)
 
 
+def test_the_command_line_says_other_sizes(tmp_path, capsys):
+    sizes = ["--batch", "4", "--group", "2", "--median", "350", "--longest", "2048", "--trace", "heavy_tail"]
+    jobs.main(["--shape", "4b", *sizes, "--modes", "sync", "--dry-run", "--out", str(tmp_path)])
+    words = capsys.readouterr().out.split()
+    # The longest responses of the heavy tail are eight times as long as those of the long one.
+    assert {"data.train_batch_size=4", "data.max_response_length=16384", "actor_rollout_ref.rollout.n=2"} < set(words)
+
+
 def test_gpus_that_are_left_over_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="--gpus-each 2 is not allowed: must divide 3 --gpus"):
         jobs.main(["--gpus", "0", "1", "2", "--gpus-each", "2", "--dry-run", "--out", str(tmp_path)])

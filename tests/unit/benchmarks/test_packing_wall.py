@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks import bench_packing_wall
 from benchmarks.bench_packing_wall import (
     LOSS_CHUNK,
     SMALL,
+    Trainee,
     Training,
     batches,
+    packed_step,
     parse,
     policy_gradient,
     result_of,
@@ -24,6 +29,7 @@ from benchmarks.bench_packing_wall import (
     summary,
     training,
 )
+from partial_rollout.packing import attention as varlen_attention
 
 PADDED = {"strided", "verl", "global (by length)"}
 TINY = [
@@ -100,6 +106,22 @@ def test_a_limit_that_is_over_leaves_a_result(tmp_path: Path, monkeypatch: pytes
     assert "packed" not in result
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_are_sharded_over_both_ranks_if_asked(monkeypatch: pytest.MonkeyPatch, sharded: bool):
+    """A single rank of a group of one: every parameter is its part of a sharded one, and gradients come."""
+    monkeypatch.setattr(sys, "argv", ["bench_packing_wall", *TINY, *(["--fsdp2"] if sharded else [])])
+    monkeypatch.setattr(bench_packing_wall, "NUM_RANKS", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trainee = Trainee(parse(), 0, get_free_port())
+    try:
+        trainee.model.set_attn_implementation(varlen_attention.NAME)
+        packed_step(trainee, [trainee.make_sample(5), trainee.make_sample(3)])
+        assert {isinstance(each, DTensor) for each in trainee.model.parameters()} == {sharded}
+        assert all(each.grad is not None for each in trainee.model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_value_has_no_spread():
     assert spread([0.5]) == {"median": 0.5, "q1": 0.5, "q3": 0.5}
 
@@ -131,6 +153,7 @@ def test_the_small_shape_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert training(SMALL) == Training("cpu", "gloo", "float32", gradient_checkpointing=False)
     assert training("tiny") == Training("cuda", "nccl", "bfloat16", gradient_checkpointing=True)
+    assert training("tiny", checkpointing=False) == Training("cuda", "nccl", "bfloat16", gradient_checkpointing=False)
 
 
 def test_one_gpu_is_too_few(monkeypatch: pytest.MonkeyPatch):
