@@ -250,7 +250,7 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         _above(f"{ROLLOUT}.tensor_model_parallel_size", 1),
         {f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
-        also="the tests cover the weight channel only; whole jobs were seen once, on 2 GPUs",
+        also="the tests cover the weight channel only; whole jobs were seen on 2 GPUs, also beside verl's modes",
         brief="weights to tensor-parallel engines",
     ),
     Row(
