@@ -4,7 +4,7 @@
     python -m benchmarks.bench_packing_wall --shape 4b --shrink 1 --token-budget 8192 --parts packed --fsdp2 --json OUT
 
 Two processes with one thread each are two data-parallel ranks; they meet in a barrier after every micro-batch, as
-FSDP's collectives make them (`--fsdp2` has these too). Two parts:
+FSDP's collectives make them. With `--fsdp2` each has half of the weights and gradients. Two parts:
 
 - `packed`: rows without padding, attention of each sequence on its own (`varlen_sdpa`). Strided order, verl's own
   partition and micro-batches, and our planner; same token budget.
@@ -13,12 +13,11 @@ FSDP's collectives make them (`--fsdp2` has these too). Two parts:
 
 A small Qwen3 is trained on two CPU ranks (gloo), on lengths of the published distribution divided by `--shrink` (so
 that attention's share of the time is about that of a 7B model at full length with `--shrink 8`). Another `--shape` is
-trained on two GPUs of one host (NCCL, bf16) where there are GPUs, without cuDNN's attention, which builds a plan for
-each new length. The clock waits for the GPUs.
+trained with gradient checkpointing, on two GPUs of one host (NCCL, bf16) where there are any. The clock waits for them.
 
-Every repeat runs every method on every batch once, in an order that turns. Reported are medians and quartiles over
-batches and repeats; ratios are to strided on the same batch of the same repeat. Each record is also written at once
-beside the result (`.rows.jsonl`, repeat 0 is the warm-up). `--limit-s` includes the start of the ranks.
+Every repeat runs every method on every batch once, in an order that turns. Reported are medians and quartiles; ratios
+are to strided on the same batch of the same repeat. Each record is also written at once beside the result
+(`.rows.jsonl`, repeat 0 is the warm-up). `--limit-s` includes the start of the ranks.
 """
 
 from __future__ import annotations

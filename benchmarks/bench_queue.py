@@ -18,8 +18,8 @@ A transition is one prompt admitted, claimed, finished or taken. The rows (`repl
   `manager_us` is the manager's time for a transition, on this machine, with asyncio's and without the calls' transport.
 
 In the others the driver is the trainer: it takes `--batch` groups and admits as many. Every client always has a call
-under way, so latencies are those of a saturated actor. Where clients share its cores the wall-clock rate understates
-the actor: `per_actor_cpu_s` divides by the CPU seconds that it used.
+under way, so latencies are those of a saturated actor. Where clients run on the same cores as the actor, its rate by
+the clock is too low: `per_actor_cpu_s` is that by its CPU seconds.
 """
 
 from __future__ import annotations

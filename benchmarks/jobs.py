@@ -7,9 +7,8 @@
 
 Random weights on disk, since the training worker reads them; a learning rate of 0, so they stay. Lengths are recorded
 (`--trace`, `--seed`), so all modes have the same work. Jobs are interleaved (A B C A B C), or run side by side on the
-GPUs that `--gpus` names. Each is stored as soon as it ends (`table.md`, `jobs.json`), with the steps that it has if the
-budget or its own seconds (`--job-s`) end it. With `--rollout-only` nothing is trained: for models that do not fit
-beside their optimizer, and for more steps in the same time. Everything else is verl's trainer.
+GPUs that `--gpus` names. Each is stored when it ends (`table.md`, `jobs.json`), also when the budget or `--job-s` ends
+it. With `--rollout-only` nothing is trained, for models that do not fit beside their optimizer, and for more steps.
 
 With `--recipes` each job is the script of a text recipe, one after the other on all of `--gpus`, unchanged but for
 paths and sizes, with made-up weights and problems; stored in `recipes.json` with every step. There need be no
@@ -75,9 +74,11 @@ RECIPES = {
 RECIPE_POSITIONS, RECIPE_PROMPT_TOKENS, RECIPE_RESPONSE_TOKENS = 4096, 768, 512
 RECIPE_BATCH, RECIPE_GROUP = 16, 8
 STEPS, RECIPE_STEPS = 6, 4
-SIZES = {"batch": "prompts of a step", "group": "responses to each", "seed": "of the lengths"}
-SIZES |= {"median": "tokens of the median response", "longest": "tokens of the longest ones"}
-"""Sizes of the workload that the command line may replace."""
+OF_THE_WORKLOAD = {
+    "batch": "prompts of a step", "group": "responses to each", "seed": "of the lengths",
+    "median": "tokens of the median response", "longest": "tokens of the longest responses",
+}  # fmt: skip
+"""Sizes that the command line may replace, and what they are."""
 SHOWN = ("recipe", "tensor_parallel", "gpus", "set", "code", "job_s", "first_step_s")
 """Columns of the summary of recipes; the steps of each are beside it."""
 FIXED = ("partial_rollout.prefetch_factor=2", "partial_rollout.slots.adaptive=False")
@@ -189,7 +190,7 @@ class Jobs:
     def __init__(self, options: argparse.Namespace) -> None:
         """Note under which circumstances."""
         self._options = options
-        sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name)}
+        sizes = {name: getattr(options, name) for name in OF_THE_WORKLOAD if getattr(options, name)}
         self._load = replace(workload(options.shape, options.trace, **sizes), steps=options.steps, skip=SKIP)
         self._prompt_tokens = CPU_PROMPT_TOKENS if options.shape in ON_A_CPU else PROMPT_TOKENS
         engine = {"shape": options.shape, "prompt_tokens": self._prompt_tokens}
@@ -347,7 +348,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     line.add_argument("--gpus", nargs="+", type=int, default=[], help="jobs side by side, one on each of these")
     line.add_argument("--gpus-each", type=int, default=1, help="of these, for one job (%(default)s)")
     line.add_argument("--at-once", type=int, default=1, help="without GPUs: jobs side by side, each on two cores")
-    for name, what in SIZES.items():
+    for name, what in OF_THE_WORKLOAD.items():
         line.add_argument(f"--{name}", type=int, help=what)
     line.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Hydra overrides, for every mode")
     line.add_argument("--resume", action="store_true", help="keep the jobs that --out has, and run the others")

@@ -9,7 +9,7 @@ data, learning rate, correction and starting model. A job that does not end with
 Its rows in the summary are compared with the job of the same seed in mode `sync`, or in the first mode.
 
 Make the recipe's task first, in OUT/smollm2_task (its `make_task`), for jobs side by side; `--digest` checks its model.
-Jobs of earlier results count with `--add` and are not run again; with no mode after `--modes` nothing else runs.
+Jobs of earlier results count and are not run again: `--modes --add ONE.json TWO.json` makes one result of both.
 """
 
 from __future__ import annotations

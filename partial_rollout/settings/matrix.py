@@ -260,7 +260,7 @@ ROWS = (
         "`tests/engine/test_weight_channel.py`",
         lambda config: num_engine_devices(config) > devices_of_replica(config),
         {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1},
-        also="the tests cover the weight channel only; whole jobs were seen once, with 2",
+        also="the tests cover the weight channel only; whole jobs were seen with 2, also beside verl's modes",
         brief="weights to two replicas",
     ),
     Row(
