@@ -263,7 +263,7 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
         "jobs_4b_h200",
         "jobs_4b_training_h200",
     }
-    assert len(names) == 18
+    assert len(names) == 19
     for name, trained in ((name, name in with_training) for name in names):
         result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
