@@ -35,9 +35,12 @@ class ProgressWatch:
     watching -> warned -> stuck: the engine's processes are killed; `verdict` says why
     """
 
-    def __init__(self, name: str, stall_s: float, events: EventWriter) -> None:
-        """`name` is the server's, for warnings and errors."""
+    def __init__(
+        self, name: str, stall_s: float, events: EventWriter, on_stuck: Callable[[], object] = lambda: None
+    ) -> None:
+        """`name` is the server's, for warnings and errors; `on_stuck` is called when the engine was ended."""
         self._name, self._events, self._progress = name, events, Progress(stall_s)
+        self._on_stuck = on_stuck
         self._task: asyncio.Task[None] | None = None
         self._warn_s = self._progress.warn_s
         self._processes: Collection[psutil.Process] = ()
@@ -130,6 +133,7 @@ class ProgressWatch:
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._on_stuck()  # whatever the requests hear of it
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,7 +14,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from partial_rollout.errors import PartialRolloutError, WaitTimeout
+from partial_rollout.errors import ActorLost, PartialRolloutError, WaitTimeout
 from partial_rollout.observability import stages
 from partial_rollout.rollout.control import CONTROL_GROUP
 from partial_rollout.rollout.server import SHUTDOWN_S, CpuServer, PartialRolloutServer
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from partial_rollout.rollout.engine_process import EngineProcess, RolloutStatistics
+
+logger = logging.getLogger(__name__)
 
 NAME = "vllm"
 """verl asks for rollout.name == "vllm" in many places, so the replacement keeps the name."""
@@ -146,10 +149,19 @@ class PartialRolloutReplica(vLLMReplica):
 
     async def relaunch(self) -> None:
         """Start the engine again, in the same actor; it must be sent weights before it generates."""
+        while not await self._is_relaunched():
+            logger.warning("replica %d: its server has died meanwhile, and is asked again", self.replica_rank)
+        await self._find_engines()
+
+    async def _is_relaunched(self) -> bool:
+        """False: Ray has made the call again in a new process, before that knew the loop of its requests."""
         with contextlib.suppress(WaitTimeout):  # a server that is full of requests has the loop of these
             await self._on_all("adopt_loop", limit_s=MARGIN_S)
-        await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s, orphans=self._engines)
-        await self._find_engines()
+        try:
+            await self._on_all("relaunch", limit_s=self.settings.timeouts.resume_s, orphans=self._engines)
+        except ActorLost:
+            return False
+        return True
 
     async def _find_engines(self) -> None:
         found = await self._on_all("engines", limit_s=self.settings.timeouts.call_s)

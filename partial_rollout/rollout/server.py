@@ -153,7 +153,7 @@ class PartialRolloutServer(ChannelServer):
         self._has_lost_engine = False
         self._interruption.unlink_host_memory()
         if self.node_rank == 0:
-            self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events)
+            self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events, self._note_death)
             self._watch.start(self._load, self._engine_processes)
         for process in self._engine_processes:
             name = f"{title_of(process)} of {self._name}"
@@ -494,10 +494,14 @@ class PartialRolloutServer(ChannelServer):
         of the engine that this actor had before Ray started it again.
 
         Raises:
+            ActorLost: nobody has told this process yet on which loop requests wait (`adopt_loop`): it is a new one.
             EngineDead: the engine did not start; or it runs on several nodes, of which this actor can start only one.
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
+        # Ray makes the call again in a new process. On another loop than theirs an engine would not wake its requests.
+        if self._engine_loop is not asyncio.get_running_loop():
+            raise ActorLost(f"{self._name}: its process died when it was to start the engine again")
         if not self._death.is_set():  # no request was in it that would have failed
             self._tell_fault(self._weights.failure or self._why_dead)
         if not self._has_lost_engine:

@@ -1,10 +1,11 @@
-"""What an engine server rests on: Ray starts an actor again that has died, and its death is told nevertheless."""
+"""What an engine server rests on: Ray starts a dead actor again, tells of its death, and makes its calls again."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import ray
 
 pytest.importorskip("vllm")
 
-from partial_rollout.rollout.replica import KeptArguments
+from partial_rollout.rollout.control import CONTROL_GROUP
+from partial_rollout.rollout.replica import KeptArguments, PartialRolloutReplica
 from partial_rollout.runtime.death_watch import packed
 from partial_rollout.runtime.placement import RESTARTED
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
+from tests.fake_engine import FakeServer
+from tests.ray.test_parked_server import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -60,3 +64,40 @@ def test_a_server_that_dies_or_is_frozen_is_started_again_with_its_arguments(
     assert later != pid
     ray.kill(server)
     ray.kill(manager)
+
+
+class DyingServer(FakeServer):
+    """Its first process dies when it is to start its engine again: Ray makes that call again in the second one."""
+
+    def __init__(self) -> None:
+        """Begin as an engine server does."""
+        super().__init__()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._begin_without_engine()
+
+    async def _stop_engine(self, grace_s: float) -> None:
+        if not self._has_lost_engine:
+            os._exit(1)
+
+
+def replica_of(server: Any) -> PartialRolloutReplica:
+    replica = object.__new__(PartialRolloutReplica)
+    replica.servers, replica.replica_rank, replica.settings = [server], 0, PartialRolloutConfig()
+    return replica
+
+
+def test_an_engine_wakes_its_requests_though_its_server_died_when_it_was_to_start_the_engine_again() -> None:
+    """Control calls have a loop of their own: an engine that begins there leaves requests asleep, whatever they get."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[FakeServer.__module__])
+    as_actor: Any = ray.remote(num_cpus=0, concurrency_groups={CONTROL_GROUP: 8}, **RESTARTED)
+    server: Any = as_actor(DyingServer).remote()
+    ray.get(server.launch_server.remote(), timeout=LIMIT_S)
+    asyncio.run(asyncio.wait_for(replica_of(server).relaunch(), LIMIT_S))
+    ray.get(server.receive_weights.remote(update_number=1, version=3), timeout=LIMIT_S)
+    ray.get(server.resume_generation.remote(), timeout=LIMIT_S)
+    request = server.generate.remote([1, 2, 3], {"max_tokens": 5}, "a")
+    wait_until(ray.get, server, "in_flight", 1)
+    ray.get(server.abort_all_requests.remote(), timeout=LIMIT_S)
+    assert ray.get(request, timeout=LIMIT_S).stop_reason == "aborted"
+    assert len(ray.get(server.engine_threads.remote(), timeout=LIMIT_S)) == 1
+    ray.kill(server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -22,6 +22,9 @@ from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched, let_run, start, with_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 LONG_S = 20.0
 
@@ -200,6 +203,37 @@ async def test_requests_wait_in_a_server_that_ray_has_started_again_and_go_on_in
     await let_run()
     assert not later.done()
     later.cancel()
+
+
+@pytest.mark.parametrize("is_told_meanwhile", [False, True])
+async def test_a_server_that_ray_has_started_again_starts_no_engine_on_another_loop_than_that_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch, is_told_meanwhile: bool
+) -> None:
+    """Ray makes the call again in the new process, which nobody has told its loop, or tells while the call begins."""
+    server = FakeServer()
+    server._begin_without_engine()
+
+    async def begin_here(call: Coroutine[Any, Any, Any]) -> None:
+        server._engine_loop = asyncio.new_event_loop() if is_told_meanwhile else None
+        await call
+
+    monkeypatch.setattr(server, "_on_engine_loop", begin_here)
+    with pytest.raises(ActorLost, match="died when it was to start the engine again"):
+        await server.relaunch()
+    if server._engine_loop:
+        server._engine_loop.close()
+
+
+async def test_an_engine_that_was_ended_is_told_of_though_its_requests_hear_nothing_of_it() -> None:
+    server = await launched()
+    death = asyncio.create_task(server.engine_death())
+    waits = start(server)
+    await let_run()
+    server._watch._end("held 1 requests and generated nothing", 1.0, "the limit")
+    assert "generated nothing for 1 s, which is the limit: it was ended" in await asyncio.wait_for(death, LONG_S)
+    statistics = await server.rollout_statistics()
+    assert (statistics.gate.state, statistics.gate.in_flight) == (GateState.DRAINING, 1)
+    waits.cancel()
 
 
 async def test_a_server_that_dies_after_the_drain_of_its_step_opens_with_the_weights_of_that_step():

@@ -48,13 +48,15 @@ def test_a_frozen_engine_is_named_and_ended(
             at = next(tokens, at)
             return 5, at
 
-        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"))
+        watch = ProgressWatch("replica 0", STALL_S, EventWriter(tmp_path, "server-0"), lambda: told_of.append(at))
         watch.start(look, [engine])
         await asyncio.sleep(2 * STALL_S)
         return watch.verdict
 
+    told_of: list[int] = []
     with caplog.at_level(logging.WARNING):
         verdict = run_virtual(main())
+    assert told_of == [64]
     assert f"pid {engine.pid} stopped) held 5 requests and generated nothing for 3" in verdict
     told = ["holds 5 requests and has generated nothing for 10 s; after 31 s", "for 20 s; after 31 s"]
     assert all(text in record.message for text, record in zip(told, caplog.records, strict=False))
