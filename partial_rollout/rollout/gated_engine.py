@@ -161,6 +161,11 @@ class GatedEngine:
         self.num_generated_tokens += num_tokens
         self._meter.tokens(request_id, num_tokens, time.monotonic())
 
+    def fail_running(self) -> None:
+        """Tell all requests that the engine has died, which it cannot do itself."""
+        for request in self._running.values():
+            request.queue.put(EngineDeadError())
+
     async def interrupt(self, *, clear_cache: bool) -> None:
         """Pause the engine and end all segments; the interrupt mode says whether requests stay in it or leave it."""
         clear_cache = clear_cache and self._mode.clears_cache

@@ -133,7 +133,7 @@ class ProgressWatch:
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._on_stuck()  # whatever the requests hear of it
+        self._on_stuck()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -150,7 +150,10 @@ class PartialRolloutReplica(vLLMReplica):
     async def relaunch(self) -> None:
         """Start the engine again, in the same actor; it must be sent weights before it generates."""
         while not await self._is_relaunched():
-            logger.warning("replica %d: its server has died meanwhile, and is asked again", self.replica_rank)
+            logger.warning(
+                "replica %d: the process of its server is new and has not been told its loop; it is asked again",
+                self.replica_rank,
+            )
         await self._find_engines()
 
     async def _is_relaunched(self) -> bool:

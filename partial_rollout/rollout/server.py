@@ -153,7 +153,7 @@ class PartialRolloutServer(ChannelServer):
         self._has_lost_engine = False
         self._interruption.unlink_host_memory()
         if self.node_rank == 0:
-            self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events, self._note_death)
+            self._watch = ProgressWatch(self._name, self.settings.timeouts.stall_s, self._events, self._note_stuck)
             self._watch.start(self._load, self._engine_processes)
         for process in self._engine_processes:
             name = f"{title_of(process)} of {self._name}"
@@ -183,6 +183,11 @@ class PartialRolloutServer(ChannelServer):
             self._death.set()
             self._tell_fault(self._why_dead)
         return self._can_be_relaunched
+
+    def _note_stuck(self) -> None:
+        """The engine was ended, because it stood still: nobody else may tell its requests."""
+        self._note_death()
+        self._gated.fail_running()
 
     def _tell_fault(self, why: str) -> None:
         action = "it is started again, and all engines get all weights; its requests wait"
@@ -351,6 +356,11 @@ class PartialRolloutServer(ChannelServer):
         """
         if self.node_rank != 0:
             return {"aborted_count": 0, "request_ids": []}
+        if self._has_lost_engine and self._engine_loop is None:
+            # A new process, whose gate is shut: no request has come, so there is none to wait for, and no loop to wait.
+            if reject_request:
+                self._admission.reject()
+            return {"aborted_count": 0, "request_ids": []}
 
         async def pause() -> None:
             await self._unless_dead(self.engine.interrupt(clear_cache=reset_prefix_cache), self._to_pause, "pause")
@@ -501,7 +511,7 @@ class PartialRolloutServer(ChannelServer):
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
         # Ray makes the call again in a new process. On another loop than theirs an engine would not wake its requests.
         if self._engine_loop is not asyncio.get_running_loop():
-            raise ActorLost(f"{self._name}: its process died when it was to start the engine again")
+            raise ActorLost(f"{self._name}: its process is new and has not been told its loop")
         if not self._death.is_set():  # no request was in it that would have failed
             self._tell_fault(self._weights.failure or self._why_dead)
         if not self._has_lost_engine:

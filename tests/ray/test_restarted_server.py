@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
@@ -21,6 +21,9 @@ from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig
 from tests.fake_engine import FakeServer
 from tests.ray.test_parked_server import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -86,13 +89,24 @@ def replica_of(server: Any) -> PartialRolloutReplica:
     return replica
 
 
-def test_an_engine_wakes_its_requests_though_its_server_died_when_it_was_to_start_the_engine_again() -> None:
-    """Control calls have a loop of their own: an engine that begins there leaves requests asleep, whatever they get."""
+@pytest.fixture
+def dying_server() -> Iterator[Any]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[FakeServer.__module__])
     as_actor: Any = ray.remote(num_cpus=0, concurrency_groups={CONTROL_GROUP: 8}, **RESTARTED)
-    server: Any = as_actor(DyingServer).remote()
+    server = as_actor(DyingServer).remote()
     ray.get(server.launch_server.remote(), timeout=LIMIT_S)
-    asyncio.run(asyncio.wait_for(replica_of(server).relaunch(), LIMIT_S))
+    yield server
+    ray.kill(server)
+
+
+def test_an_engine_wakes_its_requests_though_its_server_died_when_it_was_to_start_the_engine_again(
+    dying_server: Any,
+) -> None:
+    """Control calls have a loop of their own: an engine that begins there leaves requests asleep, whatever they get."""
+    server = dying_server
+    pid = ray.get(server.__ray_call__.remote(lambda _: os.getpid()), timeout=LIMIT_S)
+    asyncio.run(asyncio.wait_for(replica_of(server).relaunch(), 2 * LIMIT_S))
+    assert ray.get(server.__ray_call__.remote(lambda _: os.getpid()), timeout=LIMIT_S) != pid
     ray.get(server.receive_weights.remote(update_number=1, version=3), timeout=LIMIT_S)
     ray.get(server.resume_generation.remote(), timeout=LIMIT_S)
     request = server.generate.remote([1, 2, 3], {"max_tokens": 5}, "a")
@@ -100,4 +114,3 @@ def test_an_engine_wakes_its_requests_though_its_server_died_when_it_was_to_star
     ray.get(server.abort_all_requests.remote(), timeout=LIMIT_S)
     assert ray.get(request, timeout=LIMIT_S).stop_reason == "aborted"
     assert len(ray.get(server.engine_threads.remote(), timeout=LIMIT_S)) == 1
-    ray.kill(server)

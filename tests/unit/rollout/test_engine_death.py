@@ -213,27 +213,46 @@ async def test_a_server_that_ray_has_started_again_starts_no_engine_on_another_l
     server = FakeServer()
     server._begin_without_engine()
 
+    another = asyncio.new_event_loop()
+
     async def begin_here(call: Coroutine[Any, Any, Any]) -> None:
-        server._engine_loop = asyncio.new_event_loop() if is_told_meanwhile else None
+        server._engine_loop = another if is_told_meanwhile else None
         await call
 
     monkeypatch.setattr(server, "_on_engine_loop", begin_here)
-    with pytest.raises(ActorLost, match="died when it was to start the engine again"):
+    with pytest.raises(ActorLost, match="its process is new and has not been told its loop"):
         await server.relaunch()
-    if server._engine_loop:
-        server._engine_loop.close()
+    another.close()
 
 
-async def test_an_engine_that_was_ended_is_told_of_though_its_requests_hear_nothing_of_it() -> None:
+async def test_a_server_that_ray_has_started_again_and_that_no_request_has_reached_is_drained_at_once() -> None:
+    """Nobody has told it its loop: a wait for a lock would bind that to the loop of control calls."""
+    server = FakeServer()
+    server._begin_without_engine()
+    async with server._control_lock:
+        drained = await asyncio.wait_for(server.abort_all_requests(), LONG_S)
+    assert drained["aborted_count"] == 0
+    assert (await server.rollout_statistics()).gate.state is GateState.CLOSED
+
+
+async def test_requests_of_an_engine_that_was_ended_hear_of_it_though_vllm_does_not_tell_them_and_go_on() -> None:
     server = await launched()
+    assert server._watch is not None
+    server._watch._processes = []
     death = asyncio.create_task(server.engine_death())
     waits = start(server)
     await let_run()
     server._watch._end("held 1 requests and generated nothing", 1.0, "the limit")
     assert "generated nothing for 1 s, which is the limit: it was ended" in await asyncio.wait_for(death, LONG_S)
-    statistics = await server.rollout_statistics()
-    assert (statistics.gate.state, statistics.gate.in_flight) == (GateState.DRAINING, 1)
-    waits.cancel()
+    assert (await asyncio.wait_for(waits, LONG_S)).stop_reason == "aborted"
+    await server.abort_all_requests()
+    await server.relaunch()
+    await server.receive_weights(update_number=1, version=3)
+    await server.resume_generation()
+    later = start(server, "b", is_resumption=True)
+    await let_run()
+    server.fake.finish("b", [6])
+    assert (await asyncio.wait_for(later, LONG_S)).token_ids == [6]
 
 
 async def test_a_server_that_dies_after_the_drain_of_its_step_opens_with_the_weights_of_that_step():

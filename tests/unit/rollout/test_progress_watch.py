@@ -37,6 +37,8 @@ def test_a_frozen_engine_is_named_and_ended(
     engine.suspend()
     os.waitpid(engine.pid, os.WUNTRACED)  # a busy machine stops it later than the signal is sent
 
+    told_of: list[int] = []
+
     async def main() -> str:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(time, "monotonic", loop.time)
@@ -53,7 +55,6 @@ def test_a_frozen_engine_is_named_and_ended(
         await asyncio.sleep(2 * STALL_S)
         return watch.verdict
 
-    told_of: list[int] = []
     with caplog.at_level(logging.WARNING):
         verdict = run_virtual(main())
     assert told_of == [64]
