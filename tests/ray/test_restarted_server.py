@@ -70,7 +70,7 @@ def test_a_server_that_dies_or_is_frozen_is_started_again_with_its_arguments(
 
 
 class DyingServer(FakeServer):
-    """Its first process dies when it is to start its engine again: Ray makes that call again in the second one."""
+    """A server whose first process dies when it is to start its engine again; Ray makes that call in the second."""
 
     def __init__(self) -> None:
         """Begin as an engine server does."""
