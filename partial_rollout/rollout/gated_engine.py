@@ -162,7 +162,7 @@ class GatedEngine:
         self._meter.tokens(request_id, num_tokens, time.monotonic())
 
     def fail_running(self) -> None:
-        """Tell all requests that the engine has died, which it cannot do itself."""
+        """Raise EngineDeadError in all requests that run: the engine has died, and vLLM may not have told them."""
         for request in self._running.values():
             request.queue.put(EngineDeadError())
 

@@ -151,13 +151,17 @@ class PartialRolloutReplica(vLLMReplica):
         """Start the engine again, in the same actor; it must be sent weights before it generates."""
         while not await self._is_relaunched():
             logger.warning(
-                "replica %d: the process of its server is new and has not been told its loop; it is asked again",
+                "replica %d: its engine server was started again just now, and starts no engine yet; it is asked again",
                 self.replica_rank,
             )
         await self._find_engines()
 
     async def _is_relaunched(self) -> bool:
-        """False: Ray has made the call again in a new process, before that knew the loop of its requests."""
+        """Ask the servers to start their engines; False if a process was too new, and is to be asked again.
+
+        Ray makes the call again in the new process of a server that has died. It does not know the loop of its requests
+        before `adopt_loop`, and starts no engine.
+        """
         with contextlib.suppress(WaitTimeout):  # a server that is full of requests has the loop of these
             await self._on_all("adopt_loop", limit_s=MARGIN_S)
         try:

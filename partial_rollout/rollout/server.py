@@ -185,7 +185,7 @@ class PartialRolloutServer(ChannelServer):
         return self._can_be_relaunched
 
     def _note_stuck(self) -> None:
-        """The engine was ended, because it stood still: nobody else may tell its requests."""
+        """The engine was ended, because it stood still. Its requests are told here, since vLLM may not tell them."""
         self._note_death()
         self._gated.fail_running()
 
@@ -357,7 +357,9 @@ class PartialRolloutServer(ChannelServer):
         if self.node_rank != 0:
             return {"aborted_count": 0, "request_ids": []}
         if self._has_lost_engine and self._engine_loop is None:
-            # A new process, whose gate is shut: no request has come, so there is none to wait for, and no loop to wait.
+            # A new process with a shut gate: no request has come, so none is drained, and nothing binds the lock to the
+            # loop of control calls.
+            self._admission.shut()
             if reject_request:
                 self._admission.reject()
             return {"aborted_count": 0, "request_ids": []}
@@ -509,7 +511,8 @@ class PartialRolloutServer(ChannelServer):
         """
         if self.nnodes > 1:
             raise EngineDead(f"{self._name}: an engine over several nodes is not relaunched; {self._weights.failure}")
-        # Ray makes the call again in a new process. On another loop than theirs an engine would not wake its requests.
+        # Where a process has died, Ray makes this call again in the new one, which may not know its loop yet. An engine
+        # on the loop of control calls would not wake its requests, which wait on another one.
         if self._engine_loop is not asyncio.get_running_loop():
             raise ActorLost(f"{self._name}: its process is new and has not been told its loop")
         if not self._death.is_set():  # no request was in it that would have failed

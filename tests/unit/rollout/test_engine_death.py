@@ -226,13 +226,18 @@ async def test_a_server_that_ray_has_started_again_starts_no_engine_on_another_l
 
 
 async def test_a_server_that_ray_has_started_again_and_that_no_request_has_reached_is_drained_at_once() -> None:
-    """Nobody has told it its loop: a wait for a lock would bind that to the loop of control calls."""
+    """A process that does not know its event loop yet: a wait for the lock would bind that to another one."""
     server = FakeServer()
     server._begin_without_engine()
+    await server.reject_parked()
     async with server._control_lock:
         drained = await asyncio.wait_for(server.abort_all_requests(), LONG_S)
     assert drained["aborted_count"] == 0
     assert (await server.rollout_statistics()).gate.state is GateState.CLOSED
+    waits = start(server)
+    await let_run()
+    assert (await server.rollout_statistics()).gate.parked == 1  # after a drain requests wait, also after a rejection
+    waits.cancel()
 
 
 async def test_requests_of_an_engine_that_was_ended_hear_of_it_though_vllm_does_not_tell_them_and_go_on() -> None:
