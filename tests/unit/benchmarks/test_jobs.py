@@ -259,11 +259,12 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
         "jobs_0.6b_separate_h100",
         "jobs_0.6b_separate_repeats_h200",
         "jobs_0.6b_two_gpus_h100",
+        "jobs_4b_activations_h200",
         "jobs_4b_bypass_h200",
         "jobs_4b_h200",
         "jobs_4b_training_h200",
     }
-    assert len(names) == 19
+    assert len(names) == 21
     for name, trained in ((name, name in with_training) for name in names):
         result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
