@@ -32,7 +32,7 @@ def curve_and_jobs(repository, name: str) -> tuple[dict[str, Any], dict[str, Any
 
 
 def speed(curve: dict[str, Any], result: dict[str, Any]) -> Speed:
-    """That of the jobs' engines together, one on each GPU."""
+    """Speed of the jobs' engines together, one on each GPU."""
     return fit(curve["curve"]).of_replicas(result["options"].get("gpus_each", 1))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -26,13 +28,16 @@ from benchmarks.jobs import (
 )
 from benchmarks.training_job import LOG, run_job
 from partial_rollout.advise import shapes
+from partial_rollout.advise.jobs import response_tokens
 from partial_rollout.advise.measured import SKIP
 from partial_rollout.advise.result import read_result
-from partial_rollout.advise.workload import workload
+from partial_rollout.advise.workload import Workload, workload
 from partial_rollout.settings.flag import is_enabled
 from tests.unit.settings.support import apply, check_ours
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
 pytestmark = pytest.mark.slow
@@ -270,6 +275,36 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
         steps = [step for job in result["jobs"] for step in job["steps"]]
         assert {"timing_s/update_actor" in step for step in steps} == {trained}
         assert result["options"].get("rollout_only", False) is not trained
+
+
+WINDOW = re.compile(r"(\d+)_to_(\d+)")
+"""Names of windows that are steps of jobs, both ends among them."""
+
+
+def windows_of_jobs(result) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Windows of a stored result, and the steps of the job that each is of."""
+    jobs = {job["mode"]: job.get("first_steps", []) + job["steps"] for job in result["jobs"]}
+    for name, window in result.get("windows", {}).items():
+        if between := WINDOW.fullmatch(name):
+            first, last = map(int, between.groups())
+            yield from ((window[mode], jobs[mode][first - 1 : last]) for mode in window.keys() & jobs.keys())
+
+
+def test_stored_windows_are_those_of_their_steps(repository):
+    checked = 0
+    for path in sorted((repository / "benchmarks/results/gpu").glob("jobs_*.json")):
+        result = read_result(path)
+        load = Workload(**result["workload"])
+        prompt_tokens = result["engine"].get("prompt_tokens", shapes.PROMPT_TOKENS)
+        for window, steps in windows_of_jobs(result):
+            generation_s = sum(step["timing_s/gen"] for step in steps)
+            tokens = sum(response_tokens(step, load, prompt_tokens) for step in steps)
+            assert window.get("num_steps", len(steps)) == len(steps)
+            assert window["gen_s"] == pytest.approx(generation_s / len(steps), rel=1e-3)
+            assert window["step_s"] == pytest.approx(mean(step["timing_s/step"] for step in steps), rel=1e-3)
+            assert window["tokens_per_s"] == pytest.approx(tokens / generation_s, rel=1e-3)
+            checked += 1
+    assert checked == 69
 
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
