@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from benchmarks.learning import PANELS, WINDOW, rewards, seconds
+from benchmarks.learning import PANELS, WINDOW, held_out, rewards, seconds
 from partial_rollout.advise.result import read_result
 
 mpl.use("Agg")
@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,37 +173,66 @@ def draw_real_model(name: str, title: str) -> Figure:
     jobs = _real_jobs(name)
     for job, style in zip(jobs, _real_styles(jobs), strict=True):
         minutes = [seconds(job, number) / 60 for number in range(1, len(job["steps"]) + 1)]
-        means, raw = rewards(job), rewards(job, 1)
-        spread = [statistics.pstdev(raw[max(0, end - WINDOW) : end]) for end in range(1, len(raw) + 1)]
-        axes.plot(minutes, means, label=f"{_real_name(job)}: {len(raw)} steps", **style)
-        edges = ([mean + sign * each for mean, each in zip(means, spread, strict=True)] for sign in (-1, 1))
+        raw = rewards(job, 1)
+        axes.plot(minutes, _trailing(raw), label=f"{_real_name(job)}: {len(raw)} steps", **style)
         if len(jobs) <= MOST_BANDS:
-            axes.fill_between(minutes, *edges, alpha=0.08, color=style["color"], linewidth=0)
+            _band(axes, minutes, raw, style["color"])
     axes.set_xlabel("minutes of training, without validation")
     band = f"\n(band: standard deviation of the {WINDOW})" if len(jobs) <= MOST_BANDS else ""
     axes.set_ylabel(f"reward, mean of {WINDOW} steps{band}")
     return _finished(figure, title, "lower right")
 
 
-def draw_real_steps(name: str, panels: dict[str, str], title: str) -> Figure:
-    """Means over the last steps, against the step: a panel for each of `panels` (name in `PANELS`, title)."""
-    figure, row = plt.subplots(1, len(panels), figsize=(10, 3.6), layout="constrained")
-    lines, jobs = [], _real_jobs(name)
-    for (panel, heading), axes in zip(panels.items(), row, strict=True):
+def draw_real_steps(name: str, title: str) -> Figure:
+    """Means over the last steps, against the step: a panel for each of `REAL_PANELS`; the reward has a band."""
+    figure, grid = plt.subplots(3, 3, figsize=(11, 8.5), layout="constrained")
+    jobs, lines = _real_jobs(name), []
+    for (panel, heading), axes in zip(REAL_PANELS.items(), grid.flat, strict=True):
         for job, style in zip(jobs, _real_styles(jobs), strict=True):
-            steps = job["steps"]
-            # verl's `sync` has no staleness to report in its first steps.
-            points = [(number, step[PANELS[panel]]) for number, step in enumerate(steps, 1) if PANELS[panel] in step]
-            numbers, values = zip(*points, strict=True)
-            lines += axes.plot(numbers, _trailing(values), label=_real_name(job), linewidth=1.2, **style)
+            numbers, values = _real_points(job, panel)
+            smooth = values if panel == HELD_OUT else _trailing(values)
+            lines += axes.plot(numbers, smooth, label=_real_name(job), linewidth=1.2, **style)
+            if panel == "reward" and len(jobs) <= MOST_BANDS:
+                _band(axes, numbers, values, style["color"])
+                heading = f"reward (band: standard deviation of {WINDOW} steps)"
         axes.set_title(heading, fontsize=9, loc="left")
-        axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in row:
+        if panel not in ("reward", HELD_OUT):
+            axes.set_ylim(bottom=0)
+    for axes in grid[-1]:
         axes.set_xlabel(f"training step (means of {WINDOW} steps)", fontsize=8)
     figure.legend(handles=lines[: len(jobs)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def _real_points(job: dict[str, Any], panel: str) -> tuple[list[int], list[float]]:
+    """Numbers of the steps that have what a panel shows, and its values.
+
+    verl's `sync` has no staleness to report in its first steps; without old log-probs some names begin with `actor/`
+    and the entropy is missing.
+    """
+    if panel == HELD_OUT:
+        accuracy = held_out(job)
+        return [int(number) for number in accuracy], list(accuracy.values())
+    metric = PANELS[panel]
+    found = [(step.get(metric), step.get(f"actor/{metric}")) for step in job["steps"]]
+    values = [plain if plain is not None else other for plain, other in found]
+    numbers = [number for number, value in enumerate(values, 1) if value is not None]
+    return numbers, [value for value in values if value is not None]
+
+
+def _band(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
+    """Standard deviation of the last steps around their mean."""
+    spread = [statistics.pstdev(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+    edges = ([mean + sign * each for mean, each in zip(_trailing(values), spread, strict=True)] for sign in (-1, 1))
+    axes.fill_between(at, *edges, alpha=0.08, color=colour, linewidth=0)
+
+
+def _renamed(job: dict[str, Any]) -> list[dict[str, float]]:
+    """Metrics of a job's steps; what the actor measures where there are no old log-probs has the usual name."""
+    steps = [{name.removeprefix("actor/rollout_"): value for name, value in step.items()} for step in job["steps"]]
+    return [{name.removeprefix("rollout_"): value for name, value in step.items()} for step in steps]
 
 
 def _real_styles(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -242,12 +272,19 @@ MODE_NAMES = {
 }
 
 
+HELD_OUT = "held out"
 REAL_PANELS = {
-    "step, s": "seconds of a training step",
+    "reward": "reward",
+    HELD_OUT: "accuracy on held-out problems, at each validation",
     "response length, tokens": "tokens of a response",
+    "entropy, nats": "entropy, nats a token",
+    "generation, s a step": "seconds of generation",
+    "step, s": "seconds of a training step",
     "staleness, steps": "updates since the oldest token",
+    "tokens cut to weight 2": "share of tokens whose weight is cut to 2",
+    "TIS weight, standard deviation": "standard deviation of the tokens' weights",
 }
-"""Pictures of the real model's jobs: names in `PANELS`, and the titles."""
+"""Panels of the real model's jobs: names in `PANELS`, but for the held-out problems, and their titles."""
 
 
 def pictures() -> dict[str, Figure]:
@@ -318,7 +355,6 @@ def pictures() -> dict[str, Figure]:
         "smollm2_h200": draw_real_model("smollm2_h200.json", "A real model of 135M learns alike in all four modes"),
         "smollm2_steps_h200": draw_real_steps(
             "smollm2_h200.json",
-            REAL_PANELS,
             "With KV retained steps are shorter; tokens are about one update old, and responses are shorter",
         ),
         "smollm2_long_h200": draw_real_model(
@@ -351,14 +387,21 @@ def pictures() -> dict[str, Figure]:
         ),
         "smollm2_long_steps_h200": draw_real_steps(
             "smollm2_long_h200.json",
-            REAL_PANELS,
             "Modes with old tokens have shorter steps and shorter responses, verl's colocate_async too",
+        ),
+        "smollm2_seed_1_steps_h200": draw_real_steps(
+            "smollm2_seed_1_h200.json", "For equal steps the three modes learn alike; the flag alone waits least"
+        ),
+        "smollm2_seed_2_steps_h100": draw_real_steps(
+            "smollm2_seed_2_h100.json",
+            "Weights of tokens spread little more with three batches than with none, and more with five",
         ),
     }
 
 
 def main() -> None:
     """Draw and save."""
+    mpl.rcParams["figure.max_open_warning"] = 0  # all are kept until they are saved
     for name, figure in pictures().items():
         figure.savefig(OUT / f"{name}.png", dpi=100)
         plt.close(figure)

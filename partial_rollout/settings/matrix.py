@@ -547,7 +547,8 @@ ROWS = (
         TESTED,
         "`tests/unit/settings/test_one_step.py`: the gradient is that of the usual loss where a batch is one optimizer "
         "step; `tests/e2e/test_adaptive.py`. [186 steps on an "
-        "H100](results/gpu.md#a-third-seed-and-no-old-log-probs-up-to-186-steps)",
+        "H100](results/gpu.md#a-third-seed-and-no-old-log-probs-up-to-186-steps), and [14 of "
+        "4B](results/gpu.md#todays-loss-and-all-activations-kept) with a learning rate of 0",
         lambda config: _correction(config) == WEIGHED,
         {f"{CORRECTION_BLOCK}.bypass_mode": True, f"{CORRECTION_BLOCK}.loss_type": REINFORCE},
     ),
