@@ -20,6 +20,7 @@ INTERRUPTS = ("hold", "snapshot")
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("cpu", "cuda")
 RESUME_MODES = ("auto", "disable")
+FLOW_GRPO = "flow_grpo"
 MAX_STEPS = 200
 """Denoise steps of an image. Schedules are made for far fewer: a larger number is a slip of the pen."""
 
@@ -53,12 +54,13 @@ class DataConfig:
 class AlgorithmConfig:
     """FlowGRPO or MixGRPO."""
 
-    name: str = "flow_grpo"
+    name: str = FLOW_GRPO
     noise_level: float = 0.7
     sde_type: str = "sde"
     sde_window_size: int = 2
     sde_window_first: int = 0
     sde_window_last: int = 5
+    sde_window_interval: int | None = None
     clip_ratio: float = 1.0e-4
     max_advantage: float = 5.0
     rollout_is_threshold: float = 2.0
@@ -78,10 +80,13 @@ class AlgorithmConfig:
         for name in ("clip_ratio", "max_advantage", "rollout_is_threshold"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "above 0")
         self.window_plan()
+        # A window of its own for each request has nothing to move with.
+        moves, allowed = self.sde_window_interval is not None, "null with algorithm.name=flow_grpo"
+        require(not moves or self.name != FLOW_GRPO, "algorithm.sde_window_interval", self.sde_window_interval, allowed)
 
     def window_plan(self) -> WindowPlan:
         """Where SDE windows may lie; raises ConfigError if no window fits."""
-        return WindowPlan(self.sde_window_size, self.sde_window_first, self.sde_window_last)
+        return WindowPlan(self.sde_window_size, self.sde_window_first, self.sde_window_last, self.sde_window_interval)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,9 @@ NO_WINDOW = SdeWindow(0, 0)
 class WindowPlan:
     """Where windows may lie: `size` steps within `first <= step < last`.
 
+    MixGRPO's window stays `interval` training steps where it is and then moves on by one denoise step; None: it is
+    drawn at random in each training step.
+
     >>> plan = WindowPlan(size=2, first=0, last=5)
     >>> plan.draw("flow_grpo", 0, 7, 42) == plan.draw("flow_grpo", 0, 7, 42)
     True
@@ -51,9 +54,14 @@ class WindowPlan:
     size: int
     first: int
     last: int
+    interval: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a range that no window of this size fits."""
+        """Raise ConfigError for a range that no window of this size fits, or an interval below 1."""
+        if self.interval is not None and self.interval < 1:
+            raise ConfigError(
+                f"algorithm.sde_window_interval={self.interval} is not allowed: must be null or at least 1"
+            )
         if self.size < 0 or self.first < 0 or self.first + self.size > self.last:
             raise ConfigError(
                 f"algorithm.sde_window_size={self.size} does not fit from algorithm.sde_window_first={self.first} to "
@@ -64,6 +72,19 @@ class WindowPlan:
         """The window that belongs to `key`: the same in every process."""
         # Seeded with a string, which Random hashes with SHA-512; a tuple's hash differs between processes.
         start = random.Random(repr(key)).randint(self.first, self.last - self.size)
+        return SdeWindow(start, start + self.size)
+
+    def progressive(self, global_step: int, interval: int) -> SdeWindow:
+        """The window of a training step, counted from 0, that moves on by one every `interval` training steps.
+
+        It begins at the first steps of the range, where there is most noise, and stays at the last ones: the
+        progressive strategy of MixGRPO (arXiv 2507.21802).
+
+        >>> plan = WindowPlan(size=2, first=0, last=5)
+        >>> [plan.progressive(step, 25).start for step in (0, 24, 25, 74, 75, 1000)]
+        [0, 0, 1, 2, 3, 3]
+        """
+        start = min(self.first + global_step // interval, self.last - self.size)
         return SdeWindow(start, start + self.size)
 
 
@@ -78,4 +99,6 @@ def window_of_step(plan: WindowPlan, *, run_seed: int, global_step: int, request
     `request_seed` is not used, because a window that depends on the request would not be shared.
     """
     del request_seed
+    if plan.interval is not None:
+        return plan.progressive(global_step, plan.interval)
     return plan.draw("mix_grpo", run_seed, global_step)

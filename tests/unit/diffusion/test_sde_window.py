@@ -40,6 +40,21 @@ def test_all_requests_of_a_step_share_the_window_with_mix_grpo_and_with_flow_grp
     assert len(set.union(*(windows(window_of_step, step) for step in range(64)))) == PLAN.last - PLAN.size + 1
 
 
+def test_a_progressive_window_stays_moves_on_by_one_and_ends_at_the_last_place_that_fits():
+    plan = WindowPlan(size=2, first=1, last=5, interval=3)
+
+    def starts(step: int) -> set[int]:
+        draws = (window_of_step(plan, run_seed=seed, global_step=step, request_seed=seed) for seed in range(8))
+        return {window.start for window in draws if len(window) == plan.size}
+
+    assert [starts(step) for step in range(12)] == [{1}] * 3 + [{2}] * 3 + [{3}] * 6
+
+
+def test_an_interval_is_at_least_one():
+    with pytest.raises(ConfigError, match="algorithm.sde_window_interval=0 is not allowed: must be null or at least 1"):
+        WindowPlan(size=2, first=0, last=5, interval=0)
+
+
 def test_every_draw_is_inside_the_range():
     for seed in range(200):
         window = PLAN.draw(seed)
