@@ -185,7 +185,7 @@ def draw_real_model(name: str, title: str) -> Figure:
 
 def draw_real_steps(name: str, title: str) -> Figure:
     """Means over the last steps, against the step: a panel for each of `REAL_PANELS`; the reward has a band."""
-    figure, grid = plt.subplots(3, 3, figsize=(11, 8.5), layout="constrained")
+    figure, grid = plt.subplots(3, 3, figsize=(11, 8.5), sharex=True, layout="constrained")
     jobs, lines = _real_jobs(name), []
     for (panel, heading), axes in zip(REAL_PANELS.items(), grid.flat, strict=True):
         for job, style in zip(jobs, _real_styles(jobs), strict=True):
@@ -200,7 +200,7 @@ def draw_real_steps(name: str, title: str) -> Figure:
         if panel not in ("reward", HELD_OUT):
             axes.set_ylim(bottom=0)
     for axes in grid[-1]:
-        axes.set_xlabel(f"training step (means of {WINDOW} steps)", fontsize=8)
+        axes.set_xlabel(f"training step (means of up to {WINDOW} steps)", fontsize=8)
     figure.legend(handles=lines[: len(jobs)], loc="outside lower center", ncol=2, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
@@ -209,17 +209,16 @@ def draw_real_steps(name: str, title: str) -> Figure:
 def _real_points(job: dict[str, Any], panel: str) -> tuple[list[int], list[float]]:
     """Numbers of the steps that have what a panel shows, and its values.
 
-    verl's `sync` has no staleness to report in its first steps; without old log-probs some names begin with `actor/`
-    and the entropy is missing.
+    The first step is left out, as it loads everything. Without old log-probs some names begin with `actor/`, and the
+    entropy is missing.
     """
     if panel == HELD_OUT:
         accuracy = held_out(job)
         return [int(number) for number in accuracy], list(accuracy.values())
     metric = PANELS[panel]
-    found = [(step.get(metric), step.get(f"actor/{metric}")) for step in job["steps"]]
-    values = [plain if plain is not None else other for plain, other in found]
-    numbers = [number for number, value in enumerate(values, 1) if value is not None]
-    return numbers, [value for value in values if value is not None]
+    values = [step.get(metric, step.get(f"actor/{metric}")) for step in job["steps"]]
+    found = [(number, value) for number, value in enumerate(values, 1) if value is not None and number > 1]
+    return [number for number, _ in found], [value for _, value in found]
 
 
 def _band(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
@@ -227,12 +226,6 @@ def _band(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str)
     spread = [statistics.pstdev(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
     edges = ([mean + sign * each for mean, each in zip(_trailing(values), spread, strict=True)] for sign in (-1, 1))
     axes.fill_between(at, *edges, alpha=0.08, color=colour, linewidth=0)
-
-
-def _renamed(job: dict[str, Any]) -> list[dict[str, float]]:
-    """Metrics of a job's steps; what the actor measures where there are no old log-probs has the usual name."""
-    steps = [{name.removeprefix("actor/rollout_"): value for name, value in step.items()} for step in job["steps"]]
-    return [{name.removeprefix("rollout_"): value for name, value in step.items()} for step in steps]
 
 
 def _real_styles(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -275,7 +268,7 @@ MODE_NAMES = {
 HELD_OUT = "held out"
 REAL_PANELS = {
     "reward": "reward",
-    HELD_OUT: "accuracy on held-out problems, at each validation",
+    HELD_OUT: "accuracy on held-out problems (chance: about 0.03)",
     "response length, tokens": "tokens of a response",
     "entropy, nats": "entropy, nats a token",
     "generation, s a step": "seconds of generation",
@@ -394,7 +387,7 @@ def pictures() -> dict[str, Figure]:
         ),
         "smollm2_seed_2_steps_h100": draw_real_steps(
             "smollm2_seed_2_h100.json",
-            "Weights of tokens spread little more with three batches than with none, and more with five",
+            "The third seed: rewards rise alike; tokens' weights spread most with five batches in flight",
         ),
     }
 

@@ -143,6 +143,7 @@ def _lasting(config: DiffusionConfig, prompts: Sequence[str]) -> dict[str, Any]:
         "model.lora_rank": model.lora_rank,
         "model.lora_alpha": model.lora_alpha,
         "algorithm.name": config.algorithm.name,
+        "algorithm.sde_window_interval": config.algorithm.sde_window_interval,
         "trainer.seed": trainer.seed,
         "trainer.train_batch_size": trainer.train_batch_size,
         "rollout.n": config.rollout.n,

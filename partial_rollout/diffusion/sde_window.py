@@ -77,8 +77,8 @@ class WindowPlan:
     def progressive(self, global_step: int, interval: int) -> SdeWindow:
         """The window of a training step, counted from 0, that moves on by one every `interval` training steps.
 
-        It begins at the first steps of the range, where there is most noise, and stays at the last ones: the
-        progressive strategy of MixGRPO (arXiv 2507.21802).
+        It begins at the first steps of the range, where there is most noise, and stays at its last ones: the
+        progressive strategy of MixGRPO (arXiv 2507.21802), without going back to the first.
 
         >>> plan = WindowPlan(size=2, first=0, last=5)
         >>> [plan.progressive(step, 25).start for step in (0, 24, 25, 74, 75, 1000)]

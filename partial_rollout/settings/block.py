@@ -118,7 +118,7 @@ class TimeoutConfig(_Block):
         "From closing the gate to an empty engine. An engine that has not paused after half of it is ended as a dead "
         "one.",
         who="very large engines",
-        evidence="drain and resume take 0.7 to 2.1 % of a step on average, up to 5 % of one, docs/results/gpu.md",
+        evidence="drain and resume take 0.7 to 3.5 % of a step on average, up to 5 % of one, docs/results/gpu.md",
     )
     resume_s: float = _bound_s(
         600.0,

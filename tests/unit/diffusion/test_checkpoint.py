@@ -100,6 +100,14 @@ def test_settings_that_do_not_fit_are_refused_by_name(tmp_path: Path, key: str, 
         checkpoints(tmp_path, **blocks)
 
 
+def test_a_window_that_moves_otherwise_is_refused(tmp_path: Path):
+    moving = {"name": "mix_grpo", "sde_window_interval": 25}
+    checkpoints(tmp_path, algorithm=moving).save(mapping(1), FakeActor(), NOT_LATE)
+    assert checkpoints(tmp_path, algorithm=moving).found is not None
+    with pytest.raises(ConfigError, match=r"^algorithm.sde_window_interval=5 is not allowed: .*made with 25"):
+        checkpoints(tmp_path, algorithm=moving | {"sde_window_interval": 5})
+
+
 def test_other_prompts_are_refused(tmp_path: Path):
     checkpoints(tmp_path).save(mapping(1), FakeActor(), NOT_LATE)
     with pytest.raises(ConfigError, match=r"data.prompts='3 prompts, .*made with '2 prompts"):

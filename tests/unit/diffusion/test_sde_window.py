@@ -43,11 +43,11 @@ def test_all_requests_of_a_step_share_the_window_with_mix_grpo_and_with_flow_grp
 def test_a_progressive_window_stays_moves_on_by_one_and_ends_at_the_last_place_that_fits():
     plan = WindowPlan(size=2, first=1, last=5, interval=3)
 
-    def starts(step: int) -> set[int]:
-        draws = (window_of_step(plan, run_seed=seed, global_step=step, request_seed=seed) for seed in range(8))
-        return {window.start for window in draws if len(window) == plan.size}
+    def windows(step: int) -> set[SdeWindow]:
+        return {window_of_step(plan, run_seed=seed, global_step=step, request_seed=seed) for seed in range(8)}
 
-    assert [starts(step) for step in range(12)] == [{1}] * 3 + [{2}] * 3 + [{3}] * 6
+    first, second, last = ({SdeWindow(start, start + 2)} for start in (1, 2, 3))
+    assert [windows(step) for step in range(12)] == [first] * 3 + [second] * 3 + [last] * 6
 
 
 def test_an_interval_is_at_least_one():

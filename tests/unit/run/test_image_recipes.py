@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from partial_rollout.diffusion.config import DiffusionConfig
 from partial_rollout.diffusion.contract import resolve
+from partial_rollout.diffusion.sde_window import WindowPlan
 from partial_rollout.errors import ConfigError
 from tests.unit.run.test_recipes import HOME, PRIVATE_PATH, ROOT, RUN, command, shell
 
@@ -102,6 +103,12 @@ def test_yaml_defaults_equal_the_dataclass_defaults():
 def test_a_wrong_value_is_named(block: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=reason):
         DiffusionConfig.from_mapping(GIVEN | block)
+
+
+def test_the_plan_of_windows_has_all_that_is_said_of_them():
+    given = {"name": "mix_grpo", "sde_window_size": 1, "sde_window_first": 2, "sde_window_last": 4}
+    config = DiffusionConfig.from_mapping(GIVEN | {"algorithm": given | {"sde_window_interval": 3}})
+    assert config.algorithm.window_plan() == WindowPlan(1, 2, 4, 3)
 
 
 @pytest.mark.parametrize("name", ["height", "width"])
