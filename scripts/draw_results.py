@@ -268,7 +268,7 @@ MODE_NAMES = {
 HELD_OUT = "held out"
 REAL_PANELS = {
     "reward": "reward",
-    HELD_OUT: "accuracy on held-out problems (chance: about 0.03)",
+    HELD_OUT: "accuracy on held-out problems (0.03 more or less is chance)",
     "response length, tokens": "tokens of a response",
     "entropy, nats": "entropy, nats a token",
     "generation, s a step": "seconds of generation",
